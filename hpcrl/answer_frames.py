@@ -47,13 +47,21 @@ def only_frame(data: bytes) -> memoryview:
 class FrameSplitter:
     """Cuts what arrives into frames; each byte is moved once."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        """Begin; a frame that says that it is longer than ``max_bytes`` is refused before memory is taken for it."""
+        self._max_bytes = max_bytes
         self._head = bytearray()
         self._frame: bytearray | None = None
         self._filled = 0
 
     def feed(self, piece: bytes) -> list[memoryview]:
-        """What is in the frames that end in ``piece``, which follows what was fed before; it cannot be written to."""
+        """Return the contents of the frames that end in ``piece``, which follows what was fed before, read-only.
+
+        Raises
+        ------
+        ValueError
+            A frame is too long.
+        """
         frames: list[memoryview] = []
         rest = memoryview(piece)
         while True:
@@ -64,6 +72,8 @@ class FrameSplitter:
                 if len(self._head) < _LENGTH.size:
                     return frames
                 (length,) = _LENGTH.unpack(self._head)
+                if length > self._max_bytes:
+                    raise ValueError(f"a frame of {length} bytes is longer than the {self._max_bytes} it may have")
                 self._frame, self._filled = bytearray(length), 0
                 self._head.clear()
             count = min(len(self._frame) - self._filled, len(rest))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.errors import HandoffError
+from hpcrl.inference.finite import all_finite
 from hpcrl.weights import Handoff
 from hpcrl.weights.format.adapters import Contents, Product, contents_of, plan_merge
 from hpcrl.weights.read.assemble import StoredTensor
@@ -76,7 +77,7 @@ class Adapter:
             into = total if part.expert is None else total[part.expert]
             into[part.rows].addmm_(b, a, alpha=self._merge.scale)
         result = total.to(base.dtype)
-        if not _is_finite(result) and _is_finite(base):
+        if not all_finite(result) and all_finite(base):
             raise HandoffError(f"the adapter makes {stored.name} infinite or not a number in {stored.record.dtype}")
         return result
 
@@ -148,12 +149,3 @@ class KeptBase:
                 # a copy: what was read may be shared with others, and go
                 self._tensors[stored.name] = stored._replace(data=memoryview(bytearray(stored.data)))
                 self.bytes = after
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite.
-
-    Their sum is not finite where one of them is not. It is made in one pass; looking at each takes as long as all else
-    that a merge does. Where the sum overflows, each is looked at.
-    """
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

@@ -93,7 +93,7 @@ class ChatTemplate:
             return self._template.render(context)
         except _RefusedError as error:
             raise ChatTemplateError(f"{self.name}: the chat template refuses the conversation: {error}") from error
-        except Exception as error:  # noqa: BLE001 a template is a program of strangers, and may fail in any way
+        except Exception as error:
             raise ChatTemplateError(f"{self.name}: the chat template fails: {_words(error)}") from error
 
 

@@ -95,7 +95,7 @@ def _read_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
         raise TokenizerError(f"{path.parent} has no tokenizer.json\n    hint: {hint}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing more exact
+    except Exception as error:
         raise TokenizerError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     own = {"padding": tokenizer.padding}
     # what was saved for batches of one size would cut prompts without a word

@@ -39,7 +39,7 @@ from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
 from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.rendering import Transcript
-from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
+from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings, answer_limits
 from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.sampling.staleness import StalenessAccount
@@ -183,8 +183,12 @@ class Orchestrator:
         self._events = self._context.events()
         self._counters = state.counters
 
+        routes = RoutedExpertsSettings.of(recipe)
+        limits = answer_limits(recipe, routes)
+
         def make_client(member: Member, role: str = "engine") -> EngineClient:
-            return client_of(http, name=f"{role}-{member.replica}", url=member.url, servers=member.servers)
+            name = f"{role}-{member.replica}"
+            return client_of(http, name=name, url=member.url, servers=member.servers, limits=limits)
 
         supervised = Supervised(self._context)
         elastic = "engine" in endpoints.members
@@ -197,7 +201,9 @@ class Orchestrator:
         router = None
         if "router" in endpoints.urls:
             ours = recipe.engine.router.kind == "dynamo"
-            router = RouterClient(http, name="router", url=endpoints.one("router"), hands_on_content_types=ours)
+            router = RouterClient(
+                http, name="router", url=endpoints.one("router"), hands_on_content_types=ours, limits=limits
+            )
         self._pool = make_pool(
             [make_client(member) for member in members] + sides,
             router,
@@ -207,8 +213,9 @@ class Orchestrator:
             request_timeout_s=config.request_timeout_s,
             max_retries=config.max_retries,
             lost_after_s=engines_lost_after_s(run),
+            on_unusable=supervised.restart_engine,
         )
-        transcript, routes = Transcript(ChatTokenizer(Path(recipe.model.path))), RoutedExpertsSettings.of(recipe)
+        transcript = Transcript(ChatTokenizer(Path(recipe.model.path)))
         self._updater = make_updater(
             recipe,
             run,

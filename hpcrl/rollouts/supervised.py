@@ -21,7 +21,13 @@ class Supervised:
         self._run, self._attempt = context.run, context.attempt
 
     def restart_engine(self, engine: Engine, why: str) -> None:
-        """Ask for another process of an engine; ``why`` ends a sentence that begins with the replica."""
+        """Ask for another process of an engine; ``why`` ends a sentence that begins with the replica.
+
+        The router, which stands for the engines behind it, is one of them here.
+        """
+        if engine.name == _ROUTER[0]:
+            self.restart_router(why)
+            return
         role, _, replica = engine.name.rpartition("-")
         self._restart(role, int(replica), why)
 

@@ -17,6 +17,7 @@ import torch
 
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
+from hpcrl.inference.finite import finite_tensors
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.adapters import Contents, blocks_of, contents_of
 from hpcrl.weights.read.assemble import StoredTensor
@@ -116,7 +117,8 @@ class Staged:
             with self._subscriber.reading(self.version) as reading:
                 adapted = reading.handoff.manifest.kind == "lora"
                 tensors = []
-                for tensor in self._adapted(reading) if adapted else self._stored(reading):
+                found = self._adapted(reading) if adapted else self._stored(reading)
+                for tensor in finite_tensors(found, self.path):
                     if self._unwanted.is_set():
                         return
                     tensors.append(tensor)

@@ -8,13 +8,15 @@ is what engines write that are not ours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.errors import HpcrlError
+from hpcrl.decoding import decode_json, decode_msgpack
+from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
+from hpcrl.rollouts.engines.limits import MAX_VERSION, AnswerLimits
 from hpcrl.rollouts.engines.rows import EncodedRows, Rows, join_rows, read_rows, rows_bytes
 from hpcrl.rollouts.engines.sse import Pieces
 from hpcrl.rollouts.sampling.sequence import TokenSequence
@@ -24,45 +26,6 @@ __all__ = ["AnswerPart", "AnswerReader", "EngineError", "EngineProtocolError", "
 
 OnPart = Callable[[NDArray[np.int32], NDArray[np.float32], Rows | None], None]
 """Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
-
-
-class EngineError(Exception):
-    """An engine did not answer a request, or answered with an error.
-
-    Attributes
-    ----------
-    retryable:
-        Whether it may work elsewhere or later. A request that the engine understood and refused will not.
-    unreachable:
-        Whether there was no answer at all.
-    refused:
-        Whether nobody listens there: the process is gone, or not ready yet.
-    forgot:
-        Whether the engine answered with weights that it was not given by us: it was started anew.
-    timed_out:
-        Whether the time for an answer ran out: the engine may live, and hang.
-    status:
-        Of the answer; None where there was none.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        retryable: bool = True,
-        unreachable: bool = False,
-        refused: bool = False,
-        forgot: bool = False,
-        timed_out: bool = False,
-        status: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.timed_out, self.status = timed_out, status
-        self.retryable, self.unreachable, self.refused, self.forgot = retryable, unreachable, refused, forgot
-
-
-class EngineProtocolError(HpcrlError):
-    """An engine answers in a way that training cannot use: no version, no log-probabilities, wrong counts."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,14 +64,18 @@ class _Logprobs(msgspec.Struct, frozen=True):
     content: list[_TokenLogprob] | None = None
 
 
+_Label = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Names and labels of engines, which come back in messages and requests."""
+
+
 class _Span(msgspec.Struct, frozen=True):
-    version: str
+    version: _Label
     start: int
     end: int
 
 
 class _Choice(msgspec.Struct, frozen=True):
-    finish_reason: str | None = None
+    finish_reason: _Label | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
@@ -116,13 +83,13 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, frozen=True):
-    request_id: str = ""
+    request_id: _Label = ""
     choices: list[_Choice] = []
     error: Any = None
 
 
 class _FramedChoice(msgspec.Struct, frozen=True):
-    finish_reason: str | None = None
+    finish_reason: _Label | None = None
     token_ids: memoryview | None = None
     logprobs: memoryview | None = None
     weight_versions: list[_Span] | None = None
@@ -132,7 +99,7 @@ class _FramedChoice(msgspec.Struct, frozen=True):
 class _FramedEvent(msgspec.Struct, frozen=True):
     """An event in the frames of `hpcrl.answer_frames`."""
 
-    request_id: str = ""
+    request_id: _Label = ""
     choices: list[_FramedChoice] = []
     error: Any = None
 
@@ -182,8 +149,11 @@ class Generation(msgspec.Struct, frozen=True):
     request_id: str = ""
 
 
-_decoder = msgspec.json.Decoder(_Event)
-_framed_decoder = msgspec.msgpack.Decoder(_FramedEvent)
+_GIVEN_UP = frozenset({"abort", "error"})
+"""How an engine ends a request that it gives up."""
+_SHOWN = 500
+"""Maximum number of characters of an engine's error that a message shows."""
+_NO_LIMITS = AnswerLimits()
 _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -191,14 +161,21 @@ def _rows_in(text: msgspec.Raw) -> EncodedRows | RowsReference | None:
     """Rows of experts out of JSON: null, where they are, or a string of base64 that nobody has decoded yet."""
     quoted = memoryview(text)
     if bytes(quoted[:1]) != b'"':
-        return msgspec.json.decode(quoted, type=RowsReference | None) if quoted else None
+        return decode_json(quoted, RowsReference | None) if quoted else None
     return EncodedRows(quoted)
 
 
 class AnswerReader:
     """Reads one answer of an engine, at once or part after part."""
 
-    def __init__(self, engine: str, prompt_length: int, params: SamplingParams, on_part: OnPart) -> None:
+    def __init__(
+        self,
+        engine: str,
+        prompt_length: int,
+        params: SamplingParams,
+        on_part: OnPart,
+        limits: AnswerLimits = _NO_LIMITS,
+    ) -> None:
         """Begin.
 
         Parameters
@@ -209,7 +186,10 @@ class AnswerReader:
             Of the request.
         on_part:
             Called with each part but the last one.
+        limits:
+            What the model allows.
         """
+        self._limits, self._max_tokens = limits, params.max_tokens
         self._engine, self._prompt_length, self._on_part = engine, prompt_length, on_part
         self._experts_start = params.routed_experts_prompt_start
         self._tokens, self._scored, self._complete = TokenSequence(), 0, True
@@ -231,11 +211,11 @@ class AnswerReader:
             if isinstance(data, memoryview):
                 return self._framed(data)
             return self._text(data.joined() if isinstance(data, Pieces) else data)
-        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, MemoryError, RecursionError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
 
     def _text(self, data: bytes | memoryview) -> AnswerPart:
-        event = _decoder.decode(data)
+        event: _Event = decode_json(data, _Event)
         if event.error is not None:
             return AnswerPart(_NO_IDS, _NO_LOGPROBS, None, error=event.error)
         (choice,) = event.choices
@@ -244,9 +224,12 @@ class AnswerReader:
         if self._experts_start is not msgspec.UNSET:
             rows = _rows_in(choice.routed_experts)
         kept = rows if isinstance(rows, RowsReference) else None
+        token_ids, logprobs = self._limits.checked(
+            np.array(choice.token_ids or [], np.int32), np.array([token.logprob for token in scores], np.float64)
+        )
         return AnswerPart(
-            token_ids=np.array(choice.token_ids or [], np.int32),
-            logprobs=np.array([token.logprob for token in scores], np.float32),
+            token_ids=token_ids,
+            logprobs=logprobs,
             rows=None if isinstance(rows, RowsReference) else rows,
             kept=kept,
             finish_reason=choice.finish_reason,
@@ -255,14 +238,17 @@ class AnswerReader:
         )
 
     def _framed(self, data: memoryview) -> AnswerPart:
-        event = _framed_decoder.decode(data)
+        event: _FramedEvent = decode_msgpack(data, _FramedEvent)
         if event.error is not None:
             return AnswerPart(_NO_IDS, _NO_LOGPROBS, None, error=event.error)
         (choice,) = event.choices
         rows = None if self._experts_start is msgspec.UNSET else choice.routed_experts
+        token_ids, logprobs = self._limits.checked(
+            np.frombuffer(choice.token_ids or b"", "<i4"), np.frombuffer(choice.logprobs or b"", "<f8")
+        )
         return AnswerPart(
-            token_ids=np.frombuffer(choice.token_ids or b"", "<i4"),
-            logprobs=np.frombuffer(choice.logprobs or b"", "<f8").astype(np.float32),
+            token_ids=token_ids,
+            logprobs=logprobs,
             rows=None if rows is None else read_rows(rows),
             finish_reason=choice.finish_reason,
             versions=choice.weight_versions,
@@ -270,12 +256,25 @@ class AnswerReader:
         )
 
     def take(self, part: AnswerPart) -> None:
-        """The next part (EngineError where the engine ended the request with an error).
+        """The next part.
 
         Where its rows could not be fetched, those of later parts are left out, too: all are known by their number.
+
+        Raises
+        ------
+        EngineError
+            The engine ended the request with an error.
+        EngineProtocolError
+            The answer has had its end, or has more tokens than were asked for.
         """
         if part.error is not None:
-            raise EngineError(f"{self._engine}: the engine ended a request with {part.error}")
+            raise EngineError(f"{self._engine}: the engine ended a request with {_shown(part.error)}")
+        if self._last is not None:
+            raise EngineProtocolError(f"{self._engine}: an answer has more behind its end")
+        if len(self._tokens) + len(part.token_ids) > self._max_tokens:
+            raise EngineProtocolError(
+                f"{self._engine}: an answer has more tokens than the {self._max_tokens} asked for"
+            )
         complete = len(part.logprobs) == len(part.token_ids)
         # of an answer with a part that has not all of them there is nothing but an error, and nothing behind it is kept
         self._tokens.append_sampled(part.token_ids, part.logprobs if complete else 0.0, 0)
@@ -315,7 +314,8 @@ class AnswerReader:
         """
         token_ids, _, logprobs, _ = self._tokens.arrays(len(self._tokens))
         if last.finish_reason not in ("stop", "length"):
-            raise EngineError(f"{self._engine}: the engine ended a request with {last.finish_reason!r}")
+            kind = EngineError if last.finish_reason in _GIVEN_UP else EngineProtocolError
+            raise kind(f"{self._engine}: the engine ended a request with {last.finish_reason!r}")
         if not len(token_ids) or not self._complete:
             what = f"{len(token_ids)} tokens with {self._scored} log-probabilities, not one of each in each part"
             raise EngineProtocolError(f"{self._engine}: an answer has {what}")
@@ -342,21 +342,37 @@ class AnswerReader:
                 "    hint: engine.return_routed_experts and trainer.router_replay: false, where its engines cannot say"
             )
         try:
-            return join_rows(self._experts)
-        except ValueError as error:
+            rows = join_rows(self._experts)
+            if rows is not None:
+                self._limits.check_rows(rows)
+        except (ValueError, OverflowError, MemoryError, RecursionError) as error:
             raise EngineProtocolError(f"{self._engine}: an answer cannot be read: {error}") from error
+        return rows
 
     def _versions(self, spans: list[_Span], count: int) -> NDArray[np.int32]:
         versions, known = np.empty(count, np.int32), 0
         for span in spans:
-            if not span.version.isdecimal():
+            if not (span.version.isascii() and span.version.isdecimal()):
                 what = f"an answer is of weights {span.version!r}, which it was not given"
                 raise EngineError(f"{self._engine}: {what}", forgot=True)
+            if len(span.version) > len(str(MAX_VERSION)) or int(span.version) > MAX_VERSION:
+                raise EngineProtocolError(
+                    f"{self._engine}: an answer is of version {_shown(span.version)}, which is none"
+                )
             if span.start != known or not span.start <= span.end <= count:
                 known = -1
                 break
             versions[known : span.end] = int(span.version)
             known = span.end
         if known != count:
-            raise EngineProtocolError(f"{self._engine}: version spans {spans} do not cover {count} tokens")
+            raise EngineProtocolError(f"{self._engine}: version spans {_shown(spans)} do not cover {count} tokens")
         return versions
+
+
+def _shown(said: object) -> str:
+    """Return the beginning of what an engine said, for a message."""
+    try:
+        text = str(said)
+    except (RecursionError, MemoryError):
+        return "something that is nested too deep to be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -7,9 +7,8 @@ RL router. Field names are vLLM's. Only what we read is decoded.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Iterable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -17,19 +16,21 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, FrameSplitter, encode_frame
-from hpcrl.decoding import prepared
+from hpcrl.decoding import decode_json
 from hpcrl.rollouts.engines.answers import (
     AnswerPart,
     AnswerReader,
-    EngineError,
-    EngineProtocolError,
     Generation,
     OnPart,
     SamplingParams,
 )
+from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
+from hpcrl.rollouts.engines.http import EngineHttp
+from hpcrl.rollouts.engines.limits import AnswerLimits, check_logprobs
 from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
 from hpcrl.rollouts.engines.rows import beside_loop, read_rows
 from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
@@ -72,10 +73,14 @@ class _PromptAnswer(msgspec.Struct, frozen=True):
 _GENERATE = "/inference/v1/generate"
 _ROWS_S = 60.0
 """For rows of one answer: 79 MB of the longest."""
+_PROMPT_ROWS_BYTES = 1 << 30
+"""Maximum size of the rows of one request that an engine has kept; engines keep no more of all requests together."""
+_LONGEST_NAME = 256
+"""Maximum length of a name of rows, which becomes part of a URL."""
 _encoder = msgspec.json.Encoder()
 
 
-class EngineClient:
+class EngineClient(EngineHttp):
     """Calls of one engine. Every call has a time limit; failures are `EngineError`."""
 
     accepts: str = f"{MEDIA_TYPE}, application/json, text/event-stream"
@@ -83,7 +88,12 @@ class EngineClient:
     alone_reads_requests = True
     """Whether nobody but the engine reads what is sent to it: one that has answered in frames takes these, too."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
+    limits = AnswerLimits()
+    """What its answers may be."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, *, name: str, url: str, limits: AnswerLimits | None = None
+    ) -> None:
         """Remember where the engine is; nothing is sent.
 
         Parameters
@@ -94,9 +104,11 @@ class EngineClient:
             ``engine-<replica>``, for messages.
         url:
             ``http://host:port``.
+        limits:
+            Of its model; None: only what holds for every model is refused.
         """
-        self.name, self.url = name, url.rstrip("/")
-        self._session = session
+        super().__init__(session, name=name, url=url)
+        self.limits = limits or self.limits
         self._binary = False
 
     @property
@@ -143,21 +155,22 @@ class EngineClient:
             params = msgspec.structs.replace(params, routed_experts_prompt_start=msgspec.UNSET)
         headers, path = {"content-type": content_type, "accept": self.accepts, "x-session-id": session_id}, _GENERATE
         timeout = aiohttp.ClientTimeout(**{"sock_read" if streams else "total": timeout_s})
-        reader = AnswerReader(self.name, len(token_ids), params, on_part)
+        reader = AnswerReader(self.name, len(token_ids), params, on_part, self.limits)
+        max_bytes = self.limits.answer_bytes(tokens=params.max_tokens, rows=len(token_ids) + params.max_tokens)
         async with self._answer("POST", path, body, headers, timeout) as answer:
             framed = answer.content_type == MEDIA_TYPE
             self._binary |= framed and self.alone_reads_requests
             if answer.status != 200 or not (streams or framed):
-                data = await answer.read()
+                data = await self._body(path, answer, max_bytes)
                 if answer.status != 200:
                     raise self._refusal(path, answer.status, data)
                 part = await self._read(reader, data)
                 reader.take(part)
                 return await _generation(reader, part)
             # to the end, so that the connection can be used again
-            splitter = FrameSplitter() if framed else EventSplitter()
-            async for piece in answer.content.iter_any():
-                for event in splitter.feed(piece):
+            splitter = FrameSplitter(max_bytes) if framed else EventSplitter()
+            async for piece in self._pieces(path, answer, max_bytes):
+                for event in self._events(splitter, piece):
                     reader.take(await self._read(reader, event))
         if reader.last is None:
             raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
@@ -197,11 +210,14 @@ class EngineClient:
         body = _encoder.encode(request)
         data = await self._request("POST", _GENERATE, body=body, headers=headers, timeout_s=timeout_s)
         try:
-            first, *rest = msgspec.json.decode(data, type=prepared(_PromptAnswer)).prompt_logprobs or []
-            assert first is None
-            return [scores[str(token)].logprob for token, scores in zip(token_ids[1:], rest, strict=True) if scores]
-        except (msgspec.DecodeError, ValueError, KeyError, AssertionError) as error:
+            first, *rest = decode_json(data, _PromptAnswer).prompt_logprobs or []
+            if first is not None:
+                raise ValueError("the first token has a log-probability")
+            found = [(scores or {})[str(token)].logprob for token, scores in zip(token_ids[1:], rest, strict=True)]
+            check_logprobs(np.array(found, np.float64))
+        except (ValueError, KeyError) as error:
             raise EngineProtocolError(f"{self.name}: log-probabilities of a prompt cannot be read: {error}") from error
+        return found
 
     async def prompt_rows(self, request_id: str, *, timeout_s: float) -> NDArray[Any] | None:
         """Rows of experts of the prompt that this engine computed for a request that another one answers.
@@ -221,10 +237,13 @@ class EngineClient:
         """
         try:
             # the router may not have waited for that engine's answer
-            data = await self._kept(f"{request_id}/0", "&late=1", timeout_s=timeout_s)
-            return None if data is None else read_rows(data)
+            data = await self._kept(f"{request_id}/0", "&late=1", max_bytes=_PROMPT_ROWS_BYTES, timeout_s=timeout_s)
+            rows = None if data is None else read_rows(data)
+            if rows is not None:
+                await beside_loop(partial(self.limits.check_rows, rows), rows.nbytes)
         except ValueError as error:
             raise EngineProtocolError(f"{self.name}: rows of a prompt cannot be read: {error}") from error
+        return rows
 
     async def kept_rows(self, kept: RowsReference, *, timeout_s: float) -> NDArray[Any]:
         """Rows of experts that this engine has kept, in place of which an answer had ``kept``.
@@ -234,7 +253,9 @@ class EngineClient:
         EngineError
             It does not give them, or others: it was started anew, they have made room, or were fetched already.
         """
-        data = await self._kept(kept.name, "", timeout_s=timeout_s)
+        if not 0 <= kept.num_bytes <= _PROMPT_ROWS_BYTES or len(kept.name) > _LONGEST_NAME:
+            raise EngineProtocolError(f"{self.name}: an answer names rows of {kept.num_bytes} bytes, which are none")
+        data = await self._kept(kept.name, "", max_bytes=kept.num_bytes, timeout_s=timeout_s)
         if data is None:
             raise EngineError(f"{self.name}: rows of an answer are not there any more")
         digest = await beside_loop(partial(digest_of, data), len(data))
@@ -246,10 +267,11 @@ class EngineClient:
         except ValueError as error:
             raise EngineError(f"{self.name}: rows of an answer cannot be read: {error}") from error
 
-    async def _kept(self, name: str, more: str, *, timeout_s: float) -> bytes | None:
+    async def _kept(self, name: str, more: str, *, max_bytes: int, timeout_s: float) -> bytes | None:
         """What an engine has kept under a name; None where there is nothing."""
+        path = f"{ROWS_PATH}?name={quote(name, safe='')}{more}"
         try:
-            return await self._request("GET", f"{ROWS_PATH}?name={quote(name, safe='')}{more}", timeout_s=timeout_s)
+            return await self._request("GET", path, max_bytes=max_bytes, timeout_s=timeout_s)
         except EngineError as error:
             if error.status == HTTPStatus.NOT_FOUND:
                 return None
@@ -271,9 +293,10 @@ class EngineClient:
         """The label of the weights that it serves now; None where it does not say."""
         try:
             data = await self._request("GET", "/weight_info", timeout_s=timeout_s)
-            return msgspec.json.decode(data, type=prepared(_WeightInfo)).weight_version
+            label: str | None = decode_json(data, _WeightInfo).weight_version
         except (EngineError, msgspec.DecodeError):
             return None
+        return label
 
     async def weight_labels(self, *, timeout_s: float) -> list[str | None]:
         """The labels of the weights that each of its servers has now; None for one that does not say."""
@@ -283,7 +306,7 @@ class EngineClient:
         """Whether it says that requests are frozen; False where it does not say."""
         try:
             data = await self._request("GET", "/is_paused", timeout_s=timeout_s)
-            return msgspec.json.decode(data, type=prepared(_Paused)).is_paused
+            return bool(decode_json(data, _Paused).is_paused)
         except (EngineError, msgspec.DecodeError):
             return False
 
@@ -311,66 +334,16 @@ class EngineClient:
         headers = {"content-type": "application/json"}
         data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
         try:
-            answer = msgspec.json.decode(data)
+            answer = decode_json(data)
         except msgspec.DecodeError:
             return {}
         return answer if isinstance(answer, dict) else {}
 
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        *,
-        timeout_s: float,
-        body: bytes | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> bytes:
-        """Send a request and read its answer whole.
-
-        What is not a GET has a connection of its own. vLLM's server hangs up after it has answered 500, to this
-        request or to any before it, and a request on such a connection fails as if the engine were gone. A GET is sent
-        again by aiohttp.
-        """
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with contextlib.AsyncExitStack() as stack:
-            session = self._session
-            if method != "GET":
-                connector = aiohttp.TCPConnector(force_close=True)
-                fresh = aiohttp.ClientSession(connector=connector, headers=self._session.headers)
-                session = await stack.enter_async_context(fresh)
-            answer = await stack.enter_async_context(
-                self._answer(method, path, body, headers, timeout, session=session)
-            )
-            data = await answer.read()
-        if answer.status != 200:
-            raise self._refusal(path, answer.status, data)
-        return data
-
-    @contextlib.asynccontextmanager
-    async def _answer(
-        self,
-        method: str,
-        path: str,
-        body: bytes | bytearray | None,
-        headers: dict[str, str] | None,
-        timeout: aiohttp.ClientTimeout,
-        *,
-        session: aiohttp.ClientSession | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
+    def _events(self, splitter: FrameSplitter | EventSplitter, piece: bytes) -> Iterable[bytes | Pieces | memoryview]:
         try:
-            async with (session or self._session).request(
-                method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
-                yield answer
-        except TimeoutError as error:
-            limit_s = timeout.total or timeout.sock_read
-            what = f"no answer to {path} within {limit_s:g} s"
-            raise EngineError(f"{self.name}: {what}", unreachable=True, timed_out=True) from error
-        except (aiohttp.ClientError, OSError) as error:
-            what = str(error) or type(error).__name__
-            refused = isinstance(error, aiohttp.ClientConnectorError)
-            raise EngineError(f"{self.name}: {path} failed: {what}", unreachable=True, refused=refused) from error
+            return splitter.feed(piece)
+        except ValueError as error:
+            raise EngineProtocolError(f"{self.name}: an answer cannot be read: {error}") from error
 
     async def _read(self, reader: AnswerReader, data: bytes | Pieces | memoryview) -> AnswerPart:
         """Decode what arrived, beside the event loop where that takes milliseconds, and fetch rows that it tells of.
@@ -392,12 +365,6 @@ class EngineClient:
             _log.warning("experts of an answer are unknown: %s", error)
             return part
         return part._replace(rows=rows, kept=None)
-
-    def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
-        text = data[:500].decode(errors="replace").strip()
-        # 429 and 5xx may pass; other refusals are about the request itself
-        retryable = status == 429 or status >= 500
-        return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)
 
 
 async def _generation(reader: AnswerReader, last: AnswerPart) -> Generation:

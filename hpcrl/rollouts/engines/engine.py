@@ -41,6 +41,7 @@ class Engine:
         self._silent_since_s: float | None = None
         self._away, self._refused, self._stuck = away, False, False
         self._proved_s, self._why = -math.inf, ""
+        self._shunned_until_s = -math.inf
         self._work: set[asyncio.Task[Any]] = set()
 
     # -- what is known
@@ -88,6 +89,11 @@ class Engine:
     def open_for_new(self) -> bool:
         """Whether its weights do not change just now: who starts while they do could not say whose cache it may use."""
         return self._open_for_new.is_set()
+
+    @property
+    def shunned(self) -> bool:
+        """Return whether it must not be used yet, even where it says that it is healthy."""
+        return time.monotonic() < self._shunned_until_s
 
     @property
     def stuck(self) -> bool:
@@ -195,6 +201,10 @@ class Engine:
         self._why = why
         self.leave()
         self.cut()
+
+    def shun(self, seconds: float) -> None:
+        """Do not take it back for so long, whatever it says of its health."""
+        self._shunned_until_s = time.monotonic() + seconds
 
     def leave(self) -> None:
         """It gets nothing new; what it works on may still end there."""

@@ -16,11 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NotRequired, TypedDict
 
 from hpcrl.errors import DeadlineError, PeerLostError
-from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
+from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.prompts import PromptTokens
 from hpcrl.rollouts.engines.rows import beside_loop
+from hpcrl.rollouts.engines.unusable import SHUN_S, Patience, UnusableAnswers
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession", "PoolLimits", "PoolSettings"]
@@ -75,6 +77,7 @@ class PoolLimits(TypedDict):
     request_timeout_s: float
     max_retries: int
     lost_after_s: NotRequired[float]
+    on_unusable: NotRequired[Callable[[Engine, str], None]]
 
 
 class PoolSettings(PoolLimits):
@@ -90,7 +93,11 @@ class EnginePool:
     ----------
     changed:
         Notified when an engine goes away, comes back, or serves another version.
+    newest:
+        Newest version that engines were told of; None where that is not known. An answer of a later one is damaged.
     """
+
+    newest: int | None = None
 
     def __init__(
         self,
@@ -101,6 +108,7 @@ class EnginePool:
         max_retries: int,
         lost_after_s: float = LOST_AFTER_S,
         on_change: Callable[[bool, Engine, str], None] = lambda away, engine, why: None,
+        on_unusable: Callable[[Engine, str], None] = lambda engine, why: None,
     ) -> None:
         """Take the engines; nothing is sent.
 
@@ -119,11 +127,14 @@ class EnginePool:
             again.
         on_change:
             Told of engines that went away (True), and why, or serve again (False).
+        on_unusable:
+            Told of an engine that gave several answers which cannot be used: somebody should start it anew.
         """
         self.engines = [Engine(client) for client in clients]
         self.changed = asyncio.Condition()
         self._counters, self._timeout_s, self._max_retries = counters, request_timeout_s, max_retries
-        self._lost_after_s, self._on_change = lost_after_s, on_change
+        self._lost_after_s, self._on_change, self._on_unusable = lost_after_s, on_change, on_unusable
+        self._unusable = UnusableAnswers()
         #: where sessions wait while there is no engine at all; nothing is ever sent to it
         self._nobody = Engine(_Nowhere(), away=True)
         #: that went away and have served nothing since: one that answers and cannot load what others serve is tried
@@ -180,7 +191,7 @@ class EnginePool:
         """Generate on the session's engine; after a failure again, with a growing pause, and elsewhere if possible.
 
         To wait until an engine is there costs no attempt, to lose one during a request does: what kills engines must
-        not do so for ever.
+        not do so for ever. An answer that cannot be used costs none for a while (`Patience`).
 
         Parameters
         ----------
@@ -194,7 +205,7 @@ class EnginePool:
         EngineError
             The last failure, where the request was refused or there are no attempts left.
         """
-        partial, attempt = PartialGeneration(token_ids, params, rows=rows), 0
+        partial, attempt, pauses, patience = PartialGeneration(token_ids, params, rows=rows), 0, 0, Patience()
         while True:
             await self.settle(session)
             salt = await cache_salt()
@@ -206,26 +217,50 @@ class EnginePool:
             asked_s, candidates = time.monotonic(), self._behind(engine)
             try:
                 generation = await engine.call(self._ask(engine, partial, salt, session.key))
-                if (version := generation.versions.min()) < oldest:
-                    what = f"an answer is of version {version}, it had {oldest}"
-                    raise EngineError(f"{engine.name}: {what}", forgot=True)
+                self._check_versions(engine, generation, oldest)
             except EngineError as error:
+                unusable = isinstance(error, EngineProtocolError)
+                if unusable and incarnation == engine.incarnation:
+                    await self._note_unusable(engine, session.key, error)
                 if error.forgot and incarnation == engine.incarnation:
                     await self.lose(engine, str(error))
                 elif error.unreachable and not engine.suspected:
                     self._suspect(engine)
-                if not error.retryable or attempt >= self._max_retries:
+                excused = (unusable or engine.shunned) and patience.lasts()
+                if not error.retryable or (attempt >= self._max_retries and not excused):
                     raise
+                attempt += not excused
                 # one that was seen since with the right weights had them when it sampled
-                if not error.forgot and all(candidate.proved_s >= asked_s for candidate in candidates):
+                if not (error.forgot or unusable) and all(candidate.proved_s >= asked_s for candidate in candidates):
                     self._counters.tokens_kept += partial.keep()
-                _log.warning("attempt %d failed: %s", attempt + 1, error)
+                _log.warning("attempt %d failed: %s", pauses + 1, error)
             else:
                 return await beside_loop(functools.partial(partial.whole, generation), partial.row_bytes(generation))
             self._counters.engine_retries += 1
             session.move_from(engine)
-            await asyncio.sleep(min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2**attempt))
-            attempt += 1
+            await asyncio.sleep(min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(pauses, 16)))
+            pauses += 1
+
+    def _check_versions(self, engine: Engine, generation: Generation, oldest: int) -> None:
+        """Refuse an answer of versions that the engine cannot have (EngineError)."""
+        first, last = int(generation.versions.min()), int(generation.versions.max())
+        if first < oldest:
+            raise EngineError(f"{engine.name}: an answer is of version {first}, it had {oldest}", forgot=True)
+        if self.newest is not None and last > self.newest:
+            what = f"an answer is of version {last}, and there is none above {self.newest}"
+            raise EngineProtocolError(f"{engine.name}: {what}")
+
+    async def _note_unusable(self, engine: Engine, prompt: str, error: EngineError) -> None:
+        """Count an answer that cannot be used. After several of them the engine is left, and restarted by others."""
+        self._counters.unusable_answers += 1
+        if count := self._unusable.note(engine, prompt):
+            await self._give_up(engine, f"answered {count} prompts in a way that cannot be used, the last: {error}")
+
+    async def _give_up(self, engine: Engine, why: str) -> None:
+        """An engine is broken, although it looks healthy: use others until it was started anew."""
+        self._on_unusable(engine, why)
+        engine.shun(SHUN_S)
+        await self.lose(engine, why)
 
     async def _ask(self, engine: Engine, partial: PartialGeneration, salt: str, key: str) -> Generation:
         token_ids, params = partial.request(lambda: engine.version)
@@ -267,6 +302,7 @@ class EnginePool:
         """An engine was lost, or leaves: it gets nothing new, and what it is working on may still end there."""
         self.engines.remove(engine)
         self._missed.discard(engine)
+        self._unusable.forget(engine)
         engine.leave()
         await self.notify()
 
@@ -353,6 +389,8 @@ class EnginePool:
             await asyncio.sleep(_FIRST_BACKOFF_S)  # many requests may fail at once
 
     async def _check(self, engine: Engine) -> None:
+        if engine.shunned:
+            return
         problem = await engine.client.problem(timeout_s=_HEALTH_S)
         if problem is not None:
             silent_s = engine.silent(refused=problem.refused)

@@ -18,6 +18,7 @@ import aiohttp
 
 from hpcrl.rollouts.engines.answers import OnPart
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
+from hpcrl.rollouts.engines.limits import AnswerLimits
 from hpcrl.rollouts.engines.prompts import PromptTokens
 
 __all__ = ["ReplicaClient", "client_of"]
@@ -29,7 +30,14 @@ _SESSIONS = 4096
 """How many sessions are remembered; one that is forgotten may find its prefix on another rank no more."""
 
 
-def client_of(session: aiohttp.ClientSession, *, name: str, url: str, servers: Sequence[str]) -> EngineClient:
+def client_of(
+    session: aiohttp.ClientSession,
+    *,
+    name: str,
+    url: str,
+    servers: Sequence[str],
+    limits: AnswerLimits | None = None,
+) -> EngineClient:
     """The client of a replica: of its one server, or of all of them.
 
     Parameters
@@ -42,10 +50,12 @@ def client_of(session: aiohttp.ClientSession, *, name: str, url: str, servers: S
         Of its first server.
     servers:
         URLs of all of its servers in the order of ranks; may be empty where there is one.
+    limits:
+        Of the answers of its model.
     """
     if len(servers) < 2:
-        return EngineClient(session, name=name, url=url)
-    return ReplicaClient(session, name=name, urls=servers)
+        return EngineClient(session, name=name, url=url, limits=limits)
+    return ReplicaClient(session, name=name, urls=servers, limits=limits)
 
 
 class ReplicaClient(EngineClient):
@@ -55,18 +65,22 @@ class ReplicaClient(EngineClient):
     fail with the first that does.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, *, name: str, urls: Sequence[str]) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, *, name: str, urls: Sequence[str], limits: AnswerLimits | None = None
+    ) -> None:
         """Remember where the servers are; nothing is sent.
 
         Parameters
         ----------
         urls:
             At least two, in the order of ranks.
+        limits:
+            Of the answers of its model.
         """
         assert len(urls) > 1, "a replica of one server is an EngineClient"
-        super().__init__(session, name=name, url=urls[0])
+        super().__init__(session, name=name, url=urls[0], limits=limits)
         self._servers = tuple(
-            EngineClient(session, name=f"{name} rank {rank}", url=url) for rank, url in enumerate(urls)
+            EngineClient(session, name=f"{name} rank {rank}", url=url, limits=limits) for rank, url in enumerate(urls)
         )
         self._in_flight = [0] * len(urls)
         #: rank of each session, the one that was used last at the end

@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Unpack
 
+import msgspec
+
 from hpcrl.rollouts.engines import pool as engine_pool
-from hpcrl.rollouts.engines.client import EngineClient, EngineError
+from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
+from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.pool import EnginePool, EngineSession, PoolLimits, PoolSettings
 from hpcrl.rollouts.engines.router_client import RouterClient, Worker
 from hpcrl.runs.events import EventWriter
@@ -32,6 +35,9 @@ _log = logging.getLogger(__name__)
 _ADMIN_S = 5.0
 _ADD_S = 15.0
 """The router asks an engine for its health before it takes it."""
+_PROBES = 4
+"""Requests by which an engine shows whether its answers can be used."""
+_PROBE_TOKEN = 1
 _BEHIND_S = 5.0
 """How long an engine that is not being updated may serve an older version than another one, and new rollouts wait for
 it; then the router goes on without it. One that could not load a version would stop them until the next."""
@@ -127,6 +133,38 @@ class RoutedPool(EnginePool):
             self._suspect(engine)
         else:
             await super().lose(engine, why)
+
+    async def _give_up(self, engine: Engine, why: str) -> None:
+        """See `EnginePool._give_up`. Whose the unusable answers were is not known: each engine is asked."""
+        if engine is not self.front:
+            await super()._give_up(engine, why)
+            return
+        asked = self._routed_now()
+        problems = await asyncio.gather(*(self._unusable_answer_of(candidate) for candidate in asked))
+        broken = [(candidate, problem) for candidate, problem in zip(asked, problems, strict=True) if problem]
+        for candidate, problem in broken:
+            await super()._give_up(candidate, f"gives answers that cannot be used: {problem}")
+        if not broken:
+            self._on_unusable(self.front, why)
+
+    async def _unusable_answer_of(self, engine: Engine) -> EngineProtocolError | None:
+        """Ask each server of an engine for some tokens; return what is wrong with its answers, None: nothing."""
+        params = SamplingParams(temperature=1.0, max_tokens=1, seed=0, stop_token_ids=[])
+        for server in engine.client.servers:
+            for seed in range(_PROBES):
+                try:
+                    await server.generate(
+                        [_PROBE_TOKEN],
+                        msgspec.structs.replace(params, seed=seed),
+                        cache_salt="probe",
+                        session_id="probe",
+                        timeout_s=_ADD_S,
+                    )
+                except EngineProtocolError as error:
+                    return error
+                except EngineError:
+                    break  # whether it answers at all is looked at elsewhere
+        return None
 
     async def notify(self) -> None:
         """See `EnginePool.notify`."""

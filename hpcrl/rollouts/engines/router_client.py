@@ -7,13 +7,16 @@ are never sent here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Annotated
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError
+from hpcrl.decoding import decode_json
+from hpcrl.rollouts.engines.client import EngineClient
+from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
+from hpcrl.rollouts.engines.limits import AnswerLimits
 
 __all__ = ["RouterClient", "Worker"]
 
@@ -34,7 +37,7 @@ class Worker(msgspec.Struct, frozen=True):
 
     url: str
     is_healthy: bool = True
-    load: int = 0
+    load: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
 
 class _Workers(msgspec.Struct, frozen=True):
@@ -54,19 +57,25 @@ class RouterClient(EngineClient):
     alone_reads_requests = False
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, name: str, url: str, hands_on_content_types: bool = False
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        name: str,
+        url: str,
+        hands_on_content_types: bool = False,
+        limits: AnswerLimits | None = None,
     ) -> None:
         """Remember where the router is; nothing is sent.
 
         Parameters
         ----------
-        session, name, url:
+        session, name, url, limits:
             As for `EngineClient`.
         hands_on_content_types:
             Whether the type of an answer is the engine's. vllm-router calls every stream that it hands on one of
             events: frames could not be told from these.
         """
-        super().__init__(session, name=name, url=url)
+        super().__init__(session, name=name, url=url, limits=limits)
         self.behind: Callable[[], Sequence[EngineClient]] = tuple
         if not hands_on_content_types:
             self.accepts = "application/json, text/event-stream"
@@ -79,9 +88,7 @@ class RouterClient(EngineClient):
         """Engines that it knows, by URL (EngineError where it does not say)."""
         data = await self._request("GET", "/workers", timeout_s=timeout_s)
         try:
-            return {
-                worker.url.rstrip("/"): worker for worker in msgspec.json.decode(data, type=prepared(_Workers)).workers
-            }
+            return {worker.url.rstrip("/"): worker for worker in decode_json(data, _Workers).workers}
         except msgspec.DecodeError as error:
             raise EngineProtocolError(f"{self.name}: its list of engines cannot be read: {error}") from error
 

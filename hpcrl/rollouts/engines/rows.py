@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import io
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.daemon_threads import DaemonExecutor
+from hpcrl.decoding import decode_json
 from hpcrl.rows_reference import decoded_base64
 
 __all__ = ["LARGE_BYTES", "EncodedRows", "Rows", "beside_loop", "join_rows", "read_rows", "rows_bytes"]
@@ -29,6 +31,8 @@ _T = TypeVar("_T")
 LARGE_BYTES = 1 << 18
 """What is for a thread to do: routed experts of some hundred tokens of a large model."""
 _HEAD = 3 << 12
+_MAX_LENGTH = 1 << 31
+"""Of rows, of layers, and of experts of a token."""
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _thread = DaemonExecutor(1, thread_name_prefix="answers")
 """One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
@@ -57,11 +61,16 @@ def _header(head: bytes) -> _Header:
 def _parsed(head: bytes) -> _Header:
     """Parts of an answer have the same header, and parsing one takes longer than all else of it."""
     stream = io.BytesIO(head)
-    version = np.lib.format.read_magic(stream)
-    if version not in _HEADERS:
-        raise ValueError(f"version {version} of the .npy format is not known")
-    shape, fortran, dtype = _HEADERS[version](stream)
-    if len(shape) != 3 or fortran or dtype.kind not in "ui":
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version not in _HEADERS:
+            raise ValueError(f"version {version} of the .npy format is not known")
+        shape, fortran, dtype = _HEADERS[version](stream)
+    except ValueError:
+        raise
+    except Exception as error:  # numpy reads the header as Python's text, and raises whatever Python's parser does
+        raise ValueError(f"the header of an .npy file cannot be read: {type(error).__name__}: {error}") from error
+    if len(shape) != 3 or fortran or dtype.kind not in "ui" or not all(0 <= length < _MAX_LENGTH for length in shape):
         raise ValueError(f"experts are whole numbers [rows, layers, experts a token], not {shape} of {dtype}")
     return _Header(shape, dtype, stream.tell())
 
@@ -100,6 +109,9 @@ class EncodedRows:
         except ValueError:  # JSON may write a slash with an escape
             header = _header(self._escaped()[:_HEAD])
         self.shape, self.dtype = header.shape, header.dtype
+        # base64 is longer than what it stands for: nobody allocates memory for rows that cannot be there
+        if math.prod(self.shape) * self.dtype.itemsize > self.nbytes:
+            raise ValueError(f"{self.nbytes} bytes of base64 are too few for rows {self.shape} of {self.dtype}")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -113,7 +125,7 @@ class EncodedRows:
 
     def _escaped(self) -> bytes:
         try:
-            return msgspec.json.decode(self._quoted, type=bytes)
+            return decode_json(self._quoted, bytes)
         except msgspec.DecodeError as error:
             raise ValueError(str(error)) from error
 

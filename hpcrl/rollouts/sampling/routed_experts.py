@@ -8,6 +8,7 @@ from the engine that computed them first, with the weights of that time.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,9 +18,12 @@ from numpy.typing import NDArray
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.routes import RoutedExperts, exact_dtype
 from hpcrl.models import load_facts
+from hpcrl.rollouts.engines.limits import AnswerLimits
 from hpcrl.rollouts.sampling.known_rows import Block, KnownRows, Name, Tokens
 
-__all__ = ["Examined", "RoutedExpertsRows", "RoutedExpertsSettings"]
+__all__ = ["Examined", "RoutedExpertsRows", "RoutedExpertsSettings", "answer_limits"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,7 @@ class RoutedExpertsSettings:
         ValueError
             They are not of this model: other layers, other experts a token, or an expert that it does not have.
         """
-        if rows.shape[1:] != (self.layers, self.width):
-            found, own = "x".join(map(str, rows.shape[1:])), f"{self.layers}x{self.width}"
-            raise ValueError(f"rows have {found} experts (layers x experts a token), the model has {own}")
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.experts:
-            wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-            raise ValueError(f"expert {wrong} is none of the model's {self.experts}")
+        AnswerLimits(routes=(self.layers, self.width, self.experts)).check_rows(rows)
         return rows if rows.dtype == self.dtype else rows.astype(self.dtype)
 
     def examined(self, rows: NDArray[Any]) -> Examined:
@@ -244,3 +243,14 @@ class RoutedExpertsRows:
 def _known_until(known: NDArray[np.bool_]) -> int:
     """How many rows there are up to the last known one."""
     return len(known) - int(known[::-1].argmax()) if known.any() else 0
+
+
+def answer_limits(recipe: Recipe, routes: RoutedExpertsSettings | None) -> AnswerLimits:
+    """Return the bounds of answers of the recipe's engines; those of a model that is not known are wider."""
+    experts = None if routes is None else (routes.layers, routes.width, routes.experts)
+    try:
+        vocab_size = load_facts(recipe.model.path).vocab_size
+    except (FileNotFoundError, ValueError) as error:
+        _log.warning("the vocabulary is not known, so tokens of engines are not compared with it: %s", error)
+        return AnswerLimits(routes=experts)
+    return AnswerLimits(vocab_size=vocab_size, routes=experts)

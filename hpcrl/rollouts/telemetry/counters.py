@@ -34,6 +34,8 @@ class Counters(msgspec.Struct, kw_only=True):
         Groups whose rewards were all equal.
     engine_requests, engine_retries:
         Generation requests sent, and those of them that repeat a failed one.
+    unusable_answers:
+        Answers of engines that were damaged, or that training cannot use; their requests were made again elsewhere.
     tokens_kept:
         Tokens that had arrived from engines that were lost; their requests went on from there.
     turns_recalled:
@@ -65,6 +67,7 @@ class Counters(msgspec.Struct, kw_only=True):
     zero_variance_groups: int = 0
     engine_requests: int = 0
     engine_retries: int = 0
+    unusable_answers: int = 0
     tokens_kept: int = 0
     turns_recalled: int = 0
     turns_given_up: int = 0

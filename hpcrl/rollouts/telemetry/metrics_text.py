@@ -29,6 +29,7 @@ _COUNTERS = {
     "zero_variance_groups": "Groups whose rewards were all equal.",
     "engine_requests": "Generation requests that were sent.",
     "engine_retries": "Generation requests that repeat a failed one.",
+    "unusable_answers": "Answers of engines that were damaged, or that training cannot use.",
     "tokens_kept": "Tokens that had arrived from engines that were lost.",
     "turns_recalled": "Turns of rollouts in progress that an interruption did not cost.",
     "turns_given_up": "Turns that were saved and not used: too old, damaged, or the environment said something else.",

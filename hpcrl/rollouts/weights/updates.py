@@ -115,7 +115,7 @@ class WeightUpdater:
         """``version`` is in the store."""
         async with self._changed:
             if self._target is None or version > self._target:
-                self._target = version
+                self._target = self._pool.newest = version
                 self._changed.notify_all()
 
     async def wait_announced(self, *, timeout_s: float) -> int:

@@ -13,65 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embedded_client import Client
 from engine_helpers import forward, logprob_error, random_model, tiny_glm_arch
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
-from hpcrl.inference.embedded.engine.engine import Delivery, Engine
-from hpcrl.inference.embedded.engine.params import SamplingParams
-from hpcrl.inference.embedded.engine.request import EngineRequest, Output
+from hpcrl.inference.embedded.engine.engine import Engine
+from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.arch import GptOssArch, NemotronHArch
 
 TOLERANCE = 1e-4
-
-
-class Client:
-    """Submits to an engine and collects."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.outputs: dict[EngineRequest, list[Output]] = {}
-        self._changed = threading.Condition()
-
-    def deliver(self, delivery: Delivery) -> None:
-        with self._changed:
-            for request, output in delivery:
-                self.outputs.setdefault(request, []).append(output)
-            self._changed.notify_all()
-
-    def submit(
-        self, prompt: list[int], *, salt: str | None = None, stream: bool = False, priority: int = 0, **params: Any
-    ) -> EngineRequest:
-        request = EngineRequest(
-            "r",
-            prompt,
-            SamplingParams(**{"max_tokens": 8, "logprobs": 0, **params}),
-            lambda _: None,
-            cache_salt=salt,
-            stream=stream,
-            priority=priority,
-        )
-        self.engine.submit(request)
-        return request
-
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, timeout_s), self.engine.failure
-
-    def result(self, request: EngineRequest) -> Output:
-        """The last output, with the tokens of all."""
-        self.wait(lambda: bool(self.outputs.get(request)) and self.outputs[request][-1].finish_reason is not None)
-        parts = self.outputs[request]
-        last = parts[-1]
-        last.token_ids = [token for part in parts for token in part.token_ids]
-        last.logprobs = [value for part in parts for value in part.logprobs]
-        self.outputs[request] = [last]
-        return last
-
-    def run(self, prompts: list[list[int]], **params: Any) -> list[Output]:
-        requests = [self.submit(prompt, **params) for prompt in prompts]
-        return [self.result(request) for request in requests]
 
 
 StartEngine = Callable[..., Client]
@@ -274,21 +226,6 @@ def test_distributions_are_the_models(start: StartEngine, tiny: tuple[Path, Deco
             served[i, top.token_ids] = top.logprobs
         kl = (np.exp(expected) * (expected - served)).sum(-1)
         assert np.abs(kl).max() < 1e-5
-
-
-def test_a_failed_step_is_heard_of(tiny: tuple[Path, Decoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"max_num_seqs": 1, "max_model_len": 16, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 4}
-    engine = Engine(tiny[1], EngineSettings(**sizes), EngineMetrics(Registry({})))
-    heard = threading.Event()
-    engine.start(lambda _: heard.set())
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(engine._runner, "run", fail)
-    Client(engine).submit([1])
-    assert heard.wait(10)
-    assert str(engine.failure) == "out of order"
 
 
 def test_many_requests_of_all_kinds_end_and_leave_no_block(start: StartEngine) -> None:

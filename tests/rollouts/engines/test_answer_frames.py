@@ -39,14 +39,14 @@ def test_frames_are_the_same_wherever_pieces_are_cut() -> None:
     cuts = [[*range(len(stream) + 1)], [0, len(stream)]]
     cuts += [sorted({0, len(stream), *(rng.randrange(len(stream)) for _ in range(9))}) for _ in range(300)]
     for places in cuts:
-        splitter = FrameSplitter()
+        splitter = FrameSplitter(1 << 20)
         frames = [frame for a, b in pairwise(places) for frame in splitter.feed(stream[a:b])]
         assert [msgspec.msgpack.decode(frame) for frame in frames] == values, places
 
 
 def test_a_frame_that_has_not_ended_is_none() -> None:
     frame = encode_frame("x" * 100)
-    splitter = FrameSplitter()
+    splitter = FrameSplitter(1 << 20)
     assert splitter.feed(frame[:5]) == []
     assert splitter.feed(frame[5:-1]) == []
     (found,) = splitter.feed(frame[-1:] + frame[:3])
@@ -61,12 +61,15 @@ def framed(**changes: Any) -> memoryview:
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
         "routed_experts": npy_bytes(ROWS),
     }
-    (frame,) = FrameSplitter().feed(encode_frame({"request_id": "r", "choices": [{**choice, **changes}]}))
+    (frame,) = FrameSplitter(1 << 20).feed(encode_frame({"request_id": "r", "choices": [{**choice, **changes}]}))
     return frame
 
 
-def reader(*, routed: bool = True, on_part: OnPart = lambda tokens, scores, rows: None) -> AnswerReader:
-    params = PARAMS if routed else msgspec.structs.replace(PARAMS, routed_experts_prompt_start=msgspec.UNSET)
+def reader(
+    *, routed: bool = True, max_tokens: int = 8, on_part: OnPart = lambda tokens, scores, rows: None
+) -> AnswerReader:
+    params = msgspec.structs.replace(PARAMS, max_tokens=max_tokens)
+    params = params if routed else msgspec.structs.replace(params, routed_experts_prompt_start=msgspec.UNSET)
     return AnswerReader("engine-0", 1, params, on_part)
 
 
@@ -93,7 +96,7 @@ def test_a_damaged_frame_is_refused(changes: dict[str, Any]) -> None:
 
 def test_tokens_of_an_answer_that_comes_in_parts_are_numbers_and_no_objects() -> None:
     """Lists of Python's have 68 bytes a token, and an array a part a hundred more."""
-    own, parts = reader(routed=False), 20_000
+    own, parts = reader(routed=False, max_tokens=20_000), 20_000
     tracemalloc.start()
     for number in range(parts):
         own.take(AnswerPart(np.array([1000 + number], np.int32), np.array([-0.5], np.float32), None))
@@ -132,7 +135,7 @@ def test_each_token_has_a_log_probability(scores: list[float], then: int) -> Non
 
 
 def test_an_error_in_a_frame_ends_the_request() -> None:
-    (frame,) = FrameSplitter().feed(encode_frame({"error": {"message": "aborted"}}))
+    (frame,) = FrameSplitter(1 << 20).feed(encode_frame({"error": {"message": "aborted"}}))
     own = reader()
     with pytest.raises(EngineError, match="aborted"):
         own.take(own.read(frame))

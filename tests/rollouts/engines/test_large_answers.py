@@ -150,7 +150,7 @@ async def test_rows_of_small_parts_are_decoded_once_and_beside_the_event_loop(
     async with aiohttp.ClientSession() as http:
         found = await EngineClient(http, name="engine-0", url=url).generate(
             [7],
-            msgspec.structs.replace(PARAMS, stream_interval=1),
+            msgspec.structs.replace(PARAMS, stream_interval=1, max_tokens=parts),
             cache_salt="0",
             session_id="s",
             timeout_s=30.0,

@@ -24,6 +24,7 @@ from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines import unusable
 from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
@@ -316,8 +317,9 @@ async def test_without_the_setting_nothing_is_asked_for(bench: Bench) -> None:
     ],
 )
 async def test_rows_that_cannot_be_placed_are_refused(
-    bench: Bench, experts: Callable[[list[int]], NDArray[Any]] | None, message: str
+    bench: Bench, experts: Callable[[list[int]], NDArray[Any]] | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unusable, "PATIENCE_S", 0.0)
     bench.stub.experts = experts
     with pytest.raises(EngineProtocolError, match=message):
         await bench.two_turns(SETTINGS)

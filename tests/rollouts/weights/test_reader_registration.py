@@ -26,8 +26,8 @@ ROOT = Path("/runs/one/weights")
 class Told(EngineClient):
     """A server that writes down what it is told."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
-        super().__init__(session, name=name, url=url)
+    def __init__(self, session: aiohttp.ClientSession, **settings: Any) -> None:
+        super().__init__(session, **settings)
         self.infos: list[dict[str, Any]] = []
 
     async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:

@@ -90,13 +90,29 @@ class _Group:
 
 @dataclass(slots=True)
 class StepInputs:
-    """Flat tensors of one step: ``input_ids``, ``positions`` and ``slots`` are ``[tokens]``."""
+    """Flat tensors of one step: ``input_ids``, ``positions`` and ``slots`` are ``[tokens]``.
+
+    ``broken`` are flat tokens whose keys or values were not finite, found while the step is computed.
+    """
 
     input_ids: Tensor
     positions: Tensor
     slots: Tensor
     starts: NDArray[np.int64]
     groups: list[_Group]
+    broken: set[int] = field(default_factory=set)
+
+    def finite(self, x: Tensor) -> Tensor:
+        """Return ``x [tokens, ...]`` with zeros for what is not finite, and note the tokens.
+
+        A slot of the cache that is masked is multiplied by zero, and zero times NaN is NaN: what one sequence leaves
+        there must not become a part of another one.
+        """
+        if bool(torch.isfinite(x.sum(dtype=torch.float32))):
+            return x
+        good = torch.isfinite(x)
+        self.broken.update(torch.nonzero(~good.flatten(1).all(1))[:, 0].tolist())
+        return torch.where(good, x, 0.0)
 
 
 class PagedAttention:
@@ -121,6 +137,7 @@ class PagedAttention:
         """See `hpcrl.modeling.context.AttentionFn`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         slots, heads = self._inputs.slots, self._kv_heads
+        k, v = self._inputs.finite(k), self._inputs.finite(v)
         keys.view(-1, heads * self._key_dim).index_copy_(0, slots, k.reshape(-1, heads * self._key_dim))
         values.view(-1, heads * self._value_dim).index_copy_(0, slots, v.reshape(-1, heads * self._value_dim))
         groups = self._inputs.groups
@@ -140,7 +157,7 @@ class PagedAttention:
         """
         inputs, width = self._inputs, self._value_dim
         cached = self._cache.values[layer]
-        cached.view(-1, width).index_copy_(0, inputs.slots, index.k)
+        cached.view(-1, width).index_copy_(0, inputs.slots, inputs.finite(index.k))
         keys = [cached.index_select(0, group.blocks).view(len(group.query), -1, width) for group in inputs.groups]
         longest = min(top_k, max(k.shape[1] for k in keys))
         chosen = inputs.slots.new_full((len(inputs.positions), longest), -1, dtype=torch.int32)
@@ -156,7 +173,7 @@ class PagedAttention:
         """See `hpcrl.modeling.context.SparseAttentionFn`."""
         q, keys, chosen = inputs.tensors
         cached, width = self._cache.keys[layer], self._key_dim
-        cached.view(-1, width).index_copy_(0, self._inputs.slots, keys)
+        cached.view(-1, width).index_copy_(0, self._inputs.slots, self._inputs.finite(keys))
         out = q.new_empty(*q.shape[:2], inputs.value_dim)
         for group in self._inputs.groups:
             n, tokens = len(group.query), group.query.view(-1)

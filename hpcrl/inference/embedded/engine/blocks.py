@@ -113,6 +113,11 @@ class BlockPool:
         self._hash_of = [None] * self.num_blocks
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make blocks that are in use findable no more: what is in them is not to be trusted."""
+        for block in blocks:
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         value = self._hash_of[block]
         if value is not None:

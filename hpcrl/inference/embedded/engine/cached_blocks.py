@@ -46,7 +46,15 @@ class CachedBlocks:
         return b"".join(part.tobytes() for part in self._parts(block))
 
     def load(self, keys: Sequence[bytes], contents: Sequence[bytes]) -> list[int]:
-        """Take a free block for each, fill it, and make it findable. The caller has checked that so many are free."""
+        """Take a free block for each, fill it, and make it findable. The caller has checked that so many are free.
+
+        Raises
+        ------
+        ValueError
+            A content has another size than a block; nothing was taken.
+        """
+        if any(len(content) != self.format.block_bytes for content in contents):
+            raise ValueError(f"KV of another engine does not have the {self.format.block_bytes} bytes of a block")
         blocks = self._pool.allocate(len(contents))
         for block, key, content in zip(blocks, keys, contents, strict=True):
             data, start = np.frombuffer(content, np.uint8), 0

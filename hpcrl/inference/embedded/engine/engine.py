@@ -24,6 +24,7 @@ from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
 from hpcrl.inference.embedded.engine.sampler import TokenSampler
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
+from hpcrl.inference.embedded.engine.suspects import Suspects
 from hpcrl.inference.metrics import EngineMetrics, Gauge
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.promise import promise
@@ -84,6 +85,7 @@ class Engine:
         self._deliver: Callable[[Delivery], None] = lambda _: None
         self._share: Callable[[list[tuple[bytes, bytes]]], None] | None = None
         self._pending: Delivery = []
+        self._suspects = Suspects()
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
         self._add_gauges(metrics)
 
@@ -137,7 +139,14 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request."""
-        self._post(lambda: self._scheduler.add(request))
+
+        def command() -> None:
+            try:
+                self._scheduler.add(request)
+            except Exception as error:  # noqa: BLE001 - it is the fate of this request alone
+                self._fail(request, error)
+
+        self._post(command)
 
     def abort(self, requests: Iterable[EngineRequest]) -> Future[None]:
         """End requests now; each gets a last output with ``finish_reason`` ``abort``. Ended ones are ignored."""
@@ -159,6 +168,13 @@ class Engine:
         future: Future[None] = promise()
 
         def command() -> None:
+            try:
+                begin()
+            except Exception as error:  # noqa: BLE001 - as in `call`
+                _log.exception("a pause failed")
+                future.set_exception(error)
+
+        def begin() -> None:
             self._paused = mode
             if mode == "abort":
                 self._abort(list(self._scheduler.requests()))
@@ -289,7 +305,7 @@ class Engine:
                 for command in inbox:
                     command()
                 if self._has_work():
-                    self._step()
+                    self._step_or_fail()
                 self._finish_pauses()
                 if self._pending:
                     delivery, self._pending = self._pending, []
@@ -297,7 +313,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - whatever it was, waiting callers must hear of it
             _log.exception("the model thread failed")
             self.failure = error
-            self._deliver([])
+            self._deliver(self._pending)
 
     def _has_work(self) -> bool:
         scheduler = self._scheduler
@@ -307,9 +323,39 @@ class Engine:
             return scheduler.has_requests
         return bool(scheduler.running) or scheduler.has_preempted
 
-    def _step(self) -> None:
+    def _step_or_fail(self) -> None:
+        """Make a step. Where it fails, only the request fails because of which it does.
+
+        Raises
+        ------
+        Exception
+            Of the step: too many fail for any one request to be the reason.
+        """
+        alone = self._suspects.current
+        try:
+            self._step(alone)
+        except Exception as error:
+            # a request's numbers may make anything fail
+            _log.exception("a step failed")
+            suspects = list(self._scheduler.requests_running())
+            if self._suspects.failed() or not suspects:
+                raise
+            if len(suspects) > 1:
+                self._scheduler.preempt_all()
+                self._suspects.begin(suspects)
+                return
+            self._suspects.found()
+            self._fail(suspects[0], error)
+        else:
+            if alone is not None and self._suspects.passes(self._num_tokens(alone)):
+                self._scheduler.put_back(alone)
+
+    def _step(self, alone: EngineRequest | None) -> None:
         scheduler, metrics = self._scheduler, self._metrics
-        step = scheduler.schedule(only_preempted=self._paused is not None)
+        step = scheduler.schedule(only_preempted=self._paused is not None, alone=alone)
+        refused, scheduler.refused = scheduler.refused, []
+        for request, error in refused:
+            self._fail(request, error)
         if step is None:
             return
         now = time.monotonic()
@@ -321,9 +367,13 @@ class Engine:
         inputs, logits, selected = self._runner.run(step)
         scheduler.advance(step)
         filled, scheduler.filled = scheduler.filled, []
-        if self._share is not None and filled:
-            self._share([(key, self.cached.content(block)) for block, key in filled])
         result = self._runner.sample(step, inputs, logits, selected)
+        if result.broken:
+            self._fail_broken(result.broken)
+        elif self._share is not None and filled:
+            self._share([(key, self.cached.content(block)) for block, key in filled])
+        if len(result.rows):
+            self._suspects.worked()
         self._collect(result)
         metrics.iteration_tokens.observe(int(step.counts.sum()))
         metrics.generation_tokens.inc(len(result.rows))
@@ -333,6 +383,27 @@ class Engine:
             (metrics.preemptions, scheduler.num_preemptions),
         ):
             counter.set_total(total)
+
+    def _fail_broken(self, broken: list[int]) -> None:
+        """End sequences for which the model gives no numbers; several in a row end the engine."""
+        error = ArithmeticError(
+            "the engine is broken: logits of its model are not finite, because its weights are not, or overflow"
+        )
+        for row in broken:
+            request = self._rows.request(row)
+            self._scheduler.distrust(request)
+            self._fail(request, error)
+        if self._suspects.failed():
+            raise error
+
+    def _fail(self, request: EngineRequest, error: Exception) -> None:
+        """End a request with an error; it may not have come into the engine."""
+        if request.row is not None or request in self._scheduler.waiting:
+            self._scheduler.remove(request)
+        request.ended = True
+        output = Output([], [], [], [], finish_reason="error", error=f"{type(error).__name__}: {error}")
+        self._pending.append((request, output))
+        self._metrics.request_success.inc(value="error")
 
     def _collect(self, result: StepResult) -> None:
         """Outputs of sequences that stream or ended, and times of first and later tokens."""
@@ -401,10 +472,11 @@ class Engine:
             if not request.ended and request.sequence_number:
                 self._finish(request, "abort", None)
 
+    def _num_tokens(self, request: EngineRequest) -> int:
+        return len(request.tokens) if request.row is None else int(self._rows.num_tokens[request.row])
+
     def _output_length(self, request: EngineRequest) -> int:
-        if request.row is not None:
-            return self._rows.output_length(request.row)
-        return len(request.tokens) - request.num_prompt
+        return self._num_tokens(request) - request.num_prompt
 
     def _finish_pauses(self) -> None:
         """Complete pauses whose requests have drained."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-__all__ = ["GREEDY_BELOW", "SamplingParams"]
+__all__ = ["GREEDY_BELOW", "MAX_COUNT", "SamplingParams"]
 
+#: largest count of a request: numbers of requests are kept in arrays of 64 bits, and added up there
+MAX_COUNT = 2**53
 #: temperatures below this are greedy, as in vLLM
 GREEDY_BELOW = 1e-5
 
@@ -70,7 +72,8 @@ class SamplingParams:
         """Parameters of choice ``index`` of a request for several: seeds follow each other."""
         if self.seed is None or index == 0:
             return self
-        return replace(self, seed=self.seed + index)
+        # seeds are 64 bits wide, and the one behind the last is the first
+        return replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
     def check(self, *, vocab_size: int, prompt_length: int) -> None:
         """Refuse what cannot be sampled.
@@ -88,6 +91,8 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 or -1 (all tokens) or at least 1, not {self.top_k}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if max(self.max_tokens, self.top_k) > MAX_COUNT:
+            raise ValueError(f"max_tokens and top_k must be at most {MAX_COUNT}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -97,6 +102,8 @@ class SamplingParams:
                 )
         if outside := sorted(t for t in self.stop_token_ids if not 0 <= t < vocab_size):
             raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {vocab_size}")
+        if len([token for token in self.suppressed_token_ids if 0 <= token < vocab_size]) >= vocab_size:
+            raise ValueError("min_tokens leaves no token to sample: stop_token_ids are the whole vocabulary")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, not {self.seed}")
         if not 0 <= self.routed_experts_prompt_start <= prompt_length:

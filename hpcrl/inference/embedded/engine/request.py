@@ -50,7 +50,7 @@ class Output:
     token_ids, logprobs, ranks, top:
         Parallel lists, one entry a generated token; ``top`` is empty where no candidates were asked for.
     finish_reason:
-        ``stop``, ``length`` or ``abort`` with the last output, else None.
+        ``stop``, ``length``, ``abort`` or ``error`` with the last output, else None.
     stop_reason:
         The stop token or stop string that ended it; None for end of sequence.
     text:
@@ -62,6 +62,8 @@ class Output:
         outputs together have ``tokens - 1 - routed_experts_prompt_start`` of them.
     num_cached_tokens:
         Prompt tokens whose KV was found in the prefix cache, or came from another engine.
+    error:
+        Why the engine could not go on with the sequence, with ``finish_reason`` ``error``; else None.
     """
 
     token_ids: list[int]
@@ -75,6 +77,7 @@ class Output:
     routed_experts: NDArray[np.generic] | None = None
     prompt_logprobs: list[PromptLogprobs] | None = None
     num_cached_tokens: int = 0
+    error: str | None = None
 
 
 class EngineRequest:

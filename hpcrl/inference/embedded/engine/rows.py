@@ -80,10 +80,9 @@ class Rows:
         vocab_size:
             What "all candidates" means.
         """
-        row = self._free.pop()
+        # the row is taken with the last line: a request whose numbers do not fit leaves nothing behind
+        row = self._free[-1]
         params, n, p = request.params, len(request.tokens), request.num_prompt
-        self.requests[row] = request
-        request.row = row
         self.tokens[row, :n] = request.tokens
         self.logprobs[row, p:n] = request.logprobs
         self.ranks[row, p:n] = request.ranks
@@ -108,6 +107,8 @@ class Rows:
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.has_stop_tokens[row] = bool(params.stop_token_ids)
         self.stream_interval[row] = request.stream_interval
+        self.requests[row] = request
+        request.row = self._free.pop()
         return row
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:

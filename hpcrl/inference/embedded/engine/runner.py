@@ -32,11 +32,14 @@ class StepResult:
         Rows that have a new token, and the tokens.
     finished:
         ``(index into rows, finish_reason, stop_reason)`` of those that ended with it.
+    broken:
+        Rows for which the model gave logits that are not finite. They have no new token, and must not go on.
     """
 
     rows: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     finished: list[tuple[int, str, int | None]]
+    broken: list[int]
 
 
 class ModelRunner:
@@ -114,13 +117,16 @@ class ModelRunner:
         ``inputs``, ``logits [selected, vocab_size]`` and ``selected [selected]`` are what `run` returned of this step.
         """
         rows = self._rows
+        broken = self._broken(step, inputs, logits, selected)
         complete = np.flatnonzero(rows.num_computed[step.rows] == rows.num_tokens[step.rows])
-        if len(selected) > len(complete) or rows.wants_prompt_logprobs[step.rows].any():
-            self._score_prompts(step, inputs, logits, selected)
+        if broken:
+            complete = complete[~np.isin(step.rows[complete], broken)]
+        if broken or len(selected) > len(complete) or rows.wants_prompt_logprobs[step.rows].any():
+            self._score_prompts(step, inputs, logits, selected, broken)
             at = np.searchsorted(selected, inputs.starts[1:][complete] - 1)
             logits = logits[torch.from_numpy(at)]
         if not len(complete):
-            return StepResult(complete, complete, [])
+            return StepResult(complete, complete, [], broken)
         chosen = step.rows[complete]
         positions = rows.num_tokens[chosen]
         batch = SamplingBatch(
@@ -139,7 +145,15 @@ class ModelRunner:
         )
         sampled = self._sampler(logits, batch)
         self._append(chosen, positions, sampled)
-        return StepResult(chosen, sampled.token_ids, self._finished(chosen, sampled.token_ids))
+        return StepResult(chosen, sampled.token_ids, self._finished(chosen, sampled.token_ids), broken)
+
+    def _broken(self, step: Step, inputs: StepInputs, logits: Tensor, selected: NDArray[np.int64]) -> list[int]:
+        """Rows whose logits ``[selected, vocab_size]`` are not finite, or keys and values of whose tokens are not."""
+        wrong = selected[np.flatnonzero(~torch.isfinite(logits).all(-1).numpy())].tolist()
+        tokens = np.asarray(sorted(inputs.broken.union(wrong)), np.int64)
+        sequences = np.searchsorted(inputs.starts, tokens, side="right") - 1
+        rows: list[int] = np.unique(step.rows[sequences]).tolist()
+        return rows
 
     def _append(self, chosen: NDArray[np.int64], positions: NDArray[np.int64], sampled: SampledTokens) -> None:
         rows = self._rows
@@ -172,11 +186,15 @@ class ModelRunner:
                 finished.append((i, "length", None))
         return finished
 
-    def _score_prompts(self, step: Step, inputs: StepInputs, logits: Tensor, selected: NDArray[np.int64]) -> None:
+    def _score_prompts(
+        self, step: Step, inputs: StepInputs, logits: Tensor, selected: NDArray[np.int64], broken: list[int]
+    ) -> None:
         """Log-probabilities of the prompt tokens that follow the computed ones."""
         rows = self._rows
         for i in np.flatnonzero(rows.wants_prompt_logprobs[step.rows]).tolist():
             row, count = int(step.rows[i]), int(step.counts[i])
+            if row in broken:
+                continue
             request = rows.request(row)
             first = int(rows.num_computed[row]) - count  # position of the first token computed in this step
             scored = min(count, request.num_prompt - 1 - first)

@@ -82,7 +82,8 @@ class TokenSampler:
         greedy = batch.temperature == 0.0
         logprobs = logits.log_softmax(-1) if batch.wants_logprobs and self._raw else None
         for index, not_yet in batch.suppressed:
-            logits[index, not_yet] = -torch.inf
+            # an end of sequence of the model's config may be outside of its vocabulary
+            logits[index, [token for token in not_yet if 0 <= token < self._vocab_size]] = -torch.inf
         choice: Tensor | None = logits.argmax(-1) if greedy.any() else None
         if not greedy.all():
             if (batch.temperature != 1.0).any():

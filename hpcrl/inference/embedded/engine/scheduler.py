@@ -85,6 +85,8 @@ class Scheduler:
         self.prefix_hits = 0
         #: since they were last taken: blocks of requests with a salt that a step filled, and their names
         self.filled: list[tuple[int, bytes]] = []
+        #: since they were last taken: requests that could not be started, which are not in the engine any more
+        self.refused: list[tuple[EngineRequest, Exception]] = []
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request behind those of its priority."""
@@ -95,6 +97,10 @@ class Scheduler:
     def requests(self) -> Iterator[EngineRequest]:
         """All requests in the engine."""
         yield from self.waiting
+        yield from self.requests_running()
+
+    def requests_running(self) -> Iterator[EngineRequest]:
+        """Requests that hold a row."""
         for row in self.running:
             yield self._rows.request(row)
 
@@ -107,13 +113,15 @@ class Scheduler:
         """Whether a request that had started waits to go on."""
         return any(request.num_preemptions for request in self.waiting)
 
-    def schedule(self, *, only_preempted: bool) -> Step | None:
+    def schedule(self, *, only_preempted: bool, alone: EngineRequest | None = None) -> Step | None:
         """Choose the tokens of the next step and give them blocks; None where there is nothing to run.
 
         Parameters
         ----------
         only_preempted:
             Of the waiting requests only those may run that had started before.
+        alone:
+            The one request that may run, where no other runs; None: all may.
         """
         running = np.asarray(self.running, np.int64)
         pending = self._rows.num_tokens[running] - self._rows.num_computed[running]
@@ -128,7 +136,7 @@ class Scheduler:
         if preempted:
             running, counts = running[counts > 0], counts[counts > 0]
         elif self.waiting:
-            started = list(self._admit(budget, only_preempted=only_preempted))
+            started = list(self._admit(budget, only_preempted=only_preempted, alone=alone))
             admitted = [self._rows.request(row) for row, _ in started]
             running = np.concatenate((running, np.asarray([row for row, _ in started], np.int64)))
             counts = np.concatenate((counts, np.asarray([count for _, count in started], np.int64)))
@@ -154,41 +162,62 @@ class Scheduler:
                 rows.append_blocks(row, self._pool.allocate(need))
         return preempted
 
-    def _admit(self, budget: int, *, only_preempted: bool) -> Iterator[tuple[int, int]]:
+    def _admit(self, budget: int, *, only_preempted: bool, alone: EngineRequest | None) -> Iterator[tuple[int, int]]:
         """Start waiting requests; yields rows and their first counts of tokens."""
-        rows, pool, size = self._rows, self._pool, self._block_size
-        while self.waiting and rows.num_free and budget:
-            index = next((i for i, r in enumerate(self.waiting) if r.num_preemptions or not only_preempted), None)
+        while self.waiting and self._rows.num_free and budget:
+            index = next((i for i, r in enumerate(self.waiting) if self._may_start(r, only_preempted, alone)), None)
             if index is None:
                 return
             request = self.waiting[index]
-            n = len(request.tokens)
-            request.extend_hashes(request.tokens, size)
-            # at least one token is computed: its logits are what the request wants
-            usable = 0 if request.params.skip_reading_prefix_cache else (n - 1) // size
-            shared = pool.match(request.hashes[:usable])
-            # a sequence starts when all of it fits, or it would be preempted half-way by its own chunks
-            if -(-n // size) - len(shared) > pool.num_free - pool.num_free_among(shared):
+            try:
+                started = self._start(request, budget)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with this request is not the others' to bear
+                self.waiting.remove(request)
+                self.refused.append((request, error))
+                continue
+            if started is None:
                 return
-            self.waiting.pop(index)
-            pool.share(shared)
-            blocks = shared + self._load(request, request.hashes[len(shared) : usable])
+            self.waiting.remove(request)
+            budget -= started[1]
+            yield started
+
+    @staticmethod
+    def _may_start(request: EngineRequest, only_preempted: bool, alone: EngineRequest | None) -> bool:
+        return (alone is None or request is alone) and (not only_preempted or request.num_preemptions > 0)
+
+    def _start(self, request: EngineRequest, budget: int) -> tuple[int, int] | None:
+        """Give a waiting request a row and blocks; None where it does not fit yet. What raises has changed nothing."""
+        rows, pool, size = self._rows, self._pool, self._block_size
+        n = len(request.tokens)
+        request.extend_hashes(request.tokens, size)
+        # at least one token is computed: its logits are what the request wants
+        usable = 0 if request.params.skip_reading_prefix_cache else (n - 1) // size
+        shared = pool.match(request.hashes[:usable])
+        # a sequence starts when all of it fits, or it would be preempted half-way by its own chunks
+        if -(-n // size) - len(shared) > pool.num_free - pool.num_free_among(shared):
+            return None
+        if request.params.seed is None and request.drawn_seed is None:
+            request.drawn_seed = self._draw_seed()
+        seed = request.drawn_seed if request.params.seed is None else request.params.seed
+        assert seed is not None
+        pool.share(shared)
+        blocks = list(shared)
+        try:
+            blocks += self._load(request, request.hashes[len(shared) : usable])
             cached = len(blocks) * size
-            if request.num_preemptions == 0:
-                self.prefix_queries += n
-                self.prefix_hits += len(shared) * size
-                request.num_cached_tokens = cached
-                request.num_fetched_tokens = cached - len(shared) * size
-            if request.params.seed is None and request.drawn_seed is None:
-                request.drawn_seed = self._draw_seed()
-            seed = request.drawn_seed if request.params.seed is None else request.params.seed
-            assert seed is not None
             row = rows.occupy(request, blocks, cached, seed, self._vocab_size)
-            self.running.append(row)
-            count = min(n - cached, budget)
-            rows.append_blocks(row, pool.allocate(-(-(cached + count) // size) - len(blocks)))
-            budget -= count
-            yield row, count
+        except BaseException:
+            pool.release(blocks)
+            raise
+        if request.num_preemptions == 0:
+            self.prefix_queries += n
+            self.prefix_hits += len(shared) * size
+            request.num_cached_tokens = cached
+            request.num_fetched_tokens = cached - len(shared) * size
+        self.running.append(row)
+        count = min(n - cached, budget)
+        rows.append_blocks(row, pool.allocate(-(-(cached + count) // size) - len(blocks)))
+        return row, count
 
     def _load(self, request: EngineRequest, keys: list[bytes]) -> list[int]:
         """Blocks with what other engines computed of a sequence, where that goes on from its cached prefix."""
@@ -222,6 +251,16 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self._leave(request.row)
+
+    def distrust(self, request: EngineRequest) -> None:
+        """Let nobody else use the KV of a running request: it is not of a model that works."""
+        if request.row is not None:
+            self._pool.forget(self._rows.blocks(request.row))
+
+    def put_back(self, request: EngineRequest) -> None:
+        """Put a running request back into the queue; others are left alone."""
+        if request.row is not None:
+            self._preempt(request.row)
 
     def preempt_all(self) -> None:
         """Put every running request back into the queue; their KV is computed again, also what others computed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -40,7 +41,15 @@ _FLOOR = -9999.0
 
 
 def clamp(logprob: float) -> float:
-    """A log-probability in nats that JSON can hold: at least -9999."""
+    """Return a log-probability in nats that JSON can hold: at least -9999.
+
+    Raises
+    ------
+    ApiError
+        500: it is not a number, which no floor makes one.
+    """
+    if math.isnan(logprob):
+        raise ApiError(500, "the engine is broken: a log-probability is not a number", kind="InternalServerError")
     return logprob if logprob > _FLOOR else _FLOOR
 
 

@@ -17,6 +17,7 @@ from aiohttp import web
 from torch import Tensor
 
 import hpcrl
+from hpcrl.decoding import decode_json
 from hpcrl.inference.embedded.engine.engine import PAUSE_MODES
 from hpcrl.inference.embedded.serving.api_common import json_response
 from hpcrl.inference.embedded.serving.errors import bad_request
@@ -124,6 +125,8 @@ class ControlApi:
         """End the named requests, or all where none are named."""
         body = await _body(http)
         names = body.get("request_ids")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise bad_request("request_ids must be a list of names", "request_ids")
         doomed = self._serving.find(names) if names else self._serving.in_flight()
         await asyncio.wrap_future(self._engine.abort(doomed))
         return json_response({"status": "aborted", "aborted": len(names) if names else len(doomed)})
@@ -302,7 +305,7 @@ async def _body(http: web.Request, *, empty: dict[str, Any] | None = None) -> di
     if not data and empty is not None:
         return empty
     try:
-        body = msgspec.json.decode(data)
+        body = decode_json(data)
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from hpcrl.decoding import decode_json
+from hpcrl.inference.embedded.engine.params import MAX_COUNT
 from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.embedded.serving.api_common import (
     clamp,
@@ -83,8 +85,9 @@ class GenerateApi:
         stops = stop_strings(sampling.stop)
         if stops and not sampling.detokenize:
             raise bad_request("stop strings need detokenize", "stop")
-        if sampling.stream_interval is not None and sampling.stream_interval < 1:
-            raise bad_request(f"stream_interval must be at least 1, not {sampling.stream_interval}", "stream_interval")
+        if not 1 <= (sampling.stream_interval or 1) <= MAX_COUNT or sampling.stream_interval == 0:
+            what = f"stream_interval must be between 1 and {MAX_COUNT}, not {sampling.stream_interval}"
+            raise bad_request(what, "stream_interval")
         if request.stream and sampling.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not available when stream is true", "prompt_logprobs")
 
@@ -203,12 +206,12 @@ class GenerateApi:
     async def abort_requests(self, http: web.Request) -> web.Response:
         """End requests by the ``request_id`` of their answers; those that are not there are ignored."""
         try:
-            body = msgspec.json.decode(await http.read())
+            body = decode_json(await http.read())
         except msgspec.DecodeError as error:
             raise bad_request(f"the body is no JSON: {error}") from error
         names = body.get("request_ids") if isinstance(body, dict) else None
-        if not isinstance(names, list):
-            raise bad_request("request_ids is missing", "request_ids")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise bad_request("request_ids must be a list of names", "request_ids")
         self._serving.engine.abort(self._serving.find(names))
         return web.Response()
 
@@ -237,7 +240,7 @@ def _text_of_tokens(output: Output, logprobs: int | None) -> dict[str, Any]:
 
 def _binary_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
     """What there is of each token, as `hpcrl.answer_frames` has it."""
-    scores = None if logprobs is None else np.maximum(np.array(output.logprobs, "<f8"), clamp(-np.inf)).tobytes()
+    scores = None if logprobs is None else np.array([clamp(logprob) for logprob in output.logprobs], "<f8").tobytes()
     return {
         "token_ids": np.array(output.token_ids, "<i4").tobytes(),
         "routed_experts": npy_bytes(output.routed_experts),

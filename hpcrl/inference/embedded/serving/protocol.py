@@ -13,7 +13,7 @@ import numpy as np
 from aiohttp import web
 
 from hpcrl.answer_frames import REQUEST_TYPE, only_frame
-from hpcrl.decoding import prepared
+from hpcrl.decoding import decode_json, decode_msgpack
 from hpcrl.inference.embedded.serving.errors import bad_request
 
 __all__ = [
@@ -216,7 +216,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def refuse_unsupported(request: msgspec.Struct) -> None:
-    """Refuse a request that asks, at any depth, for something this engine does not do.
+    """Refuse a request that asks, at any depth, for something this engine does not do, or for numbers without end.
 
     Raises
     ------
@@ -225,6 +225,9 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
     """
     for name in request.__struct_fields__:
         value, neutral = getattr(request, name), _UNSUPPORTED.get(name)
+        if isinstance(value, int) and abs(value) >= 2**64:
+            # Python has numbers of any length, and what comes after this has not
+            raise bad_request(f"{name} does not fit 64 bits", name)
         if isinstance(value, msgspec.Struct):
             refuse_unsupported(value)
         elif neutral is not None and value not in neutral:
@@ -246,7 +249,7 @@ async def parse(http: web.Request, kind: type[S]) -> S:
     if http.content_type != "application/json":
         raise bad_request("the request's content type must be application/json")
     try:
-        request = msgspec.json.decode(await http.read(), type=prepared(kind))
+        request: S = decode_json(await http.read(), kind)
     except msgspec.DecodeError as error:
         raise bad_request(str(error)) from error
     refuse_unsupported(request)
@@ -255,7 +258,7 @@ async def parse(http: web.Request, kind: type[S]) -> S:
 
 def _read_frame(body: bytes) -> GenerateRequest:
     try:
-        framed = msgspec.msgpack.decode(only_frame(body), type=prepared(_FramedRequest))
+        framed = decode_msgpack(only_frame(body), _FramedRequest)
         token_ids = np.frombuffer(framed.token_ids, "<i4").tolist()
     except (msgspec.DecodeError, ValueError) as error:
         raise bad_request(f"the frame of a request cannot be read: {error}") from error

@@ -91,16 +91,24 @@ class CallSequences:
         return lambda output: self._queue.put_nowait((index, output))
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """Outputs of all sequences as they come, each with its index; ends when all have ended."""
+        """Outputs of all sequences as they come, each with its index; ends when all have ended.
+
+        Raises
+        ------
+        ApiError
+            500: the engine could not go on with one of them.
+        """
         open_sequences = len(self.requests)
         while open_sequences:
             index, output = await self._queue.get()
+            if output.error is not None:
+                raise ApiError(500, output.error, kind="InternalServerError")
             if self._shape(index, output):
                 yield index, output
                 open_sequences -= output.finish_reason is not None
 
     async def final(self) -> list[Output]:
-        """The whole of each sequence."""
+        """The whole of each sequence (ApiError as for `outputs`)."""
         whole: dict[int, Output] = {}
         async for index, output in self.outputs():
             if index in whole:
@@ -284,6 +292,8 @@ class Serving:
             raise ApiError(503, f"the engine has failed: {self.engine.failure}", kind="ServiceUnavailableError")
         if not 1 <= n <= MAX_CHOICES:
             raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
+        if n * len(prompts) > MAX_CHOICES:
+            raise bad_request(f"a request may ask for {MAX_CHOICES} sequences, not {n * len(prompts)}", "n")
         per_prompt = params if isinstance(params, list) else [params] * len(prompts)
         generation = CallSequences()
         for prompt, one in zip(prompts, per_prompt, strict=True):

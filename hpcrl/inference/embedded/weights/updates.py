@@ -26,6 +26,7 @@ from hpcrl.gate import Gate
 from hpcrl.inference.adapters import Adapter, KeptBase
 from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_tensors
 from hpcrl.inference.embedded.weights.sessions import Session, Sessions, UpdateOrderError
+from hpcrl.inference.finite import finite_tensors
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors, published_tensors
 from hpcrl.weights import HandoffStore, Manifest, TensorRecord
@@ -338,7 +339,7 @@ class UpdateSession:
         if self._spare is None:
             self._spare = copy.deepcopy(self._template)
         try:
-            load_hf_tensors(self._spare, self._spare.adapter, tensors)
+            load_hf_tensors(self._spare, self._spare.adapter, finite_tensors(tensors, reading.handoff.path))
         except ValueError as error:
             raise HandoffError(f"{reading.handoff.path}: {error}") from error
 

@@ -1,0 +1,309 @@
+"""Answers that no working engine gives: each is an error of that engine, is not trained on, and is made elsewhere."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from harness import make_run, running
+from start_models import TINY_CONFIG
+from stub_engine import EOS, StubEngine, npy, npy_bytes
+
+from hpcrl.answer_frames import MEDIA_TYPE, encode_frame
+from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.engines import unusable
+from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
+from hpcrl.rollouts.engines.limits import AnswerLimits
+from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.runs.role import Complaint
+from hpcrl.runs.rundir import RunDir
+
+JSON = "application/json"
+LIMITS = AnswerLimits(vocab_size=50, routes=(2, 3, 8))
+PARAMS = SamplingParams(temperature=1.0, max_tokens=2, seed=1, stop_token_ids=[EOS])
+ROWS = np.ones((4, 2, 3), np.uint8)
+"""Of three tokens of a prompt, and of the first of two that were sampled."""
+
+
+def header(shape: str, dtype: str = "'|u1'") -> bytes:
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(24)
+
+
+def framed(**changes: Any) -> tuple[str, bytes]:
+    choice = {
+        "finish_reason": "length",
+        "token_ids": np.array(changes.pop("tokens", (3, 4)), "<i4").tobytes(),
+        "logprobs": np.array(changes.pop("logprobs", (-1.0, -2.0)), "<f8").tobytes(),
+        "weight_versions": [{"version": changes.pop("version", "1"), "start": 0, "end": 2}],
+        "routed_experts": npy_bytes(changes.pop("rows", ROWS)),
+        **changes,
+    }
+    return MEDIA_TYPE, bytes(encode_frame({"request_id": "r", "choices": [choice]}))
+
+
+def text(raw: bytes = b"", **changes: Any) -> tuple[str, bytes]:
+    if raw:
+        return JSON, raw
+    choice = {
+        "finish_reason": "length",
+        "token_ids": list(changes.pop("tokens", (3, 4))),
+        "logprobs": {"content": [{"logprob": p} for p in changes.pop("logprobs", (-1.0, -2.0))]},
+        "weight_versions": [{"version": changes.pop("version", "1"), "start": 0, "end": 2}],
+        "routed_experts": npy(changes.pop("rows", ROWS)),
+        **changes,
+    }
+    return JSON, json.dumps({"request_id": "r", "choices": [choice]}).encode()
+
+
+def each(name: str, **changes: Any) -> dict[str, tuple[str, bytes]]:
+    """The same damage in both forms of an answer."""
+    return {f"{name}, framed": framed(**changes), f"{name}, text": text(**changes)}
+
+
+DAMAGED = {
+    "an error page under our media type": (MEDIA_TYPE, b"<html><body>502 Bad gateway</body></html>"),
+    "a frame of 2**40 bytes": (MEDIA_TYPE, (1 << 40).to_bytes(8, "little") + b"x" * 100),
+    "a frame of 2**63 bytes": (MEDIA_TYPE, (1 << 63).to_bytes(8, "little") + b"x" * 100),
+    "a frame that nests": (
+        MEDIA_TYPE,
+        bytes(encode_frame(msgspec.Raw(b"\x81\xa5error" + b"\x91" * 200_000 + b"\xc0"))),
+    ),
+    "two whole answers": (MEDIA_TYPE, framed()[1] * 2),
+    "an error that nests": text(b'{"error":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+    "an unknown field that nests": text(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+    "a token of 5,000 digits": text(text(tokens=())[1].replace(b'ids": []', b'ids": [' + b"9" * 5000 + b"]")),
+    "a token that is no number of 32 bits": text(tokens=(3, 2**40)),
+    "text that is no UTF-8": text(b'{"choices":[{"finish_reason":"\xff"}]}'),
+    "a log-probability that JSON does not have": text(text()[1].replace(b"-2.0", b"NaN")),
+    "no choice": text(b'{"choices":[]}'),
+    "two choices": text(b'{"choices":[{},{}]}'),
+    "a part of a row": framed(routed_experts=npy_bytes(ROWS)[:-1]),
+    "rows without end": framed(routed_experts=header("(999999999999, 9, 9)")),
+    "rows of a negative number": framed(routed_experts=header("(-1, 2, 3)")),
+    "a header that is a program": framed(routed_experts=header("(1,\n  2" + "(" * 90)),
+    "a header of objects": framed(routed_experts=header("(4, 2, 3)", "'|O'")),
+    "more gzip than an answer": (f"{JSON};gzip", gzip.compress(bytes(1 << 28))),
+    **each("a version that no int32 holds", version="99999999999"),
+    **each("a version of 5,000 digits", version="9" * 5000),
+    **each("a negative token", tokens=(3, -1)),
+    **each("a token behind the vocabulary", tokens=(3, 50)),
+    **each("more tokens than were asked for", tokens=(3, 4, 5), logprobs=(-1.0, -1.0, -1.0)),
+    **each("a log-probability of 55", logprobs=(-1.0, 55.0)),
+    **each("a log-probability of -1e300", logprobs=(-1.0, -1e300)),
+    **each("a log-probability of minus infinity", logprobs=(-1.0, -9999.0)),
+    "a log-probability that is not a number": framed(logprobs=(-1.0, float("nan"))),
+    "a log-probability that is infinite": framed(logprobs=(-1.0, float("-inf"))),
+    **each("fewer log-probabilities than tokens", logprobs=(-1.0,)),
+    **each("no tokens", tokens=(), logprobs=()),
+    **each("an end that nobody knows", finish_reason="banana"),
+    **each("versions that overlap", weight_versions=[{"version": "1", "start": 0, "end": -1}] * 2),
+    **each("rows of another model", rows=np.ones((4, 2, 4), np.uint8)),
+    **each("rows of an expert that is none", rows=np.full((4, 2, 3), 8, np.uint8)),
+    **each("a row too many", rows=np.ones((5, 2, 3), np.uint8)),
+}
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Any]:
+    """An engine that answers everything with the bytes that it is given, and a client of it."""
+    said: dict[str, tuple[str, bytes]] = {}
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        kind, body = said["answer"]
+        kind, _, encoding = kind.partition(";")
+        headers = {"Content-Type": kind, **({"Content-Encoding": encoding} if encoding else {})}
+        return web.Response(body=body, headers=headers)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        client = EngineClient(http, name="engine-0", url=str(server.make_url("")), limits=LIMITS)
+        yield said, client
+
+
+async def ask(client: EngineClient, **changes: Any) -> Any:
+    params = msgspec.structs.replace(PARAMS, routed_experts_prompt_start=0, **changes)
+    return await client.generate([5, 6, 7], params, cache_salt="1", session_id="s", timeout_s=20.0)
+
+
+@pytest.mark.parametrize("kind", [framed, text])
+async def test_an_answer_of_a_working_engine_is_taken(serve: Any, kind: Any) -> None:
+    said, client = serve
+    said["answer"] = kind()
+    found = await ask(client)
+    assert (found.token_ids.tolist(), found.logprobs.tolist(), found.versions.tolist()) == (
+        [3, 4],
+        [-1.0, -2.0],
+        [1, 1],
+    )
+    assert (found.experts == ROWS).all()
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+@pytest.mark.parametrize("interval", [msgspec.UNSET, 1], ids=["whole", "parts"])
+async def test_a_damaged_answer_is_an_error_of_the_engine(serve: Any, case: str, interval: Any) -> None:
+    said, client = serve
+    kind, body = DAMAGED[case]
+    if interval == 1 and kind != MEDIA_TYPE:
+        kind, body = kind.replace(JSON, "text/event-stream"), b"data: " + body + b"\n\n"
+    said["answer"] = kind, body
+    tracemalloc.start()
+    with pytest.raises(EngineError) as raised:
+        await ask(client, stream_interval=interval)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # a stream that ends early is one of an engine that went away; all else counts against the engine
+    assert isinstance(raised.value, EngineProtocolError) or raised.value.unreachable
+    assert raised.value.retryable
+    assert len(str(raised.value)) < 3000
+    assert peak < 64 << 20
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"[]",
+        b'{"prompt_logprobs":[null,{"6":{"logprob":-9999.0}},{"7":{"logprob":-1.0}}]}',
+        b'{"prompt_logprobs":[null,{"6":{"logprob":5.0}},{"7":{"logprob":-1.0}}]}',
+        b'{"prompt_logprobs":[null,{"6":{"logprob":-1.0}},null]}',
+        b'{"prompt_logprobs":[null,{"6":{"logprob":-1.0}}]}',
+        b'{"prompt_logprobs":[{"5":{"logprob":-1.0}},{"6":{"logprob":-1.0}},{"7":{"logprob":-1.0}}]}',
+        b'{"prompt_logprobs":[null,{"6":{"logprob":-1.0}},{"8":{"logprob":-1.0}}]}',
+        b'{"prompt_logprobs":' + b"[" * 100_000,
+    ],
+)
+async def test_damaged_log_probabilities_of_a_prompt_are_refused(serve: Any, answer: bytes) -> None:
+    said, client = serve
+    said["answer"] = JSON, answer
+    with pytest.raises(EngineProtocolError):
+        await client.prompt_logprobs([5, 6, 7], cache_salt="c", timeout_s=10.0)
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b"\xff", b'{"weight_version":' + b"[" * 9, b"7", b""])
+async def test_a_damaged_answer_to_a_question_says_nothing(serve: Any, answer: bytes) -> None:
+    said, client = serve
+    said["answer"] = JSON, answer
+    assert await client.weight_version(timeout_s=5.0) is None
+    assert await client.is_paused(timeout_s=5.0) is False
+    assert await client.control("/resume", timeout_s=5.0) == {}
+    assert await client.healthy(timeout_s=5.0)
+
+
+# -- the fleet
+
+
+@pytest.fixture
+def quick(monkeypatch: Any) -> Iterator[None]:
+    monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
+    monkeypatch.setattr(engine_pool, "_FIRST_BACKOFF_S", 0.01)
+    return
+
+
+def outside_the_vocabulary(token_ids: list[int], seed: int) -> list[int]:
+    return [99_999, EOS]
+
+
+def run_of_known_model(path: Path) -> RunDir:
+    run = make_run(path)
+    (path / "model" / "config.json").write_text(json.dumps({**TINY_CONFIG, "vocab_size": 103}))
+    return run
+
+
+def complaints(loop: Any) -> dict[str, str]:
+    found = Complaint.read_all(loop.run, 1)
+    return {f"{complaint.role}-{complaint.replica}": complaint.message for complaint in found}
+
+
+async def test_an_engine_that_answers_nonsense_costs_no_rollout_and_is_complained_about(
+    tmp_path: Path, quick: None
+) -> None:
+    good, broken = StubEngine(), StubEngine(answer=outside_the_vocabulary)
+    async with running(run_of_known_model(tmp_path), good, broken) as loop:
+        await loop.batch(1)
+        await loop.until(lambda: "engine-1" in complaints(loop))
+        counters = loop.orchestrator._counters
+        assert counters.unusable_answers >= 4
+        assert (counters.dropped_engine, counters.dropped_environment, counters.dropped_group) == (0, 0, 0)
+        said = complaints(loop)
+        assert list(said) == ["engine-1"]
+        assert "token 99999 is outside of the vocabulary" in said["engine-1"]
+        # it says that it is healthy, and gets nothing more before it was started anew
+        asked = broken.in_flight, len(broken.requests)
+        await loop.batch(2)
+        assert (broken.in_flight, len(broken.requests)) == asked
+        assert all((r.token_ids < 200).all() for r in loop.last_rollouts())
+
+
+async def test_a_fleet_that_recovers_from_nonsense_goes_on(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engine_pool, "SHUN_S", 0.2)
+    bad = [40]
+
+    def at_first(token_ids: list[int], seed: int) -> list[int]:
+        bad[0] -= 1
+        return outside_the_vocabulary(token_ids, seed) if bad[0] > 0 else [EOS]
+
+    async with running(run_of_known_model(tmp_path), StubEngine(answer=at_first)) as loop:
+        batch = await loop.batch(1)
+        assert batch is not None
+        assert loop.orchestrator._counters.unusable_answers > 4
+
+
+async def test_only_nonsense_that_lasts_fails_a_request(serve: Any, quick: None, monkeypatch: Any) -> None:
+    said, client = serve
+    said["answer"] = DAMAGED["a log-probability of 55, text"]
+    now, told, counters = [0.0], [], Counters()
+    monkeypatch.setattr(unusable, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engine_pool, "_LONGEST_BACKOFF_S", 0.001)
+
+    pool = engine_pool.EnginePool(
+        [client],
+        counters=counters,
+        request_timeout_s=5.0,
+        max_retries=2,
+        on_unusable=lambda engine, why: told.append(why),
+    )
+    pool.engines[0].serve(1, proved_s=0.0)
+
+    async def salt() -> str:
+        now[0] += 10.0
+        return "1"
+
+    with pytest.raises(EngineProtocolError, match="log-probability is 55"):
+        await pool.generate(pool.session("group-0"), [5, 6], PARAMS, cache_salt=salt)
+    # one prompt alone costs no engine
+    assert (counters.unusable_answers, told) == (15, [])
+
+
+def test_unusable_answers_are_counted_by_prompt_within_a_window(monkeypatch: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr(unusable, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    counts, engine = unusable.UnusableAnswers(), engine_pool.Engine(EngineClient(None, name="engine-0", url="http://x"))  # type: ignore[arg-type]
+    found = []
+    for at, prompt in (
+        (0, "a"),
+        (1, "a"),
+        (2, "a"),
+        (3, "a"),
+        (100, "b"),
+        (500, "c"),
+        (650, "d"),
+        (651, "e"),
+        (652, "f"),
+    ):
+        now[0] = at
+        found.append(counts.note(engine, prompt))
+    assert found == [0, 0, 0, 0, 0, 0, 0, 4, 0]
