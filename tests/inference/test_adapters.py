@@ -126,6 +126,20 @@ def test_what_engines_fuse_is_in_one_block() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 
+#: what PEFT knows beside adding B · A times alpha over rank, each with a value that asks for it
+MORE_THAN_ADDING: dict[str, Any] = {
+    "peft_type": "LOHA",
+    "bias": "lora_only",
+    "use_dora": True,
+    "use_rslora": True,
+    "fan_in_fan_out": True,
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 16},
+}
+
+
 def wrong_rank(given: Factors) -> Factors:
     a, b = given.linear[QUERY]
     return Factors({QUERY: (a[:2], b[:, :2])}, {})
@@ -156,8 +170,10 @@ def unchanged(given: Factors) -> Factors:
         ((unknown_module, "per_expert", {}), r"layers\.9\.self_attn\.q_proj: the base has no such module"),
         ((fewer_experts, "fused", {}), r"experts.*: A has 28 rows and B 28 columns, the rank of 8 experts makes 32"),
         ((unchanged, "fused", {"r": 3}), r"the rank makes 3.*; and 1 more"),
-        ((unchanged, "fused", {"use_dora": True}), r"adapter_config.json asks for more than adding .*use_dora: True"),
-        ((unchanged, "fused", {"rank_pattern": {"q_proj": 2}}), r"asks for more .*rank_pattern"),
+        *(
+            ((unchanged, "fused", {name: value}), rf"adapter_config.json asks for more than adding .*{name}: ")
+            for name, value in MORE_THAN_ADDING.items()
+        ),
         ((unchanged, "fused", {"lora_alpha": None}), r"r 4 and lora_alpha None are no rank and scale"),
     ],
 )
