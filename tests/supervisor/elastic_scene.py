@@ -23,7 +23,8 @@ from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
-from hpcrl.supervisor.process.guarded import Dump, End
+from hpcrl.supervisor.process.dumps import Dump
+from hpcrl.supervisor.process.guarded import End
 
 
 class FakeProcess:

@@ -16,7 +16,8 @@ from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.policy.explain import explain_end, name_lost_rank
-from hpcrl.supervisor.process.guarded import Dump, End
+from hpcrl.supervisor.process.dumps import Dump
+from hpcrl.supervisor.process.guarded import End
 
 
 class FakeProcess:

@@ -1,7 +1,7 @@
 """``python -m hpcrl.supervisor.launch.node_answers``: one task on each node of a job, before roles are started.
 
 It says which addresses its node has, then answers each line of its stdin with the time by its clock, until stdin is
-closed. Both ways are JSON lines; `hpcrl.supervisor.launch.survey` is at the other end.
+closed. Both ways are JSON lines, and its own carry a mark; `hpcrl.supervisor.launch.survey` is at the other end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 
 from hpcrl.interfaces import address_towards, interface_addresses, machine_id
+from hpcrl.supervisor.process.report_lines import encode_line
 
 __all__ = ["main"]
 
@@ -36,7 +37,7 @@ def main() -> None:
 
 def _say(answer: dict[str, object]) -> None:
     # one write a line: srun joins the lines of all nodes
-    os.write(1, json.dumps(answer).encode() + b"\n")
+    os.write(1, encode_line(answer))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.clocks import NodeClock
+from hpcrl.supervisor.process.report_lines import DamagedLineError, LineSplitter, find_lines
 
 __all__ = ["NodeAnswer", "NodesSilentError", "Survey"]
 
@@ -28,6 +30,7 @@ _ROUNDS = 5
 _ANSWER_S = 30.0
 _END_S = 10.0
 _WORDS = 3
+_PIECE = 1 << 16
 
 
 class NodesSilentError(HpcrlError):
@@ -141,14 +144,16 @@ class Survey:
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as stream:
-            for line in iter(stream.readline, b""):
-                arrived = time.monotonic()
-                try:
-                    said = json.loads(line)
-                except ValueError:
-                    continue  # a site's greeting
-                if isinstance(said, dict) and "node" in said:
-                    self._lines.put((arrived, said))
+            splitter = LineSplitter()
+            ended = False
+            while not ended:
+                data = os.read(stream.fileno(), _PIECE)
+                arrived, ended = time.monotonic(), not data
+                for line in splitter.add(data):
+                    # a damaged answer is one that is missing: its node is named when the time is over
+                    with contextlib.suppress(DamagedLineError):
+                        for said in find_lines(line):
+                            self._lines.put((arrived, said))
         self._lines.put(None)
 
     def _collect(self, timeout_s: float, *, number: int | None = None) -> dict[str, tuple[float, dict[str, Any]]]:

@@ -36,7 +36,9 @@ def explain_end(component: Component, end: End, logs: Sequence[Path]) -> Cause:
     elif end.guard_lost:
         guard = component.process.guard_pid if component.process else None
         what, kind = f"was lost: its guard (pid {guard}) was killed, and the role with it", CauseKind.GUARD_LOST
-        if component.address.nodes:
+        if end.problem:
+            what = f"was given up: {end.problem}"
+        elif component.address.nodes:
             what = f"was lost: its step (srun, pid {guard}) ended without a word"
     elif end.guard_signal is not None and component.address.nodes:
         what, kind = f"was ended by Slurm ({signal_name(end.guard_signal)} to its step)", CauseKind.CANCELLED

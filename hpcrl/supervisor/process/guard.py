@@ -19,7 +19,8 @@ the rest. If both are killed at once, the guards of the other roles find the orp
 environment.
 
 The protocol is JSON lines: first a `hpcrl.supervisor.process.guarded.ProcessSpec` on stdin, then orders; reports on
-stdout. Standard library only, because this runs once for each replica of each role.
+stdout, where others may write, too (`hpcrl.supervisor.process.report_lines`). Standard library only, because this runs
+once for each replica of each role.
 
 Under Slurm ``srun`` stands between supervisor and guards: it hands orders to the guards of all its tasks, and joins
 their reports. The guard is what a signal to the step reaches first, and what gives the role time to end in order.
@@ -42,11 +43,14 @@ from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import read_secret, umask_of
 from hpcrl.supervisor.process.leftovers import Scratch
 from hpcrl.supervisor.process.node_values import fill_node, fill_node_rank, own_caches
+from hpcrl.supervisor.process.report_lines import encode_line
 
 __all__ = ["Guard", "end_processes", "main"]
 
 _OURS = ("SUBMITIT_", "HPCRL_")
 """What submitit and the guard itself have in the environment is not meant for roles."""
+_STEP_LINE = 1000
+"""Longest report in a step, in bytes: Slurm hands longer lines on in pieces."""
 _POLL_S = 0.02
 _LOOK_S = (2.0, 8.0, 20.0, 60.0)
 """Pauses between looks at the role's shared memory; the last one again and again."""
@@ -176,7 +180,7 @@ class Guard:
     def _report(self, **report: Any) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more
             said = {"task": self._task, "node": _own_node(), "time_s": time.time(), **report}
-            os.write(1, json.dumps(said).encode() + b"\n")
+            os.write(1, encode_line(said, limit=_STEP_LINE if self._spec.get("in_step") else None))
 
     def _record(self, kind: str, **data: Any) -> None:
         """Append to the events of the run, in the format of `hpcrl.runs.events`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +17,20 @@ import msgspec
 from hpcrl.interpreter import module_command, with_safe_path
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clocks
+from hpcrl.supervisor.process.dumps import Dump, join_dumps
+from hpcrl.supervisor.process.report_lines import LineSplitter, find_lines
+from hpcrl.supervisor.process.reports import Dumped, Ended, Gone, Report, Signalled, SpawnFailed, Started
 
-__all__ = ["Dump", "End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
+__all__ = ["End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
 
 _log = logging.getLogger(__name__)
 _ANSWER_S = 30.0
 """What guards get beyond the grace to end their roles and report, before it is done over their heads."""
+_PIPE_S = 5.0
+"""How long the pipe of what was killed may stay open."""
+_PIECE = 1 << 16
+_FOREIGN_LINES, _FOREIGN_BYTES = 5, 200
+"""So much of what others print into a step is shown in our log."""
 _NO_TASKS_S = 2.0
 """The same where no task has begun: there may be nobody who could obey."""
 
@@ -73,27 +83,6 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     secrets: Mapping[str, str] = {}
 
 
-class Dump(NamedTuple):
-    """Stacks of a replica, taken on its nodes.
-
-    Attributes
-    ----------
-    paths:
-        Files, one a task.
-    frames:
-        Top frames of the process that tells most.
-    stopped:
-        Pids of processes that a signal has stopped.
-    problem:
-        Why there are no stacks; empty where there are.
-    """
-
-    paths: list[str]
-    frames: list[str]
-    stopped: list[int]
-    problem: str
-
-
 class End(NamedTuple):
     """How a role process ended.
 
@@ -113,6 +102,8 @@ class End(NamedTuple):
         Slurm's name of the node whose guard said it; empty where none did, or on this machine.
     guard_signal:
         Signal by which somebody else than the supervisor had told the guard to end it; under Slurm, that is Slurm.
+    problem:
+        Why its guards are not understood any more, where that ended it.
     """
 
     time_s: float
@@ -123,6 +114,7 @@ class End(NamedTuple):
     no_step: bool = False
     guard_signal: int | None = None
     node: str = ""
+    problem: str = ""
 
     @property
     def clean(self) -> bool:
@@ -186,9 +178,9 @@ async def start_guarded(
     )
     loop = asyncio.get_running_loop()
     reports = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), process.stdout)
     orders, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-    return GuardedProcess(process, spec, orders, reports, tasks=tasks, clocks=clocks)
+    return GuardedProcess(process, spec, orders, reports, pipe, tasks=tasks, clocks=clocks)
 
 
 class GuardedProcess:
@@ -207,11 +199,12 @@ class GuardedProcess:
         spec: ProcessSpec,
         orders: asyncio.WriteTransport,
         reports: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
         *,
         tasks: int = 1,
         clocks: Clocks | None = None,
     ) -> None:
-        self._process, self._orders, self._reports = process, orders, reports
+        self._process, self._orders, self._reports, self._pipe = process, orders, reports, pipe
         self._grace_s, self._tasks, self._in_step = spec.grace_s, tasks, spec.in_step
         self._clocks = clocks or Clocks()
         self._running: dict[int, int] = {}
@@ -285,8 +278,17 @@ class GuardedProcess:
 
     def cut_off(self) -> None:
         """See `RunningProcess.cut_off`. What hangs on a node is Slurm's to end, or that of `Launcher.end_orphans`."""
-        if not self._reader.done():
-            self._process.kill()
+        if self._reader.done():
+            return
+        self._kill_group()
+        # who has left the group may hold the pipe for ever
+        asyncio.get_running_loop().call_later(_PIPE_S, self._pipe.close)
+
+    def _kill_group(self) -> None:
+        """SIGKILL to the process right below us and its group: a wrapper of ``srun`` has that below it."""
+        if self._process.returncode is None:  # not collected: the id cannot be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """See `RunningProcess.dump`."""
@@ -295,56 +297,77 @@ class GuardedProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._dumped)
-        dumps = self._dumps
-        if not dumps:
-            return Dump([], [], [], f"its guard took no stacks within {timeout_s:g} s")
-        # a task with a stopped process, or else one with frames
-        best = max(dumps, key=lambda dump: (bool(dump.stopped), bool(dump.frames)))
-        paths = [path for dump in dumps for path in dump.paths]
-        return best._replace(paths=[*best.paths, *(path for path in paths if path not in best.paths)])
+        return join_dumps(self._dumps) or Dump([], [], [], f"its guard took no stacks within {timeout_s:g} s")
 
     def _send(self, order: object) -> None:
         if not self._orders.is_closing():
             self._orders.write(msgspec.json.encode(order) + b"\n")
 
     async def _read(self) -> None:
-        while line := await self._reports.readline():
-            report = msgspec.json.decode(line)
-            task = report.pop("task")
-            report["time_s"] = self._clocks.corrected(report["time_s"], report["node"])
-            match report.pop("report"):
-                case "started":
-                    self._running[task] = report["pid"]
-                    if len(self._running) == self._tasks and not self._started.done():
-                        self._started.set_result(self._running[0])
-                case "spawn_failed":
-                    self._told.add(task)
-                    self._task_ended(End(report["time_s"], spawn_error=report["error"], node=report["node"]))
-                case "dumped":
-                    self._dumps.append(Dump([report["path"]], report["frames"], report["stopped"], report["problem"]))
-                    if len(self._dumps) == self._tasks and not self._dumped.done():
-                        self._dumped.set_result(None)
-                case "signalled":
-                    self._guard_signal = report["signal"]
-                case "ended":
-                    self._told.add(task)
-                    self._task_ended(End(**report, guard_signal=self._guard_signal))
-                case "gone":
-                    self._left += report["left"]
+        """Read reports until the stream ends; whatever comes meanwhile, the replica ends with a cause."""
+        problem = ""
+        try:
+            await self._read_reports()
+        except Exception as error:  # noqa: BLE001 - nobody else would say that this replica is not seen any more
+            problem = f"a report of its guard cannot be read ({error})"
+            _log.warning("%s: %s; its step is ended", self._who, problem)
         # the guards are gone; where they did not tell the end, the kernel has killed the role with them
         lost_at_s = time.time()
         if self._overdue is not None:
             self._overdue.cancel()
         self._orders.close()
+        self._pipe.close()
+        if problem:
+            self._kill_group()
         code = await asyncio.to_thread(self._process.wait)
         if not self._ended.done():
             # a step that never was: Slurm's words about it are in our own log
-            never = f"srun ended with {code} before all of its tasks ran" if self._in_step else ""
+            never = f"srun ended with {code} before all of its tasks ran" if self._in_step and not problem else problem
             early = never if not self._started.done() else ""
-            no_step = bool(early) and not self._running
-            self._ended.set_result(End(lost_at_s, guard_lost=not early, spawn_error=early, no_step=no_step))
+            no_step = bool(early) and not self._running and not problem
+            end = End(lost_at_s, guard_lost=not early, spawn_error=early, no_step=no_step, problem=problem)
+            self._ended.set_result(end)
         if not self._started.done():
             self._started.set_result(None)
+
+    async def _read_reports(self) -> None:
+        splitter, foreign, ended = LineSplitter(), 0, False
+        while not ended:
+            data = await self._reports.read(_PIECE)
+            ended = not data
+            for line in splitter.add(data):
+                found = find_lines(line)
+                for said in found:
+                    self._take(msgspec.convert(said, Report))
+                if not found and foreign < _FOREIGN_LINES:
+                    foreign += 1
+                    _log.info("%s: not from its guard: %s", self._who, line[:_FOREIGN_BYTES].decode(errors="replace"))
+
+    def _take(self, report: Report) -> None:
+        if not 0 <= report.task < self._tasks:
+            raise ValueError(f"it is of task {report.task}, and there are {self._tasks}")
+        time_s = self._clocks.corrected(report.time_s, report.node)
+        match report:
+            case Started():
+                self._running[report.task] = report.pid
+                if len(self._running) == self._tasks and not self._started.done():
+                    self._started.set_result(self._running[0])
+            case SpawnFailed():
+                self._told.add(report.task)
+                self._task_ended(End(time_s, spawn_error=report.error, node=report.node))
+            case Dumped():
+                self._dumps.append(Dump([report.path], report.frames, report.stopped, report.problem))
+                if len(self._dumps) == self._tasks and not self._dumped.done():
+                    self._dumped.set_result(None)
+            case Signalled():
+                self._guard_signal = report.signal
+            case Ended():
+                self._told.add(report.task)
+                self._task_ended(
+                    End(time_s, report.exit_code, report.signal, node=report.node, guard_signal=self._guard_signal)
+                )
+            case Gone():
+                self._left += report.left
 
     def _task_ended(self, end: End) -> None:
         self._clean_ends += end.clean

@@ -1,0 +1,60 @@
+"""What guards report, as the supervisor reads it: each kind with its fields, and nothing else is taken."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = ["Dumped", "Ended", "Gone", "Report", "Signalled", "SpawnFailed", "Started"]
+
+
+class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="report"):
+    """Which task said it, on which node, and when by the node's clock."""
+
+    task: int
+    node: str
+    time_s: float
+
+
+class Started(_Report, tag="started"):
+    """The role runs."""
+
+    pid: int
+
+
+class SpawnFailed(_Report, tag="spawn_failed"):
+    """The role could not be started."""
+
+    error: str
+
+
+class Dumped(_Report, tag="dumped"):
+    """Stacks were taken, or could not be."""
+
+    path: str
+    frames: list[str]
+    stopped: list[int]
+    problem: str
+
+
+class Signalled(_Report, tag="signalled"):
+    """Somebody else than the supervisor wants the role to end."""
+
+    signal: int
+
+
+class Ended(_Report, tag="ended"):
+    """The role has ended; one of the two is None."""
+
+    exit_code: int | None
+    signal: int | None
+
+
+class Gone(_Report, tag="gone"):
+    """Nothing of the role is left but what hangs in the kernel."""
+
+    left: list[int]
+
+
+Report: TypeAlias = Started | SpawnFailed | Dumped | Signalled | Ended | Gone
