@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,8 +14,18 @@ if TYPE_CHECKING:
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.ranges import Range
     from hpcrl.planning.verdict import Verdict
+    from hpcrl.submit.prepare import PreparedRun
 
-__all__ = ["duration_text", "mesh_text", "print_answers", "print_lines", "print_verdict", "range_text", "side_text"]
+__all__ = [
+    "duration_text",
+    "mesh_text",
+    "print_answers",
+    "print_lines",
+    "print_verdict",
+    "range_text",
+    "side_text",
+    "starts_document",
+]
 
 _KNOBS = 4
 _CAUSES = 4
@@ -76,20 +86,20 @@ def print_answers(
     console: Console,
     verdict: Verdict,
     outlook: Outlook,
+    prepared: PreparedRun,
     unstartable: Sequence[str],
     better: Candidate | None,
-    refused: str = "",
 ) -> None:
     """Whether it can start, the step as a range with what makes it, what binds, what would be better.
 
     Parameters
     ----------
+    prepared:
+        What ``hpcrl submit`` would say.
     unstartable:
         Keys of the recipe that are planned and cannot be started by this version.
-    refused:
-        Why ``hpcrl submit`` would refuse the start model; empty where it would not.
     """
-    lines = [("starts", _starts(verdict, unstartable, refused))]
+    lines = [("starts", _starts(verdict, prepared, unstartable))]
     step, loop = outlook.step, outlook.loop
     if loop is None:
         # what the profile lacks stands above, in the verdict
@@ -135,18 +145,35 @@ def print_lines(console: Console, lines: Sequence[tuple[str, str]]) -> None:
             console.print(begin + part, highlight=False, soft_wrap=True)
 
 
-def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str:
+def starts_document(prepared: PreparedRun) -> dict[str, Any]:
+    """Give whether ``hpcrl submit`` would start a run as a JSON document."""
+    problems = [{"where": f.where, "key": f.key, "what": f.what, "hint": f.hint} for f in prepared.problems]
+    return {"ok": prepared.starts, "problems": problems, "notes": list(prepared.notes)}
+
+
+def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str]) -> str:
+    """Say what ``hpcrl submit`` would say, and never more than that."""
+    from rich.markup import escape
+
     if unstartable:
         sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
         return (
             f"[bold yellow]no[/]: planned here, but no part of what this version can start: {', '.join(sections)}\n"
             "hint: `--set job.payload=probe` submits the shape of the job"
         )
+    if prepared.problems:
+        first, others = prepared.problems[0], len(prepared.problems) - 1
+        what = first.what.replace(prepared.resolved.model.path, prepared.recipe.value.model.path)
+        # more nodes or memory come less often than a model or a package
+        word = "no" if verdict.fits is False else "not yet"
+        text = f"[bold yellow]{word}[/]: hpcrl submit says: {escape(what)}"
+        if first.hint:
+            text += f"\nhint: {escape(first.hint)}"
+        return text + (f"\nand {others} more: hpcrl recipe check" if others else "")
     if verdict.fits is False:
-        return "[bold yellow]no[/]: hpcrl submit refuses what does not fit"
-    if refused:
-        return f"[bold yellow]not yet[/]: hpcrl submit says: {refused}"
-    return "yes: hpcrl submit starts all of it"
+        return "[bold yellow]yes[/]: hpcrl submit starts all of it, and it does not fit"
+    unseen = "".join(f"\nnote: {escape(note)}" for note in prepared.notes)
+    return f"yes: hpcrl submit starts all of it{unseen}"
 
 
 def _causes(step: Range | None) -> list[str]:

@@ -6,7 +6,9 @@ turned into ids once, when an environment says it, and what a model sampled is n
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,7 +42,13 @@ class ChatTokenizer:
         ValueError
             It has no chat template.
         """
-        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no other kind
+            raise ValueError(f"{path}: {error}") from error
         config = json.loads((model_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
         template_file = model_dir / "chat_template.jinja"
         template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
