@@ -144,9 +144,11 @@ class MissingExtraError(UsageError):
     """An optional part of hpcrl is not installed."""
 
     def __init__(self, extra: str, module: str) -> None:
+        from hpcrl.installing import install_command  # noqa: PLC0415 - guards load this module, and must stay small
+
         super().__init__(
             f"this needs the Python module {module!r}, which is part of the extra {extra!r}\n"
-            f"    hint: pip install 'hpcrl[{extra}]'"
+            f"    hint: {install_command(extra)}"
         )
         self.extra = extra
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
+
+from hpcrl.models.arch import arch_from_config
+from hpcrl.models.tokenizer import write_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 #: the `config.json` of a model that is as small as one can be
@@ -36,7 +42,30 @@ TINY_CONFIG = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
+BYTES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float8_e4m3fn": ("F8_E4M3", 1)}
 SMALL_MODEL = ("model.warmup.steps=60", "model.warmup.num_experts=4")
+
+
+def write_tiny_model(path: Path, config: Mapping[str, Any] = TINY_CONFIG, *, fp8: bool = False) -> Path:
+    """Write a whole start model whose weights are zeros, without torch: its head is written by hand."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    write_character_tokenizer(path)
+    head, data = {}, 0
+    for spec in arch_from_config(config).facts.tensors(fp8=fp8):
+        name, width = BYTES[spec.dtype]
+        size = math.prod(spec.shape) * width
+        head[spec.name] = {"dtype": name, "shape": list(spec.shape), "data_offsets": [data, data + size]}
+        data += size
+    write_safetensors(path / "model.safetensors", head, data)
+    return path
+
+
+def write_safetensors(path: Path, head: Mapping[str, Any], data: int) -> None:
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    # zeros that take no room: also of a model of hundreds of gigabytes
+    os.truncate(path, 8 + len(text) + data)
 
 
 def start_model(

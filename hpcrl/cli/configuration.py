@@ -45,27 +45,34 @@ def recipe_list(as_json: JsonOption = False) -> None:
 
 @recipe_app.command("check")
 def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overrides: SetOption = None) -> None:
-    """Check a recipe: its values, the rules across components on a cluster, and environments of your own.
+    """Check all that `hpcrl submit` checks: values, rules, the model, interpreters and packages, your environments.
 
-    These are imported and made, each in a process of its own, as the orchestrator would.
+    Environments of your own are imported and made, each in a process of its own, as the orchestrator would. A start
+    model that `hpcrl warmup` has yet to make is no mistake.
+
+    Exit code: 0 a submit would start it, or will once the start model is made; 2 it would not, with every reason.
     """
     import os
+    from pathlib import Path
 
     from hpcrl.cli.progress import working
-    from hpcrl.config.joined import load_both
     from hpcrl.config.recipe import CustomEnv
-    from hpcrl.config.rules.table import RULES, check_rules
-    from hpcrl.jobplan.environment_trial import check_environments
+    from hpcrl.config.rules.table import RULES
+    from hpcrl.submit.prepare import prepare
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
-    check_rules(loaded, site)
-    own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
-    with working("trying the recipe's environments"):
-        notes = check_environments(loaded, plan_from_here(loaded.value, site.value), site.value) if own else []
-    for note in notes:
+    with working("looking whether it would start"):
+        prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd())
+    for note in prepared.notes:
         typer.echo(f"note: {note}", err=True)
-    made = f", {len(own)} of your environments made" if own and not notes else ""
-    typer.echo(f"{loaded.source}: good on {site.value.name} ({len(RULES)} rules checked{made})")
+    prepared.refuse(allow_unmade=True)
+    loaded, unmade = prepared.recipe, prepared.unmade
+    own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
+    tried = own and not any(note.startswith("environments were not tried") for note in prepared.notes)
+    made = f", {len(own)} of your environments made" if tried else ""
+    if unmade is not None:
+        typer.echo(f"note: {unmade.what}\n    hint: {unmade.hint}", err=True)
+        made += "; its start model is not made yet"
+    typer.echo(f"{loaded.source}: good on {prepared.site.value.name} ({len(RULES)} rules checked{made})")
 
 
 def plan_from_here(recipe: Recipe, cluster: ClusterProfile) -> Plan:

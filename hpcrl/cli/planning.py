@@ -10,13 +10,12 @@ from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.output import table_console
-from hpcrl.cli.planning_inputs import load_for_planning, read_calibration
+from hpcrl.cli.planning_inputs import load_for_planning, read_calibration, say_refusals
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
-    from hpcrl.config.load import Loaded
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.memory.settings import RealPass
@@ -76,27 +75,26 @@ def show(
     """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing.
 
     Exit code: 0 it fits, 3 it does not, 4 that cannot be said: the model's sizes are not known, or the profile lacks a
-    number.
+    number. Whether a submit would start it stands in `starts`, and in the exit code of `hpcrl recipe check`.
     """
     import json
+    from dataclasses import replace
     from pathlib import Path
 
     from hpcrl.cli.configuration import plan_from_here
-    from hpcrl.cli.planning_answers import print_answers, print_verdict
+    from hpcrl.cli.planning_answers import print_answers, print_verdict, starts_document
     from hpcrl.cli.planning_tables import print_explanation, print_outlook
     from hpcrl.cli.progress import working
     from hpcrl.config.rules.table import unstartable
-    from hpcrl.jobplan import absolute_site_paths
     from hpcrl.planning.documents import outlook_document
     from hpcrl.planning.report import find_facts, make_outlook
     from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
+    from hpcrl.submit.prepare import RunPlace, examine
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
     measured = read_calibration(calibration, site.value, tables)
-    wanted = loaded.value
-    if nodes is not None:
-        wanted = _best_split(wanted, site.value, measured, nodes)
+    wanted = loaded.value if nodes is None else _best_split(loaded.value, site.value, measured, nodes)
     resolved = plan_from_here(wanted, site.value)
     facts = find_facts(wanted)
     with working("computing memory and times") as told:
@@ -108,15 +106,17 @@ def show(
         told.share(0.6, "looking at other splits of the nodes")
         better = better_split(outlook, measured) if verdict.fits else None
     blocked = unstartable(wanted, site.value)
+    with working("looking whether it would start"):
+        prepared = examine(replace(loaded, value=wanted), site, RunPlace(cwd=Path.cwd()))
     if as_json:
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
+        parts |= {"starts": starts_document(prepared)}
         document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
         typer.echo(json.dumps(document, indent=2))
         raise typer.Exit(verdict.exit_code)
     console = table_console()
     print_verdict(console, verdict, outlook)
-    refused = "" if isinstance(facts, str) else _refused_model(loaded)
-    print_answers(console, verdict, outlook, blocked, better, refused)
+    print_answers(console, verdict, outlook, prepared, blocked, better)
     print_plan(resolved, site, commands=commands)
     print_outlook(console, outlook)
     if real is not None:
@@ -124,25 +124,8 @@ def show(
     if explain:
         print_explanation(console, outlook, measured)
     if environment:
-        print_environment(wanted, absolute_site_paths(site.value, Path.cwd()), resolved)
+        print_environment(wanted, prepared.profile, resolved)
     raise typer.Exit(verdict.exit_code)
-
-
-def _refused_model(recipe: Loaded[Recipe]) -> str:
-    """Why `hpcrl submit` would refuse the start model of a recipe that is called here; empty where it would not."""
-    from pathlib import Path
-
-    from hpcrl.errors import ConfigError
-    from hpcrl.jobplan import absolute_paths, check_model
-
-    if recipe.value.job.payload != "roles":
-        return ""
-    path = absolute_paths(recipe.value, Path.cwd()).model.path
-    try:
-        check_model(recipe, Path(path))
-    except ConfigError as error:
-        return error.findings[0].what.replace(path, recipe.value.model.path)
-    return ""
 
 
 def _measured(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
@@ -204,6 +187,7 @@ def search(
     from hpcrl.planning.search.splits import pareto
 
     loaded, site = load_for_planning(recipe, cluster, overrides)
+    say_refusals(loaded, site)
     wanted = default_range(loaded.value, site.value) if nodes is None else node_range(nodes)
     measured = read_calibration(calibration, site.value, tables)
     with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.cli.output import as_text, markup
 
@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.ranges import Range
     from hpcrl.planning.verdict import Verdict
+    from hpcrl.submit.prepare import PreparedRun
 
-__all__ = ["duration_text", "mesh_text", "print_answers", "print_lines", "print_verdict", "range_text", "side_text"]
+__all__ = [
+    "duration_text",
+    "mesh_text",
+    "print_answers",
+    "print_lines",
+    "print_verdict",
+    "range_text",
+    "side_text",
+    "starts_document",
+]
 
 _KNOBS = 4
 _CAUSES = 4
@@ -77,20 +87,20 @@ def print_answers(
     console: Console,
     verdict: Verdict,
     outlook: Outlook,
+    prepared: PreparedRun,
     unstartable: Sequence[str],
     better: Candidate | None,
-    refused: str = "",
 ) -> None:
     """Whether it can start, the step as a range with what makes it, what binds, what would be better.
 
     Parameters
     ----------
+    prepared:
+        What ``hpcrl submit`` would say.
     unstartable:
         Keys of the recipe that are planned and cannot be started by this version.
-    refused:
-        Why ``hpcrl submit`` would refuse the start model; empty where it would not.
     """
-    lines: list[tuple[str | Text, str | Text]] = [("starts", _starts(verdict, unstartable, refused))]
+    lines: list[tuple[str | Text, str | Text]] = [("starts", _starts(verdict, prepared, unstartable))]
     step, loop = outlook.step, outlook.loop
     if loop is None:
         # what the profile lacks stands above, in the verdict
@@ -136,7 +146,14 @@ def print_lines(console: Console, lines: Sequence[tuple[str | Text, str | Text]]
             console.print(begin + part, highlight=False, soft_wrap=True)
 
 
-def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str | Text:
+def starts_document(prepared: PreparedRun) -> dict[str, Any]:
+    """Give whether ``hpcrl submit`` would start a run as a JSON document."""
+    problems = [{"where": f.where, "key": f.key, "what": f.what, "hint": f.hint} for f in prepared.problems]
+    return {"ok": prepared.starts, "problems": problems, "notes": list(prepared.notes)}
+
+
+def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str]) -> str | Text:
+    """Say what ``hpcrl submit`` would say, and never more than that."""
     if unstartable:
         sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
         return markup(
@@ -144,11 +161,18 @@ def _starts(verdict: Verdict, unstartable: Sequence[str], refused: str) -> str |
             "hint: `--set job.payload=probe` submits the shape of the job",
             ", ".join(sections),
         )
+    if prepared.problems:
+        first, others = prepared.problems[0], len(prepared.problems) - 1
+        what = first.what.replace(prepared.resolved.model.path, prepared.recipe.value.model.path)
+        # more nodes or memory come less often than a model or a package
+        word = "no" if verdict.fits is False else "not yet"
+        text = markup("[bold yellow]{}[/]: hpcrl submit says: {}", word, what)
+        if first.hint:
+            text.append_text(as_text(f"\nhint: {first.hint}"))
+        return text.append_text(as_text(f"\nand {others} more: hpcrl recipe check")) if others else text
     if verdict.fits is False:
-        return markup("[bold yellow]no[/]: hpcrl submit refuses what does not fit")
-    if refused:
-        return markup("[bold yellow]not yet[/]: hpcrl submit says: {}", refused)
-    return "yes: hpcrl submit starts all of it"
+        return markup("[bold yellow]yes[/]: hpcrl submit starts all of it, and it does not fit")
+    return "yes: hpcrl submit starts all of it" + "".join(f"\nnote: {note}" for note in prepared.notes)
 
 
 def _causes(step: Range | None) -> list[str]:

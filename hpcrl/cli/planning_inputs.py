@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
 
-__all__ = ["load_for_planning", "read_calibration"]
+__all__ = ["load_for_planning", "read_calibration", "say_refusals"]
 
 
 def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
-    """The calibration file, with the kernel times of the site and those that were named."""
+    """Read the calibration file, with the kernel times of the site and those that were named."""
     from pathlib import Path
 
     from hpcrl.config.cluster import SlurmCluster
@@ -42,3 +42,22 @@ def load_for_planning(
     if not isinstance(facts, str):
         check_model_rules(loaded, site, facts)
     return loaded, site
+
+
+def say_refusals(loaded: Loaded[Recipe], site: Loaded[ClusterProfile]) -> None:
+    """Say on the standard error why `hpcrl submit` would refuse what is computed about here, in one line.
+
+    Rules, model and secrets are looked at; `hpcrl plan` and `hpcrl recipe check` try what roles execute, too.
+    """
+    from pathlib import Path
+
+    import typer
+
+    from hpcrl.submit.prepare import RunPlace, examine
+
+    prepared = examine(loaded, site, RunPlace(cwd=Path.cwd()), programs=False)
+    if not prepared.problems:
+        return
+    first, others = prepared.problems[0], len(prepared.problems) - 1
+    more = f" (and {others} more: hpcrl recipe check)" if others else ""
+    typer.echo(f"note: hpcrl submit would refuse {loaded.source}: {first.key}: {first.what}{more}", err=True)

@@ -39,6 +39,7 @@ def render(
     """
     import os
 
+    from hpcrl.cli.planning_inputs import say_refusals
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.config.joined import load_both
     from hpcrl.config.rules.table import check_rules
@@ -50,6 +51,7 @@ def render(
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     check_rules(loaded, site)
+    say_refusals(loaded, site)
     cwd = Path.cwd()
     profile = absolute_site_paths(site.value, cwd)
     if not isinstance(profile, SlurmCluster):

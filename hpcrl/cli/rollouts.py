@@ -325,10 +325,11 @@ def rollouts_export(
 
 def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]], RoutedLayout | None, Sequence[str]], None]:
     from hpcrl.errors import UsageError
+    from hpcrl.installing import install_command
 
     try:
         from hpcrl.runs.views.rollout_parquet import write_parquet
     except ImportError as error:
-        hint = "pip install 'hpcrl[export]', or --format jsonl"
+        hint = f"{install_command('export')}, or --format jsonl"
         raise UsageError(f"pyarrow writes Parquet, and is not installed\n    hint: {hint}") from error
     return write_parquet

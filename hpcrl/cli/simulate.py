@@ -82,13 +82,14 @@ def simulate(
 
     from pydantic import ValidationError
 
-    from hpcrl.cli.planning_inputs import load_for_planning
+    from hpcrl.cli.planning_inputs import load_for_planning, say_refusals
     from hpcrl.cli.progress import working
     from hpcrl.errors import UsageError
     from hpcrl.simulation import Failures, make_scenario, save_durations
     from hpcrl.simulation import simulate as simulate_scenario
 
     checked, where = load_for_planning(recipe, cluster, overrides)
+    say_refusals(checked, where)
     loaded, site = checked.value, where.value
     with working("predicting how long things take"):
         outlook, found = _durations(loaded, site, durations or [], calibration, tables, root)

@@ -12,9 +12,7 @@ from hpcrl.cli.selection import RunsRootOption, ask_slurm, profile_roots, runs_r
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
-    from hpcrl.config.load import Loaded
     from hpcrl.config.plan import Plan
-    from hpcrl.config.recipe import Recipe
 
 __all__ = ["register"]
 
@@ -56,50 +54,35 @@ def submit(
     Exit code with --follow: 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
     import os
-    import time
     from pathlib import Path
 
     from hpcrl.cli.planning_layout import print_plan
-    from hpcrl.config.joined import load_both
-    from hpcrl.config.rules.table import check_rules
-    from hpcrl.jobplan import (
-        absolute_paths,
-        absolute_site_paths,
-        check_model,
-        check_secrets,
-        check_sizes,
-        default_run_name,
-        make_plan,
-        with_model_of,
-    )
-    from hpcrl.runs.registry import check_name
-    from hpcrl.runs.start.origin import START_MODEL, find_source
+    from hpcrl.cli.progress import working
     from hpcrl.slurm.client import SlurmClient
     from hpcrl.slurm.in_job import find_allocation
+    from hpcrl.submit.prepare import prepare
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ, in_job=in_job)
-    source = None
-    if from_run is not None:
-        source = find_source(from_run, runs_root(root, site.value), profile_roots if root is None else None)
-        loaded = with_model_of(loaded, source.config_dir, named=str(source.origin))
-    check_rules(loaded, site)
-    check_sizes(loaded, site)
-    run_name = check_name(name) if name is not None else default_run_name(loaded.value, time.time())
-    resolved = absolute_paths(loaded.value, Path.cwd())
-    profile = absolute_site_paths(site.value, Path.cwd())
-    run_dir = runs_root(root, profile) / run_name
-    if source is not None:
-        model = resolved.model.model_copy(update={"path": str(run_dir / START_MODEL)})
-        resolved = resolved.model_copy(update={"model": model})
-    plan = make_plan(resolved, profile, run_name, run_dir)
-    if dry_run:
-        print_plan(plan, site, commands=True)
+    with working("looking whether it would start"):
+        prepared = prepare(
+            recipe,
+            cluster,
+            overrides or (),
+            environ=os.environ,
+            cwd=Path.cwd(),
+            name=name,
+            root=lambda profile: runs_root(root, profile),
+            from_run=from_run,
+            roots=profile_roots if root is None else None,
+            in_job=in_job,
+        )
+    if dry_run and prepared.plan is not None:
+        print_plan(prepared.plan, prepared.site, commands=True)
+    for note in prepared.notes:
+        typer.echo(f"note: {note}", err=True)
+    plan = prepared.planned()
+    profile, source, run_name = prepared.profile, prepared.source, plan.run
     allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
     _name_unread_variables(plan, in_job=in_job)
-    check_secrets(plan, site)
-    if loaded.value.job.payload == "roles":
-        check_model(loaded, Path(resolved.model.path) if source is None else source.config_dir)
-        _check_programs(loaded, site, plan)
     if dry_run:
         typer.echo("\nnothing was started or written (--dry-run)", err=True)
         return
@@ -109,11 +92,11 @@ def submit(
 
     ask_slurm()
     _ask_whether_it_could_start(plan, profile, wanted=not queue_anyway, in_job=in_job)
-    provenance = {".".join(map(str, path)): origin for path, origin in loaded.origins.items()}
+    provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
     if source is not None:
         typer.echo(f"taking the weights of {source.origin}", err=True)
         provenance["model.path"] = f"--from {from_run}"
-    made = create_run(resolved, profile, plan, provenance=provenance, source=source)
+    made = create_run(prepared.resolved, profile, plan, provenance=provenance, source=source)
     submit_new(made, in_job=allocation)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
     typer.echo(f"submitted {run_name} in {made.run.path}{where}", err=True)
@@ -140,18 +123,3 @@ def _ask_whether_it_could_start(plan: Plan, profile: ClusterProfile, *, wanted: 
         client = reachable_slurm()
         if wanted:
             check_admission(plan, profile, client)
-
-
-def _check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> None:
-    """Check what roles will execute: interpreters, environments of the user's own, the router, flags of engines."""
-    from hpcrl.cli.progress import working
-    from hpcrl.jobplan import check_engine_flags, check_packages, check_pythons
-    from hpcrl.jobplan.environment_trial import check_environments
-    from hpcrl.jobplan.packages import check_compiler
-
-    check_pythons(plan, site)
-    with working("trying the recipe's environments"):
-        tried = check_environments(recipe, plan, site.value)
-    notes = [*tried, *check_packages(recipe, plan), *check_compiler(recipe, plan, site.value)]
-    for note in [*notes, *check_engine_flags(recipe, plan)]:
-        typer.echo(f"note: {note}", err=True)

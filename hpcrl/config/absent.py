@@ -6,7 +6,7 @@ unknown would be true, and no help: a reader would look for another spelling.
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "absent"]
+__all__ = ["ABSENT", "absent", "called_elsewhere"]
 
 _PIPELINE = (
     "there is no pipeline parallelism, and no plan computes with stages: a trainer is cut by FSDP over all its ranks, "
@@ -53,3 +53,29 @@ def absent(path: tuple[str | int, ...]) -> str | None:
     if not path:
         return None
     return ABSENT.get(str(path[0]), {}).get(str(path[-1]).lower().replace("-", "_"))
+
+
+_LOSSES = {
+    "ppo": "did you mean 'ppo_clip'?",
+    "dapo": "its loss is 'ppo_clip' with a clip_high above clip_low; rollouts.zero_variance: drop leaves out groups "
+    "without differences",
+    "dr_grpo": "its loss is 'ppo_clip', and its advantage algorithm.advantage: mean_baseline",
+    "reinforce": "it is 'tis' with algorithm.advantage: mean_baseline",
+    "rloo": "it is 'tis' with algorithm.advantage: mean_baseline",
+    "vanilla": "it is 'tis' with algorithm.advantage: mean_baseline",
+    "kl": "there is no loss against a reference model",
+}
+_ADVANTAGES = {
+    "dr_grpo": "it is 'mean_baseline'",
+    "rloo": "'mean_baseline' is the nearest: the mean of the whole group",
+    "reinforce": "'mean_baseline' is the nearest",
+    "gae": "there is no critic: advantages are those of groups",
+    "ppo": "there is no critic: advantages are those of groups; the loss is algorithm.loss.kind: ppo_clip",
+}
+_VALUES = {("algorithm", "loss", "kind"): _LOSSES, ("algorithm", "advantage"): _ADVANTAGES}
+
+
+def called_elsewhere(path: tuple[str | int, ...], value: object) -> str:
+    """Return what to write for a value that other trainers have under this key; empty where it is none of theirs."""
+    word = str(value).lower().replace("-", "_").replace("drgrpo", "dr_grpo")
+    return _VALUES.get(path, {}).get(word, "")

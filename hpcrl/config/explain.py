@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -10,14 +11,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from hpcrl.config.absent import absent
+from hpcrl.config.absent import absent, called_elsewhere
 from hpcrl.config.keys import alternatives, keys_of
 from hpcrl.config.meanings import meanings_of
 from hpcrl.config.secret_values import hide_value
 from hpcrl.config.yamltree import KeyPath, Origins
 from hpcrl.errors import Finding
 
-__all__ = ["explain_errors"]
+__all__ = ["explain_errors", "without_unknown_keys"]
 
 _WANTED = {
     "int_type": "a whole number",
@@ -34,6 +35,10 @@ _WANTED = {
 }
 
 
+_CLOSE = 0.55
+"""How similar a word must be to one that is known to be taken for it, of 1."""
+
+
 def explain_errors(model: type[BaseModel], error: ValidationError, origins: Origins, source: Path) -> list[Finding]:
     """One finding for each error of a validation: what is wrong with which key, where it stands, and a hint.
 
@@ -47,6 +52,29 @@ def explain_errors(model: type[BaseModel], error: ValidationError, origins: Orig
     return [
         _explain(model, details, origins, source) for details in error.errors(include_url=False) if _is_own(details)
     ]
+
+
+def without_unknown_keys(model: type[BaseModel], error: ValidationError, tree: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a tree without its unknown keys, so that its rules can be told as well; None where more is wrong.
+
+    An unknown key that is nearly another one, which is not there, is taken for it: rules about its default would be
+    about what nobody wrote.
+    """
+    found = [details for details in error.errors(include_url=False) if _is_own(details)]
+    if any(details["type"] != "extra_forbidden" for details in found):
+        return None
+    repaired = deepcopy(tree)
+    for details in found:
+        path, owner = _resolve(model, details["loc"])
+        holder: Any = repaired
+        for part in path[:-1]:
+            holder = holder[part]
+        value = holder.pop(path[-1])
+        known = list(owner.model_fields) if owner is not None else []
+        close = [] if absent(path) is not None else get_close_matches(str(path[-1]), known, n=1, cutoff=_CLOSE)
+        if close and close[0] not in holder:
+            holder[close[0]] = value
+    return repaired
 
 
 def _is_own(details: ErrorDetails) -> bool:
@@ -74,7 +102,8 @@ def _explain(model: type[BaseModel], details: ErrorDetails, origins: Origins, so
             hint = "write the number without quotes" if _is_number(given) else hint
     elif kind == "literal_error":
         what = f"must be one of {context['expected']}, is {shown}"
-        hint = _did_you_mean(str(given), str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "))
+        known = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        hint = called_elsewhere(path, given) or _value_elsewhere(model, path, given) or _did_you_mean(str(given), known)
     elif kind == "union_tag_invalid":
         tags = str(context["expected_tags"]).replace("'", "").split(", ")
         what = f"kind must be one of {', '.join(tags)}, is {_show(context['tag'])}"
@@ -107,7 +136,7 @@ def _is_number(text: str) -> bool:
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = get_close_matches(word, list(known), n=1, cutoff=0.55)
+    close = get_close_matches(word, list(known), n=1, cutoff=_CLOSE)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
@@ -117,6 +146,15 @@ def _elsewhere(model: type[BaseModel], path: KeyPath) -> str:
     found = [key.name for key in keys_of(model) if f".{key.name}".endswith(ending)]
     found.sort(key=lambda name: name.count("."))  # stable: what stands higher is meant more often
     return f"did you mean {' or '.join(map(repr, found[:3]))}?" if found else ""
+
+
+def _value_elsewhere(model: type[BaseModel], path: KeyPath, given: object) -> str:
+    """Name the key of the same section whose value this one is: ``grpo`` is an advantage and no loss."""
+    section = f"{path[0]}." if len(path) > 1 else ""
+    found = [key.name for key in keys_of(model) if key.name.startswith(section) and str(given) in key.values]
+    return (
+        f"{given!r} is a value of {' or '.join(found[:3])}" if section and found and given not in (True, None) else ""
+    )
 
 
 def _doc(owner: type[BaseModel] | None, name: str) -> str:

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import PlacementConfig
 from hpcrl.config.job import JobConfig
-from hpcrl.config.load import Loaded, load_cluster, load_recipe
+from hpcrl.config.load import Loaded, UnreadableError, load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import ConfigError, Finding
 
 __all__ = ["charged", "for_job", "load_both", "unused_variables", "with_environment"]
@@ -39,7 +40,7 @@ def load_both(
     in_job:
         The run is to be inside of the job that we are called in.
     """
-    loaded, site = load_recipe(recipe, overrides), load_cluster(cluster)
+    loaded, site = _load_all(recipe, cluster, overrides)
     if isinstance(site.value, SlurmCluster):
         loaded = _inside(loaded, site.value, environ) if in_job else with_environment(loaded, environ)
     elif in_job:
@@ -47,6 +48,31 @@ def load_both(
             [Finding(str(site.source), "kind", "is no Slurm site: there is no job to be in", "leave --in-job out")]
         )
     return loaded, for_job(loaded, site)
+
+
+def _load_all(recipe: str, cluster: str, overrides: Sequence[str]) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
+    """Load both; where one has values that cannot be used, say also what is wrong with the other and with the rules."""
+    findings, loaded, site = list[Finding](), None, None
+    try:
+        loaded = load_recipe(recipe, overrides)
+    except ConfigError as error:
+        findings += error.findings
+        loaded = error.repaired if isinstance(error, UnreadableError) else None
+    try:
+        site = load_cluster(cluster)
+    except ConfigError as error:
+        findings += error.findings
+        site = error.repaired if isinstance(error, UnreadableError) else None
+    if not findings:
+        assert loaded is not None
+        assert site is not None
+        return loaded, site
+    if loaded is not None and site is not None:
+        try:
+            check_rules(loaded, for_job(loaded, site))
+        except ConfigError as error:
+            findings += error.findings
+    raise ConfigError(findings)
 
 
 def with_environment(recipe: Loaded[Recipe], environ: Mapping[str, str]) -> Loaded[Recipe]:

@@ -11,15 +11,16 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
-from hpcrl.config.explain import explain_errors
+from hpcrl.config.explain import explain_errors, without_unknown_keys
 from hpcrl.config.extends import with_bases
+from hpcrl.config.placeholders import find_placeholders
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_cluster, find_cluster_below, find_recipe
 from hpcrl.config.secret_values import find_secrets, hide_setting
 from hpcrl.config.yamltree import KeyPath, Origins, parse_value
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["Loaded", "leaves", "load_cluster", "load_recipe"]
+__all__ = ["Loaded", "UnreadableError", "leaves", "load_cluster", "load_recipe"]
 
 M = TypeVar("M", bound=BaseModel)
 M_co = TypeVar("M_co", bound=BaseModel, covariant=True)
@@ -53,6 +54,20 @@ class Loaded(Generic[M_co]):
     def origin(self, path: KeyPath) -> str:
         """Origin of one resolved value: ``file:line``, ``--set`` or ``default``."""
         return self.origins.get(path, "default")
+
+
+class UnreadableError(ConfigError):
+    """A file has values that cannot be used.
+
+    Attributes
+    ----------
+    repaired:
+        What it says without them, for looking what else is wrong with it; None where it says nothing then.
+    """
+
+    def __init__(self, findings: Sequence[Finding], repaired: Loaded[Any] | None) -> None:
+        super().__init__(findings)
+        self.repaired = repaired
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Loaded[Recipe]:
@@ -136,14 +151,32 @@ def _validate(
     model: type[M], source: Path, tree: dict[str, Any], origins: Origins, findings: list[Finding]
 ) -> Loaded[M]:
     findings.extend(find_secrets(tree, origins))
+    open_ = find_placeholders(tree, origins, drafted=model is not Recipe)
+    findings.extend(open_)
     try:
         value = model.model_validate(tree)
     except ValidationError as error:
-        findings.extend(explain_errors(model, error, origins, source))
-        raise ConfigError(findings) from None
+        # what is not filled in yet is said once
+        keys = {finding.key for finding in open_}
+        wrong = explain_errors(model, error, origins, source)
+        findings.extend(finding for finding in wrong if finding.key not in keys)
+        raise UnreadableError(findings, _repaired(model, source, tree, origins, error)) from None
     if findings:
-        raise ConfigError(findings)
+        raise UnreadableError(findings, None if open_ else Loaded(value, source, origins))
     return Loaded(value, source, origins)
+
+
+def _repaired(
+    model: type[M], source: Path, tree: dict[str, Any], origins: Origins, error: ValidationError
+) -> Loaded[M] | None:
+    """Read what is left without unknown keys; None where that is not whole either."""
+    left = without_unknown_keys(model, error, tree)
+    if left is None:
+        return None
+    try:
+        return Loaded(model.model_validate(left), source, origins)
+    except ValidationError:
+        return None
 
 
 def _apply_override(tree: dict[str, Any], origins: Origins, override: str) -> None:

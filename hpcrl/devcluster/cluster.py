@@ -103,7 +103,8 @@ class DevCluster:
         record = Record(
             settings=settings,
             ports=choose_ports(settings.nodes, accounting=settings.accounting),
-            slurm_version=SlurmClient().version(program=require_program("slurmctld")),
+            # the program tells it without a cluster: SLURM_CONF of this shell may name one that has gone down
+            slurm_version=SlurmClient(conf=Path(os.devnull)).version(program=require_program("slurmctld")),
             created_s=time.time(),
         )
         self.paths.check(longest_node=record.nodes[-1].name)

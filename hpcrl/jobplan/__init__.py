@@ -10,13 +10,13 @@ from hpcrl.jobplan.plan import (
 )
 from hpcrl.jobplan.preflight import (
     check_engine_flags,
-    check_model,
     check_packages,
     check_pythons,
     check_secrets,
     check_sizes,
     with_model_of,
 )
+from hpcrl.jobplan.start_model import check_model
 
 __all__ = [
     "absolute_paths",

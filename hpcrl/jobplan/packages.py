@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
@@ -13,20 +15,34 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding
+from hpcrl.installing import install_command
 
-__all__ = ["check_compiler", "has_package"]
+__all__ = ["check_compiler", "check_role_packages", "has_package", "role_packages"]
+
+_TRAINING = ("torch", "numpy", "safetensors", "tokenizers")
+_ROLES = {
+    Role.TRAINER: ("trainer", _TRAINING),
+    Role.ORCHESTRATOR: ("rollouts", ("numpy", "tokenizers")),
+    **dict.fromkeys((Role.ENGINE, Role.PREFILL, Role.DECODE), ("engine", _TRAINING)),
+}
+"""The extra of hpcrl that a role is started from, and what it imports of it."""
 
 _TIMEOUT_S = 120.0
-_NO_PACKAGE = 3
-_HAS_PACKAGE = f"""
+_SOME_LACK = 3
+_LACKING = f"""
 import importlib.util, sys
-try:
-    found = importlib.util.find_spec(sys.argv[1])
-except ModuleNotFoundError:
-    found = None
-sys.exit(0 if found else {_NO_PACKAGE})
+lacking = []
+for name in sys.argv[1:]:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if not found:
+        lacking.append(name)
+print("lacks", *lacking)
+sys.exit({_SOME_LACK} if lacking else 0)
 """
-"""Finds it without loading it."""
+"""Finds packages without loading them: a namespace that some other package left behind counts as found."""
 
 
 def check_compiler(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile) -> list[str]:
@@ -67,17 +83,91 @@ def check_compiler(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile) -> 
     return []
 
 
+def role_packages(role: Role, backend: str) -> tuple[str, tuple[str, ...]] | None:
+    """Return the extra of hpcrl that a role needs and the packages that it imports; None for roles of other programs.
+
+    Parameters
+    ----------
+    backend:
+        ``engine.backend`` of the recipe: engines of vLLM have an environment of their own.
+    """
+    if role in (Role.ENGINE, Role.PREFILL, Role.DECODE) and backend == "vllm":
+        return "vllm", ("vllm", "torch")
+    return _ROLES.get(role)
+
+
+def check_role_packages(recipe: Loaded[Recipe], plan: Plan, site: Loaded[ClusterProfile]) -> list[str]:
+    """Check that interpreters of roles have what these import, as far as that is seen from here.
+
+    Returns
+    -------
+    list of str
+        Why that could not be seen; empty where all is there.
+
+    Raises
+    ------
+    ConfigError
+        With each role whose interpreter lacks something.
+    """
+    notes, findings = [], []
+    for group in plan.groups:
+        needed = role_packages(group.role, recipe.value.engine.backend)
+        python = group.python or plan.python or sys.executable
+        # an interpreter that is not there is named by `check_pythons`
+        if needed is None or (plan.container is None and not Path(python).exists() and Path(python).parent.is_dir()):
+            continue
+        extra, packages = needed
+        found = _lacking(plan, python, ("hpcrl", *packages))
+        if isinstance(found, str):
+            notes.append(f"what the {group.role} imports {found}")
+        elif found:
+            key = _python_key(group.role, site.value)
+            what = f"{python}, the interpreter of {group.role}, has no {', '.join(found)}"
+            hint = f"{install_command(extra, python=python)}, or name another in {key}"
+            findings.append(Finding(site.where(key.removeprefix("cluster.")), key, what, hint))
+    if findings:
+        raise ConfigError(findings)
+    return notes
+
+
+def _python_key(role: Role, site: ClusterProfile) -> str:
+    """The key of the profile that names the interpreter of a role, or would."""
+    engine = role in (Role.ENGINE, Role.PREFILL, Role.DECODE)
+    by_role = {str(each) for each in site.python_by_role}
+    if engine and role.value not in by_role:
+        return (
+            "cluster.vllm_python" if site.vllm_python and "engine" not in by_role else "cluster.python_by_role.engine"
+        )
+    return f"cluster.python_by_role.{role.value}"
+
+
 def has_package(plan: Plan, python: str, package: str) -> bool | str:
-    """Whether an interpreter can import a package; where that is not seen, why, as the end of a sentence."""
+    """Return whether an interpreter can import a package; where that is not seen, why, as the end of a sentence."""
+    found = _lacking(plan, python, (package,))
+    return found if isinstance(found, str) else not found
+
+
+def _lacking(plan: Plan, python: str, packages: Sequence[str]) -> list[str] | str:
+    """Return the packages that an interpreter lacks; where that is not seen, why, as the end of a sentence."""
     if plan.container is not None or not Path(python).is_file():
         where = "in the container" if plan.container is not None else f"visible here ({python})"
         return f"was not checked: its environment is not {where}"
+    return _ask_lacking(python, tuple(packages), os.stat(python).st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _ask_lacking(python: str, packages: tuple[str, ...], _mtime_ns: int) -> list[str] | str:
+    """Ask an interpreter once in the life of this process."""
     try:
         result = subprocess.run(
-            [python, "-P", "-c", _HAS_PACKAGE, package], capture_output=True, timeout=_TIMEOUT_S, check=False
+            [python, "-P", "-c", _LACKING, *packages], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"could not be seen: {error}"
-    if result.returncode not in (0, _NO_PACKAGE):
+    if result.returncode not in (0, _SOME_LACK):
         return f"could not be seen: {python} ended with an error"
-    return result.returncode == 0
+    if not result.returncode:
+        return []
+    # a site's own start-up files may print, too
+    answers = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("lacks ")]
+    return answers[-1] if answers else list(packages)

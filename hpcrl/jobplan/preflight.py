@@ -17,14 +17,17 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
+from hpcrl.installing import install_command
 from hpcrl.interpreter import module_command
 from hpcrl.jobplan.model_rules import check_model_rules
 from hpcrl.jobplan.packages import has_package
-from hpcrl.models import ModelArch, load_arch, load_facts
+from hpcrl.models import load_arch, load_facts
 from hpcrl.ours import read_secret
 
-__all__ = ["check_engine_flags", "check_model", "check_packages", "check_pythons", "check_sizes"]
+__all__ = ["check_engine_flags", "check_packages", "check_pythons", "check_sizes"]
 
+_STORE = "store"
+"""An extra of hpcrl, not a distribution."""
 _FLAGS_TIMEOUT_S = 900.0
 """Loading vLLM takes ten seconds of one core, on a busy login node many times that."""
 _PLACEHOLDER = re.compile(r"\{(run_dir|replica|host|port|node_rank|node_host)(?:[+*](\d+))?\}")
@@ -32,8 +35,6 @@ _ANY_PORT = 20000
 _OTHER_FAMILY = (
     "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
 )
-_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of a head that vLLM's attention on CPUs has."""
 
 
 def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Loaded[Recipe]:
@@ -64,72 +65,21 @@ def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Lo
     return dataclasses.replace(recipe, value=recipe.value.model_copy(update={"model": model}))
 
 
-def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
-    """Check the start model (ConfigError where it is missing or does not fit the recipe).
-
-    Parameters
-    ----------
-    recipe:
-        The recipe as loaded.
-    model_dir:
-        ``model.path``, absolute.
-    """
-    where = recipe.where("model.path")
-    if not (model_dir / "config.json").is_file():
-        hint = (
-            f"make it: hpcrl warmup {shlex.quote(str(recipe.source))}{_output(where, model_dir)}"
-            if recipe.value.model.warmup is not None
-            else "give the path of a Hugging Face model directory"
-        )
-        raise ConfigError([Finding(where, "model.path", f"{model_dir} holds no model (no config.json)", hint)])
-    try:
-        arch = load_arch(model_dir)
-    except ValueError as error:
-        raise ConfigError([Finding(where, "model.path", str(error), _OTHER_FAMILY)]) from error
-    engine = recipe.value.engine
-    if engine.backend == "vllm" and engine.device == "cpu" and _no_cpu_heads(arch):
-        sizes = ", ".join(map(str, _CPU_HEADS))
-        what = f"heads of {model_dir} have size {arch.kv.key_dim}; vLLM on CPUs can {sizes}"
-        raise ConfigError([Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")])
-    if recipe.value.engine.max_model_len > arch.max_position_embeddings:
-        raise ConfigError(
-            [
-                Finding(
-                    recipe.where("engine.max_model_len"),
-                    "engine.max_model_len",
-                    f"{recipe.value.engine.max_model_len} is more than the {arch.max_position_embeddings} positions "
-                    f"of {model_dir}",
-                    "lower it, or choose a model with more positions",
-                )
-            ]
-        )
-
-
-def _output(where: str, model_dir: Path) -> str:
-    """The option of ``hpcrl warmup`` for a ``model.path`` that the recipe does not say."""
-    return f" --output {shlex.quote(str(model_dir))}" if where == "--set" else ""
-
-
-def _no_cpu_heads(arch: ModelArch) -> bool:
-    return not arch.has_latent_attention and arch.kv.key_dim not in _CPU_HEADS
-
-
 def check_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
     """Check a recipe against the sizes of its model, where these are known: the model may be made later.
 
     Raises
     ------
     ConfigError
-        With every conflict.
-    UsageError
-        There is a ``config.json``, but of an architecture that hpcrl has no facts of.
+        With every conflict; or there is a ``config.json``, but of an architecture that hpcrl has no facts of.
     """
     try:
         facts = load_facts(recipe.value.model.path)
     except FileNotFoundError:
         return
     except ValueError as error:
-        raise UsageError(f"{error}\n    hint: choose a model of a known architecture") from error
+        hint = "choose a model of a known architecture"
+        raise ConfigError([Finding(recipe.where("model.path"), "model.path", str(error), hint)]) from error
     check_model_rules(recipe, cluster, facts)
 
 
@@ -241,10 +191,10 @@ def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     package, distribution = ("dynamo.llm", "ai-dynamo-runtime") if dynamo else ("vllm_router", "vllm-router")
     wanted = {Role.ROUTER: _Package("engine.router.kind", package, distribution, "kind: direct")}
     if recipe.value.rollouts.warehouse.backend == "mooncake":
-        pooled = _Package("rollouts.warehouse.backend", "mooncake", "'hpcrl[store]'", "backend: embedded")
+        pooled = _Package("rollouts.warehouse.backend", "mooncake", _STORE, "backend: embedded")
         wanted |= {Role.ORCHESTRATOR: pooled, Role.TRAINER: pooled}
     if recipe.value.engine.kv_store is not None and recipe.value.engine.backend == "embedded":
-        kept = _Package("engine.kv_store", "mooncake", "'hpcrl[store]'", "engine.kv_store: null")
+        kept = _Package("engine.kv_store", "mooncake", _STORE, "engine.kv_store: null")
         wanted |= dict.fromkeys((Role.STORE, Role.ENGINE, Role.PREFILL, Role.DECODE), kept)
     notes = []
     for group in plan.groups:
@@ -259,10 +209,10 @@ def _package_notes(recipe: Loaded[Recipe], plan: Plan, group: RoleGroup, package
     found = has_package(plan, python, package.name)
     if found is False:
         what = f"{python} has no {package.name}"
-        hint = (
-            f"pip install {package.distribution} for {python}, name another in cluster.python_by_role.{group.role}, "
-            f"or {package.instead}"
-        )
+        install = f"{shlex.quote(python)} -m pip install {package.distribution}"
+        if package.distribution == _STORE:
+            install = install_command(_STORE, python=python)
+        hint = f"{install}, name another in cluster.python_by_role.{group.role}, or {package.instead}"
         raise ConfigError([Finding(recipe.where(package.key), package.key, what, hint)])
     return [f"whether {package.name} is installed for the {group.role} {found}"] if isinstance(found, str) else []
 

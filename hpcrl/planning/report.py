@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import step_limits
@@ -13,6 +14,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.models.facts import ModelFacts
+from hpcrl.models.hub import published_id
 from hpcrl.models.known import load_facts
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report
@@ -27,7 +29,7 @@ from hpcrl.planning.times.ranges import Range, calibration_variations, ranges_of
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import Workload, resolve_workload
 
-__all__ = ["Outlook", "find_facts", "make_outlook"]
+__all__ = ["NoFacts", "Outlook", "find_facts", "make_outlook"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,28 @@ class Outlook:
         return None if self.forecast is None else self.forecast.layout
 
 
-def find_facts(recipe: Recipe) -> ModelFacts | str:
-    """Facts of a recipe's model, or in a sentence why there are none.
+class NoFacts(str):
+    """Why there are no facts of a model, in a sentence.
+
+    Attributes
+    ----------
+    made_later:
+        The model is made by the recipe's warm-up: that nothing is known of it is no defect.
+    """
+
+    __slots__ = ("made_later",)
+
+    def __new__(cls, why: str, *, made_later: bool = False) -> Self:
+        """Make the sentence."""
+        made = super().__new__(cls, why)
+        made.made_later = made_later
+        return made
+
+    made_later: bool
+
+
+def find_facts(recipe: Recipe) -> ModelFacts | NoFacts:
+    """Return the facts of a recipe's model, or why there are none.
 
     Raises
     ------
@@ -116,12 +138,11 @@ def find_facts(recipe: Recipe) -> ModelFacts | str:
     try:
         return load_facts(recipe.model.path)
     except FileNotFoundError as error:
-        known = Path(recipe.model.path).name
-        if recipe.model.warmup is not None:
-            return f"{known} is not made yet (hpcrl warmup)"
-        return str(error)
+        if recipe.model.warmup is not None and published_id(recipe.model.path) is None:
+            return NoFacts(f"{Path(recipe.model.path).name} is not made yet (hpcrl warmup)", made_later=True)
+        return NoFacts(str(error))
     except ValueError as error:
-        return str(error)
+        return NoFacts(str(error))
 
 
 def make_outlook(

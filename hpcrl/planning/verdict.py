@@ -14,7 +14,7 @@ from hpcrl.errors import ExitCode
 from hpcrl.jobplan.model_rules import MODEL_RULES
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
-from hpcrl.planning.report import Outlook
+from hpcrl.planning.report import NoFacts, Outlook
 
 __all__ = ["Verdict", "judge"]
 
@@ -90,7 +90,7 @@ def _short(outlook: Outlook) -> Iterator[str]:
 
 def _unknown(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
     if isinstance(facts, str):
-        if outlook.recipe.model.warmup is None:
+        if not _is_made_later(facts):
             yield (
                 f"the model's sizes are not known: {facts}\n    hint: set model.path to a directory with the "
                 "config.json of a known family, or to a known name"
@@ -118,8 +118,12 @@ def _skipped(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
 
 
 def _later(outlook: Outlook, facts: ModelFacts | str) -> str:
-    made_later = isinstance(facts, str) and outlook.recipe.model.warmup is not None
-    return "whether it fits, until the model is made (hpcrl warmup)" if made_later else ""
+    return "whether it fits, until the model is made (hpcrl warmup)" if _is_made_later(facts) else ""
+
+
+def _is_made_later(facts: ModelFacts | str) -> bool:
+    """Return whether facts are missing because a warm-up makes the model later."""
+    return isinstance(facts, NoFacts) and facts.made_later
 
 
 def _tightest(outlook: Outlook) -> str:

@@ -168,4 +168,5 @@ def test_export_says_what_is_missing(
     assert "exists already" in err
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     _, err = checkpoint("export", "-o", str(tmp_path / "new"), code=2)
-    assert "pip install 'hpcrl[trainer]'" in err
+    assert f"{sys.executable} -m pip install '" in err
+    assert "[trainer]'" in err

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from start_models import TINY_CONFIG
+from start_models import write_tiny_model
 
 from hpcrl.cli.main import main
 
@@ -82,7 +82,7 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     )
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(TINY_CONFIG))
+    write_tiny_model(model)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_a_recipe_whose_environments_can_be_made_is_good(hpcrl: Hpcrl) -> None:
     assert "1 of your environments made" in out
     # one that needs its nodes says so, and is left alone
     code, out = hpcrl("recipe", "check", "recipe.yaml", factory="nowhere:Thing", try_before_submit="false")
-    assert (code, "made" in out) == (0, False)
+    assert (code, "environments made" in out) == (0, False)
 
 
 def test_a_submit_tries_them_too(hpcrl: Hpcrl, tmp_path: Path) -> None:

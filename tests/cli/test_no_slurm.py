@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from start_models import TINY_CONFIG
+from start_models import write_tiny_model
 
 from hpcrl.cli.main import main
 
@@ -17,7 +16,7 @@ def test_nothing_is_left_of_a_submit_without_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(TINY_CONFIG))
+    write_tiny_model(tmp_path / "model")
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
     monkeypatch.setenv("PATH", str(tmp_path))
     for command, code in (("submit", 2), ("status", 2)):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from start_models import TINY_CONFIG
+from start_models import write_tiny_model
 
 from hpcrl import models
 from hpcrl.cli.main import main
@@ -23,7 +24,7 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     """The command, in a directory with a model that has a configuration."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(TINY_CONFIG))
+    write_tiny_model(model)
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -92,6 +93,11 @@ def test_a_model_that_nothing_here_runs_is_refused_by_name(hpcrl: Hpcrl, tmp_pat
 
 def test_a_missing_model_is_found_before_anything_is_written(hpcrl: Hpcrl, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").unlink()
+    code, _, err = hpcrl("--name", "x")
+    assert code == 2
+    # no warm-up writes over what is there
+    assert "this one has files, and config.json is not among them" in err
+    shutil.rmtree(tmp_path / "model")
     code, _, err = hpcrl("--name", "x")
     assert code == 2
     assert "hpcrl warmup" in err

@@ -434,7 +434,8 @@ def test_nodes_on_a_local_cluster(
     # of a recipe for a site, what else the machine of who checks it could not do is not said
     assert run(monkeypatch, "recipe", "check", "glm5_swe") == 2
     err = capsys.readouterr().err
-    assert "hpcrl: 3 problems" in err
+    # three of the recipe, and its model, which is not here
+    assert "hpcrl: 4 problems" in err
     assert err.count("[local-is-one-node]") == 3
 
 

@@ -549,7 +549,7 @@ def test_embedded_engines_in_a_pool_need_its_client(tmp_path: Path) -> None:
         site = with_values("local", python_by_role={role: str(python)})
         with pytest.raises(ConfigError, match=r"engine\.kv_store: .* has no mooncake") as error:
             check_packages(recipe, make_plan(recipe.value, site, "n", RUN_DIR))
-        assert "'hpcrl[store]'" in str(error.value)
+        assert "[store]'" in str(error.value)
 
 
 def test_a_router_that_is_not_installed_is_a_finding(tmp_path: Path) -> None:

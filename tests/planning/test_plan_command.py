@@ -58,7 +58,7 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert "does not fit" not in out
     # it is known how large the model is, and no files of it are here: a submit refuses it in the same words
     assert "\nstarts     not yet: hpcrl submit says: models/GLM-5 holds no model (no config.json)\n" in out
-    assert "\nstarts     no: hpcrl submit refuses what does not fit\n" in hpcrl(*GLM5, "--nodes", "29")[1]
+    assert "\nstarts     no: hpcrl submit says: 29 nodes of partition 'gpu'" in hpcrl(*GLM5, "--nodes", "29")[1]
     # what is planned may be more than this version can start
     out = hpcrl(*GLM5, "--set", "engine.tp=2")[1]
     assert "engine.tp" in out.partition("\nstep")[0]

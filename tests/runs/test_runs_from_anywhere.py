@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from patience import patience
 from runs_testing import make_run, write_status
-from start_models import TINY_CONFIG
+from start_models import write_tiny_model
 
 from hpcrl.cli.main import main
 from hpcrl.config.resources import package_data
@@ -80,7 +80,7 @@ def names(document: str) -> list[str]:
 def test_what_a_submit_prints_works_from_another_directory(home: Path, hpcrl: Hpcrl) -> None:
     model = home / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(TINY_CONFIG))
+    write_tiny_model(model)
     settings = f"--set job.payload=probe --set model.path={model}"
     said = hpcrl(f"submit quickstart --cluster mine --name o1 {settings}", cwd="here")
     commands = [line.strip() for line in said.splitlines() if line.startswith("  hpcrl ")]

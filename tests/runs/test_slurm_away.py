@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from runs_testing import make_run, write_status
-from start_models import TINY_CONFIG
+from start_models import write_tiny_model
 
 from hpcrl.cli.main import main
 from hpcrl.runs.record import RunRecord
@@ -37,7 +36,7 @@ COMMANDS = {
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A start model, a run that was submitted, and Slurm's commands, which note each call and reach nobody."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(TINY_CONFIG))
+    write_tiny_model(tmp_path / "model")
     (tmp_path / "slurm.conf").write_text("ClusterName=gone\n")
     (tmp_path / "bin").mkdir()
     for name in PROGRAMS:

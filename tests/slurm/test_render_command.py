@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from start_models import write_tiny_model
 
 from hpcrl.cli.main import main
 from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
 from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
 from hpcrl.models import known
-from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.errors import SlurmRejectedError
@@ -159,14 +159,13 @@ def test_plan_of_the_quickstart_is_the_same_loop(
     assert [component["nodes"] for component in site["layout"]["components"]] == [2]
 
 
-def test_real_roles_of_the_reference_run_want_its_model_alone(
+def test_real_roles_of_the_reference_run_want_its_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "h200-28") == 2
     err = capsys.readouterr().err
-    # what a site brings is all that is missing
-    assert err.startswith("hpcrl: 1 problem")
     assert "models/GLM-5 holds no model" in err
+    assert "hf download zai-org/GLM-5 --local-dir models/GLM-5" in err
 
 
 def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
@@ -178,21 +177,26 @@ def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
     Path("site.yaml").write_text(json.dumps(site))
     dry_run = ("submit", "glm5_swe", "-c", "site.yaml", "--dry-run")
 
-    def refused() -> str:
+    def refused() -> list[str]:
         assert run(monkeypatch, *dry_run) == 2
-        first, what, *_ = capsys.readouterr().err.splitlines()
-        assert first == "hpcrl: 1 problem"
-        return str(what)
+        first, *lines = capsys.readouterr().err.splitlines()
+        found = [line for line in lines if line.startswith("  ") and not line.startswith("    hint")]
+        assert first == f"hpcrl: {len(found)} {'problem' if len(found) == 1 else 'problems'}"
+        return found
 
-    assert refused().endswith(f"model.path: {Path.cwd() / 'models/GLM-5'} holds no model (no config.json)")
-    write_character_tokenizer(Path("models/GLM-5"))
-    shutil.copy(Path(known.__file__).parent / "configs/GLM-5.json", "models/GLM-5/config.json")
-    assert "environments.swe.factory: module 'swe_tasks' cannot be imported" in refused()
+    # all of it is said at once
+    model, *programs = refused()
+    assert model.endswith(f"model.path: {Path.cwd() / 'models/GLM-5'} holds no model (no config.json)")
+    config = json.loads((Path(known.__file__).parent / "configs/GLM-5.json").read_text())
+    write_tiny_model(Path("models/GLM-5"), config)
+    assert refused() == programs
     shutil.copy(Path(__file__).parents[1] / "rollouts" / "my_environment.py", "tasks/swe_tasks.py")
     with Path("tasks/swe_tasks.py").open("a") as module:
         module.write("\n\nEnvironment = Obedient\n")
-    assert "engine.router.kind: " in (what := refused())
-    assert what.endswith(" has no vllm_router")
+    without = [line for line in programs if "module 'swe_tasks' cannot be imported" not in line]
+    assert len(without) == len(programs) - 1
+    assert refused() == without
+    assert any("engine.router.kind: " in line and line.endswith(" has no vllm_router") for line in without)
     Path("site.yaml").write_text(json.dumps({**site, "vllm_python": "/shared/envs/vllm/bin/python"}))
     assert run(monkeypatch, *dry_run) == 0
     shown = capsys.readouterr()

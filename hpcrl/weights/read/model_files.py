@@ -47,7 +47,8 @@ class ModelFiles:
         Raises
         ------
         UsageError
-            There are none, or one is no safetensors file (the message names it).
+            There are none, or one is no safetensors file, ends before its tensors do, or is a link to what is not
+            there (the message names it).
         """
         paths = sorted(model_dir.glob("*.safetensors"))
         if not paths:
@@ -127,16 +128,30 @@ def _spans(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[i
 
 
 def _head(path: Path) -> dict[str, StoredBlock]:
+    if path.is_symlink() and not path.exists():
+        raise UsageError(
+            f"{path} is a link to {os.readlink(path)}, which is not there: a download was interrupted or removed\n"
+            "    hint: download the model again"
+        )
+    if not path.is_file():
+        raise UsageError(f"{path} is no file")
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if not 2 <= size <= _MAX_HEADER_BYTES:
             raise UsageError(f"{path} is no safetensors file: its head would have {size} bytes")
         text = stream.read(size)
+        length = os.fstat(stream.fileno()).st_size
     try:
         head: Mapping[str, Mapping[str, object]] = json.loads(text)
-        return {name: _block(path, 8 + size, entry) for name, entry in head.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        blocks = {name: _block(path, 8 + size, entry) for name, entry in head.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
+    ends = {name: block.offset + math.prod(block.shape) * block.width for name, block in blocks.items()}
+    if late := [name for name, end in ends.items() if end > length]:
+        raise UsageError(
+            f"{path} has {length:,} bytes and ends before its tensor {late[0]!r} does: it was not copied whole"
+        )
+    return blocks
 
 
 def _block(path: Path, data: int, entry: Mapping[str, object]) -> StoredBlock:
@@ -145,6 +160,8 @@ def _block(path: Path, data: int, entry: Mapping[str, object]) -> StoredBlock:
         raise TypeError("shape or data_offsets is no list")
     dtype, width = _DTYPES.get(theirs, (theirs, 0))
     begin, end = map(int, offsets)
+    if not 0 <= begin <= end or any(not isinstance(size, int) or size < 0 for size in shape):
+        raise ValueError(f"offsets {begin} to {end} of a tensor of shape {shape}")
     if width and end - begin != math.prod(shape) * width:
         raise ValueError(f"{end - begin} bytes for {shape} of {theirs}")
     return StoredBlock(path, data + begin, dtype, width, tuple(map(int, shape)))

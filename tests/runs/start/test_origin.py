@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from runs_testing import make_run
-from start_models import TINY_CONFIG
+from start_models import TINY_CONFIG, write_tiny_model
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
@@ -25,9 +25,7 @@ from hpcrl.weights.write.handoff_writer import ShardResult
 
 
 def write_model(path: Path, **changes: int) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({**TINY_CONFIG, **changes}))
-    return path
+    return write_tiny_model(path, {**TINY_CONFIG, **changes})
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""How a missing part of hpcrl is installed. hpcrl is on no package index, so the place of its source is named."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+__all__ = ["install_command", "source_of_hpcrl"]
+
+_SOMEWHERE = "/path/to/hpcrl"
+"""Stands for the checkout, or the wheel, where nobody knows any more where it was."""
+
+
+def install_command(*extras: str, python: str | None = None) -> str:
+    """Return the command that installs extras of hpcrl for an interpreter, by default for this one.
+
+    Parameters
+    ----------
+    extras:
+        Names of optional parts, as in ``pyproject.toml``.
+    python:
+        The interpreter to install for.
+    """
+    wanted = f"{source_of_hpcrl()}[{','.join(extras)}]"
+    return f"{shlex.quote(python or sys.executable)} -m pip install '{wanted}'"
+
+
+def source_of_hpcrl() -> str:
+    """Return the checkout or the wheel that hpcrl was installed from; a stand-in where that is not there any more."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return str(checkout)
+    try:
+        recorded = json.loads(distribution("hpcrl").read_text("direct_url.json") or "{}")
+        source = Path(unquote(urlparse(str(recorded["url"])).path))
+    except (PackageNotFoundError, ValueError, KeyError, TypeError):
+        return _SOMEWHERE
+    return str(source) if source.is_absolute() and source.exists() else _SOMEWHERE

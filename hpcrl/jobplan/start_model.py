@@ -1,0 +1,259 @@
+"""The start model of a recipe, as far as its directory tells: configuration, tokenizer, and the heads of its weights.
+
+Trainer and engines refuse the same directories when they load them, which is after the queue. Here the heads of
+safetensors files are read, some kilobytes each, and no weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.load import Loaded
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import ConfigError, Finding, HpcrlError
+from hpcrl.models import ModelArch, load_arch
+from hpcrl.models.hub import download_command, published_id
+from hpcrl.models.mtp import is_mtp_tensor
+from hpcrl.models.tensors import scale_shape
+from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
+
+__all__ = ["ModelReport", "check_model", "report_model"]
+
+_OTHER_FAMILY = (
+    "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
+)
+_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of a head that vLLM's attention on CPUs has."""
+_FP8 = "float8_e4m3fn"
+_SCALE = "_scale_inv"
+_AGAIN = "copy or download it again, whole"
+_MOST_BYTES = 512 << 20
+"""Of a tokenizer's file; the largest published ones have some 40 million bytes."""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What is wrong with a start model.
+
+    Attributes
+    ----------
+    findings:
+        Why no run can start from it.
+    unmade:
+        Why it is not there yet although nothing is wrong: the warm-up of the recipe makes it. Then there are no
+        findings.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    unmade: Finding | None = None
+
+
+def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
+    """Check the start model (ConfigError where it is missing or cannot be used); see `report_model`."""
+    report = report_model(recipe, model_dir)
+    if report.unmade is not None or report.findings:
+        raise ConfigError([*([report.unmade] if report.unmade else []), *report.findings])
+
+
+def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = True) -> ModelReport:
+    """Look at the start model as trainer and engines will.
+
+    Parameters
+    ----------
+    recipe:
+        The recipe as loaded.
+    model_dir:
+        ``model.path``, absolute.
+    weights:
+        Whether it has to have weights; not where those of another run come in their place.
+    """
+    where = recipe.where("model.path")
+    if not (model_dir / "config.json").is_file():
+        return _missing(recipe, model_dir, where)
+    try:
+        arch = load_arch(model_dir)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError | OSError) else str(error)
+        named = what if str(model_dir) in what else f"{model_dir / 'config.json'}: {what}"
+        return ModelReport((Finding(where, "model.path", named, _OTHER_FAMILY),))
+    findings = list(_engine_findings(recipe, arch, model_dir, where))
+    files = _weight_problems(arch, model_dir) if weights else ()
+    for what, hint in (*_tokenizer_problems(model_dir), *files):
+        findings.append(Finding(where, "model.path", what, hint))
+    return ModelReport(tuple(findings))
+
+
+def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str) -> ModelReport:
+    """A directory without ``config.json``: made by a warm-up later, downloaded, or neither."""
+    what = f"{model_dir} holds no model (no config.json)"
+    given = recipe.value.model.path
+    if (model_dir / "config.json").is_symlink():
+        link = f"{model_dir / 'config.json'} is a link to what is not there: the download was interrupted"
+        return ModelReport((Finding(where, "model.path", link, _AGAIN),))
+    if (found := published_id(given)) is not None:
+        # a quoted ~ would not be expanded
+        hint = f"download it: {download_command(found, str(model_dir) if given[0] in '~$' else given)}"
+        return ModelReport((Finding(where, "model.path", what, hint),))
+    if model_dir.is_dir() and any(model_dir.iterdir()):
+        hint = "give the path of a Hugging Face model directory; this one has files, and config.json is not among them"
+        return ModelReport((Finding(where, "model.path", what, hint),))
+    if model_dir.exists() and not model_dir.is_dir():
+        hint = "give the path of a Hugging Face model directory; this is a file"
+        return ModelReport((Finding(where, "model.path", what, hint),))
+    if recipe.value.model.warmup is None:
+        hint = "give the path of a Hugging Face model directory"
+        return ModelReport((Finding(where, "model.path", what, hint),))
+    output = f" --output {shlex.quote(str(model_dir))}" if where == "--set" else ""
+    hint = f"make it: hpcrl warmup {shlex.quote(str(recipe.source))}{output}"
+    return ModelReport(unmade=Finding(where, "model.path", what, hint))
+
+
+def _engine_findings(recipe: Loaded[Recipe], arch: ModelArch, model_dir: Path, where: str) -> Iterator[Finding]:
+    engine = recipe.value.engine
+    latent = arch.has_latent_attention
+    if engine.backend == "vllm" and engine.device == "cpu" and not latent and arch.kv.key_dim not in _CPU_HEADS:
+        sizes = ", ".join(map(str, _CPU_HEADS))
+        what = f"heads of {model_dir} have size {arch.kv.key_dim}; vLLM on CPUs can {sizes}"
+        yield Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")
+
+
+# -- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
+    """Why the orchestrator could not use the tokenizer; the first reason alone."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        linked = " but a link to what is not there" if path.is_symlink() else ""
+        others = ", ".join(sorted(each.name for each in model_dir.glob("*tiktoken*")) + _names(model_dir, "*.model"))
+        beside = f" (there is {others}, which hpcrl does not read)" if others else ""
+        what = f"{model_dir} has no tokenizer.json{linked}{beside}"
+        yield (
+            what,
+            "convert it with transformers (AutoTokenizer.from_pretrained, save_pretrained), or download it whole",
+        )
+        return
+    try:
+        _load_tokenizer(model_dir)
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises bare exceptions, templates any
+        what = str(error) or type(error).__name__
+        named = what if str(model_dir) in what else f"{model_dir}: {what}"
+        yield f"the tokenizer cannot be used: {named}", _AGAIN
+
+
+def _names(model_dir: Path, pattern: str) -> list[str]:
+    return sorted(each.name for each in model_dir.glob(pattern))
+
+
+def _load_tokenizer(model_dir: Path) -> None:
+    """Load the tokenizer as the orchestrator does; without the tokenizers package, read its files as JSON."""
+    if (size := (model_dir / "tokenizer.json").stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"tokenizer.json has {size:,} bytes")
+    if importlib.util.find_spec("tokenizers") is not None:
+        from hpcrl.models.tokenizer import ChatTokenizer  # noqa: PLC0415 - not part of a core install
+
+        ChatTokenizer(model_dir)
+        return
+    if not isinstance(_json(model_dir / "tokenizer.json"), dict):
+        raise ValueError("tokenizer.json is no JSON object")
+    _json(model_dir / "tokenizer_config.json")
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _weight_problems(arch: ModelArch, model_dir: Path) -> Iterator[tuple[str, str]]:
+    """Why trainer and engines could not load the weights; the first reason of each kind."""
+    try:
+        if lost := _lost_files(model_dir):
+            some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+            yield f"{model_dir} lacks {some}, which its index names", _AGAIN
+            return
+        with ModelFiles(model_dir) as files:
+            stored = dict(files.tensors)
+    except (HpcrlError, OSError, ValueError) as error:
+        yield str(error).partition("\n")[0], _AGAIN
+        return
+    yield from _tensor_problems(arch, model_dir, stored)
+
+
+def _lost_files(model_dir: Path) -> list[str]:
+    """Files that the index of the weights names and that are not there; links to nothing are not there."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    document = _json(index)
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{index} has no weight_map of tensors and files")
+    return sorted(name for name in set(found.values()) if not (model_dir / name).is_file())
+
+
+def _tensor_problems(arch: ModelArch, model_dir: Path, stored: dict[str, StoredBlock]) -> Iterator[tuple[str, str]]:
+    """Compare tensors with those of the configuration, as ``hpcrl.modeling.load`` will."""
+    try:
+        expected = {spec.name: tuple(spec.shape) for spec in arch.tensors() if not spec.is_scale}
+    except ValueError as error:
+        yield f"{model_dir}: {error}", _OTHER_FAMILY
+        return
+    fitting = "the weights are not those of config.json: download the model again, or choose another one"
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        yield f"{model_dir}: {len(missing)} tensors are missing, the first is {missing[0]!r}", fitting
+    for name, shape in expected.items():
+        if name in stored and stored[name].shape != shape:
+            has = stored[name].shape
+            yield f"{model_dir}: tensor {name!r} has shape {_shape(has)}, by config.json it is {_shape(shape)}", fitting
+            break
+    for name in expected:
+        if name in stored and not stored[name].width:
+            what = f"{model_dir}: tensor {name!r} has dtype {stored[name].dtype}, which cannot be read"
+            yield what, "choose an upload in bfloat16, or in FP8 with block scales"
+            break
+    for name in expected:
+        if name in stored and stored[name].dtype == _FP8 and (what := _scale_problem(name, stored)):
+            yield f"{model_dir}: {what}", fitting
+            break
+    strange = [name for name in stored if not _belongs(arch, name, expected, stored)]
+    if strange:
+        what = f"{model_dir}: tensor {strange[0]!r} of {stored[strange[0]].file.name} is not part of this model"
+        others = f" ({len(strange)} such tensors)" if len(strange) > 1 else ""
+        yield what + others, fitting
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _scale_problem(name: str, stored: dict[str, StoredBlock]) -> str:
+    shape, scale = stored[name].shape, stored.get(name + _SCALE)
+    if len(shape) != 2:
+        return f"tensor {name!r} is in FP8 and no matrix: the layout of its scales is not known"
+    if scale is None:
+        return f"tensor {name!r} is in FP8, but its scales, {name + _SCALE!r}, are missing"
+    wanted = tuple(scale_shape(shape))
+    if scale.shape != wanted:
+        return f"tensor {name + _SCALE!r} has shape {_shape(scale.shape)}, not {_shape(wanted)}"
+    return ""
+
+
+def _belongs(arch: ModelArch, name: str, expected: dict[str, Any], stored: dict[str, StoredBlock]) -> bool:
+    """Return whether loading leaves ``name`` in peace: a tensor of the model, or one that says nothing of its own."""
+    own = name.removesuffix(_SCALE)
+    quantised = own != name and own in stored and stored[own].dtype == _FP8
+    redundant = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and arch.tie_word_embeddings)
+    mtp = is_mtp_tensor(name, layers=arch.num_hidden_layers, modules=arch.num_nextn_predict_layers)
+    return name in expected or (quantised and (own in expected or mtp)) or redundant or mtp

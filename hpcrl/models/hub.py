@@ -1,0 +1,55 @@
+"""Which paths of models mean a published model: what is downloaded is not made by a warm-up."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from hpcrl.models.known import known_models
+
+__all__ = ["download_command", "published_id"]
+
+_OWNERS = {
+    "deepseek": "deepseek-ai",
+    "glm": "zai-org",
+    "gpt-oss": "openai",
+    "kimi": "moonshotai",
+    "llama": "meta-llama",
+    "minimax": "MiniMaxAI",
+    "mixtral": "mistralai",
+    "nvidia": "nvidia",
+    "qwen": "Qwen",
+}
+"""Who publishes models whose names begin so."""
+_OTHER_OWNERS = ("google", "microsoft", "ibm-granite", "allenai", "bytedance-seed", "huggingfacetb", "xiaomimimo")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PLACES = ("models", "model", "checkpoints", "ckpts", "weights", "runs", "outputs", "output", "data", "tmp")
+"""First parts of paths that are directories of one's own, whether or not they exist yet."""
+
+
+def published_id(path: str) -> str | None:
+    """Return the id on the Hugging Face hub that a path of a model means; None where it means none.
+
+    It is one of three: the name of a known model behind any directory (``/shared/models/Qwen3-8B``), a name behind an
+    owner that publishes models (``/shared/meta-llama/X``), or ``owner/name`` where no directory is called like the
+    owner.
+    """
+    parts = Path(path).parts
+    if not parts:
+        return None
+    owner, name = parts[-2] if len(parts) > 1 else "", parts[-1]
+    publishers = {each.lower() for each in (*_OWNERS.values(), *_OTHER_OWNERS)}
+    if owner.lower() in publishers and _HUB_ID.fullmatch(f"{owner}/{name}"):
+        return f"{owner}/{name}"
+    known = {each.lower(): each for each in known_models()}.get(name.lower())
+    if known is not None:
+        publisher = next(who for begin, who in _OWNERS.items() if known.lower().startswith(begin))
+        return f"{publisher}/{known}"
+    own = owner.lower() in _PLACES or Path(owner).is_dir()
+    return None if own or not _HUB_ID.fullmatch(path) else path
+
+
+def download_command(model_id: str, directory: str) -> str:
+    """Return the command that downloads a published model into a directory."""
+    return f"hf download {shlex.quote(model_id)} --local-dir {shlex.quote(directory)}"
