@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrl.credentials import Credentials, Refusal
 from hpcrl.errors import UsageError
-from hpcrl.foreign_text import visible_line
 from hpcrl.log_budget import MAX_CHARACTERS, LogBudget
 from hpcrl.pending_connections import PendingConnections
+from hpcrl.screen_text import visible_line
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from hpcrl.foreign_text import visible_line
+from hpcrl.screen_text import visible_line
 
 __all__ = ["MAX_CHARACTERS", "LogBudget", "LogBudgetFilter", "limit_logger"]
 

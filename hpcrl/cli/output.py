@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.foreign_text import visible
+from hpcrl.screen_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ _PIPE_WIDTH = 1000
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text to standard output, or to standard error.
 
-    A JSON document stays equal: see `hpcrl.foreign_text.visible`.
+    A JSON document stays equal: see `hpcrl.screen_text.visible`.
     """
     say_raw(visible(str(text)), err=err, nl=nl)
 

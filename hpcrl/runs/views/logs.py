@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.errors import UsageError
-from hpcrl.foreign_text import visible, without_colours
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.screen_text import visible, without_colours
 
 __all__ = ["LogFile", "LogFilter", "LogLine", "find_log_files", "follow_logs", "format_line", "read_logs"]
 

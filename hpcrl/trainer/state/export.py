@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
-from hpcrl.foreign_text import visible
 from hpcrl.fs import StagedDirectory, fsync_dir, write_json
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.decoder import Decoder
@@ -33,6 +32,7 @@ from hpcrl.models.arch import load_arch
 from hpcrl.models.mtp import config_of_tensors
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
+from hpcrl.screen_text import visible
 from hpcrl.trainer.state.checkpoint import check_owner, load_alone
 from hpcrl.trainer.state.merged import MergedWeights, holds_adapters
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
 from hpcrl.errors import HpcrlError, UsageError, refusal
-from hpcrl.foreign_text import visible
 from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
@@ -26,6 +25,7 @@ from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
 from hpcrl.rollouts.environments import build_environments, hosted
+from hpcrl.screen_text import visible
 from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from hpcrl.trainer.warmup.demonstrations import DemonstrationSource
