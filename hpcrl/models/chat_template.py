@@ -93,7 +93,7 @@ class ChatTemplate:
             return self._template.render(context)
         except _RefusedError as error:
             raise ChatTemplateError(f"{self.name}: the chat template refuses the conversation: {error}") from error
-        except Exception as error:  # noqa: BLE001 a template is a program of strangers, and may fail in any way
+        except Exception as error:  # a template is a program of strangers, and may fail in any way
             raise ChatTemplateError(f"{self.name}: the chat template fails: {_words(error)}") from error
 
 
@@ -102,21 +102,21 @@ def plain_data(value: Any, text: Callable[[str], str] = str) -> Any:
 
     Other objects have methods that a sandbox does not know; templates get their type's name instead.
     """
+    made: Any = f"<{type(value).__name__}>"
     if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return text(str.__str__(value))
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {plain_data(key, text): plain_data(item, text) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(plain_data(item, text) for item in value)
-    if isinstance(value, list):
-        return [plain_data(item, text) for item in value]
-    return f"<{type(value).__name__}>"
+        made = value
+    elif isinstance(value, str):
+        made = text(str.__str__(value))
+    elif isinstance(value, int):
+        made = int(value)
+    elif isinstance(value, float):
+        made = float(value)
+    elif isinstance(value, Mapping):
+        made = {plain_data(key, text): plain_data(item, text) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        parts = [plain_data(item, text) for item in value]
+        made = parts if isinstance(value, list) else tuple(parts)
+    return made
 
 
 def _with_reasoning(message: Any) -> Any:
