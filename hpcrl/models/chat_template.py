@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
@@ -139,7 +140,7 @@ class _RefusedError(jinja2.TemplateError):
 class _Generation(jinja2.ext.Extension):
     """``{% generation %}…{% endgeneration %}`` around what an assistant says; the text stays as it is."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -166,7 +167,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a name that begins with an underscore ({name!r}) is not allowed")
+        raise jinja2.exceptions.SecurityError(f"a name that begins with an underscore ({name!r}) is not allowed")
 
 
 class _Dict:
@@ -180,7 +181,7 @@ class _Dict:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    concat = staticmethod(join_texts)  # type: ignore[assignment]
+    concat = staticmethod(join_texts)
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
