@@ -36,7 +36,10 @@ def test_errors_keep_their_code(tmp_path: Path) -> None:
 
 
 def test_a_question_without_anybody_to_ask_changes_nothing(tmp_path: Path) -> None:
-    code = "from hpcrl.cli.streams import *; from hpcrl.cli.options import confirm; fill_standard_streams(); confirm('go?')"
+    code = (
+        "from hpcrl.cli.streams import *; from hpcrl.cli.options import confirm; "
+        "fill_standard_streams(); confirm('go?')"
+    )
     done = shell(f'$PY -c "{code}" <&- >&-', tmp_path)
     assert "there is no terminal to ask on; nothing was changed" in done.stderr
 

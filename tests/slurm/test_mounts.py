@@ -26,7 +26,7 @@ def test_working_directories(container: dict[str, object], name: str, tmp_path: 
         lambda: in_job_script(plan, site, run_id="r", run_dir=tmp_path),
         lambda: launch(plan, tmp_path / name),
     ):
-        with pytest.raises(UsageError, match="the working directory is .* separates mounts"):
+        with pytest.raises(UsageError, match=r"the working directory is .* separates mounts"):
             make()
 
 
@@ -48,7 +48,7 @@ def test_what_is_mounted_beside_it(container: dict[str, object], name: str, what
     elif what.startswith("paths."):
         site = plan_for("quickstart", "devcluster")[1]
         profile = {"paths": {**site.paths.model_dump(), what.removeprefix("paths."): path}}
-    with pytest.raises(UsageError, match=f"{what}.* separates mounts"):
+    with pytest.raises(UsageError, match=rf"{what}.* separates mounts"):
         plan_for("quickstart", "devcluster", *words, run_dir=run_dir, container=container, **profile)
 
 

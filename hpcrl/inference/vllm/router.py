@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from aiohttp import web
 
 from hpcrl.errors import ExitCode, HpcrlError
 from hpcrl.gate import Gate
+from hpcrl.log_format import start_logging
 from hpcrl.runs.refusals import gate_from_env
 
 __all__ = ["doorkeeper_app", "main"]
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     from vllm_router import router as vllm_router  # noqa: PLC0415 - of the engines' environment
     from vllm_router.launch_router import launch_router, parse_router_args  # noqa: PLC0415
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging("%(levelname)s %(message)s")
     settings = parse_router_args(sys.argv[1:] if argv is None else argv)
     # whatever the user has in there is for somebody else
     os.environ.pop(_SPEAKS_AS, None)

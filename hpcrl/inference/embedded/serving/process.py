@@ -36,6 +36,7 @@ from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
+from hpcrl.log_format import start_logging
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.runs.refusals import gate_from_env
@@ -230,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         port is taken.
     """
     signal.signal(signal.SIGTERM, _terminated)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging("%(levelname)s %(message)s")
     try:
         settings = parse_settings(argv)
         gate = gate_from_env("engine", token_file=settings.token_file, open_health=settings.open_health)
