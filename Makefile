@@ -24,7 +24,7 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute, and
 # with the run that `make quickstart` has made, where the code was not changed since
 test:
-	@python3 tools/bootstrap.py all dev --slurm
+	@python3 tools/bootstrap.py all dev --slurm --templates
 	@$(MAKE) --no-print-directory style
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@$(MAKE) --no-print-directory -j 2 types suite
@@ -39,7 +39,7 @@ test-long: WORKERS = 3
 # each worker collects: of hundreds of files these are the ones that have such tests
 LONG_FILES = $$(grep -rlE "mark\.(campaign|vllm|triton)" tests --include="test_*.py")
 test-long:
-	@python3 tools/bootstrap.py all dev --slurm --vllm --triton
+	@python3 tools/bootstrap.py all dev --slurm --vllm --triton --templates
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" $(LONG_FILES)
 
@@ -77,4 +77,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-vllm .triton dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .triton .chat-templates dist build .mypy_cache .ruff_cache .pytest_cache

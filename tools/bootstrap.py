@@ -23,6 +23,8 @@ VENV = ROOT / ".venv"
 VLLM_VENV = ROOT / ".venv-vllm"
 #: Triton alone, for tests that run programs in its interpreter: in `VENV` torch would find it and compile with it
 TRITON = ROOT / ".triton"
+#: chat templates of published models, for tests that compare ours with transformers' rendering of them
+TEMPLATES = ROOT / ".chat-templates"
 MINIMUM = (3, 11)
 #: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
@@ -54,6 +56,7 @@ PIP_INSTALL = ("-m", "pip", "install", "--quiet", *(() if sys.dont_write_bytecod
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
 TRITON_INPUTS = ("constraints-triton.txt",)
+TEMPLATES_INPUTS = ("constraints-templates.txt",)
 
 
 def main() -> int:
@@ -62,10 +65,11 @@ def main() -> int:
     parser.add_argument("--slurm", action="store_true", help="install Debian packages that tests use, too")
     parser.add_argument("--vllm", action="store_true", help="set up .venv-vllm, the environment of vLLM engines, too")
     parser.add_argument("--triton", action="store_true", help="install Triton into .triton for its tests, too")
+    parser.add_argument("--templates", action="store_true", help="get chat templates of published models for tests")
     arguments = parser.parse_args()
     extras = arguments.extras
-    if not extras and not arguments.vllm and not arguments.triton:
-        parser.error("name extras, --vllm or --triton")
+    if not (extras or arguments.vllm or arguments.triton or arguments.templates):
+        parser.error("name extras, --vllm, --triton or --templates")
     if arguments.slurm:
         _install_slurm()
     if sys.version_info < MINIMUM:
@@ -78,6 +82,8 @@ def main() -> int:
             "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
             f"    hint: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
         )
+    if arguments.templates and not _set_up_templates():
+        _fail("tests with published chat templates will be SKIPPED; what pip said stands above")
     if arguments.triton and not _set_up_triton():
         return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
     return 0
@@ -103,6 +109,19 @@ def _set_up_triton() -> bool:
         return subprocess.run([python, *PIP_INSTALL, *what], check=False).returncode == 0
 
     return _filled(TRITON, _digest([], TRITON_INPUTS), install)
+
+
+def _set_up_templates() -> bool:
+    """Unpack the package whose chat templates tests read; nothing of it is ever imported."""
+
+    def install() -> bool:
+        shutil.rmtree(TEMPLATES, ignore_errors=True)
+        own = VENV / "bin" / "python"
+        python = str(own) if own.is_file() else sys.executable
+        pinned = ["--no-deps", "--require-hashes", "-r", str(ROOT / "constraints-templates.txt")]
+        return subprocess.run([python, *PIP_INSTALL, "--target", str(TEMPLATES), *pinned], check=False).returncode == 0
+
+    return _filled(TEMPLATES, _digest([], TEMPLATES_INPUTS), install)
 
 
 def _set_up(venv: Path, wanted: str, install: Callable[[], bool]) -> bool:

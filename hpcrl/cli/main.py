@@ -36,6 +36,7 @@ from hpcrl.cli import (
 )
 from hpcrl.cli.completion import bash_values
 from hpcrl.cli.help import make_plain
+from hpcrl.cli.streams import fill_standard_streams
 from hpcrl.errors import ExitCode, HpcrlError, refusal
 
 __all__ = ["app", "main"]
@@ -109,6 +110,7 @@ def _of(words: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Run the command line; errors for people become one message and a documented exit code."""
+    fill_standard_streams()
     values = bash_values(os.environ)
     if values is not None:
         typer.echo("\n".join(values))

@@ -157,11 +157,11 @@ def logs(
     root: RunsRootOption = None,
 ) -> None:
     """Show the logs of a run's roles, merged in time order."""
-    from hpcrl.runs.views.logs import LogFilter, follow_logs, format_line, read_logs
+    from hpcrl.runs.views.logs import LogFilter, follow_logs, format_line, iterate_logs
 
     found = find(run, root)
     wanted = LogFilter.make(found, role=role, replica=replica, rank=rank, attempt=attempt, grep=grep, since=since)
-    source = follow_logs(found, wanted, lines=lines) if follow else iter(read_logs(found, wanted, lines=lines))
+    source = (follow_logs if follow else iterate_logs)(found, wanted, lines=lines)
     try:
         for line in source:
             typer.echo(format_line(line, as_json=as_json))

@@ -9,6 +9,7 @@ from pathlib import Path
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy
+from hpcrl.config.mounts import check_mounted
 from hpcrl.config.plan import Plan, WatchPolicy
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.runs_root import absolute_path
@@ -151,6 +152,11 @@ def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Containe
     if isinstance(settings, NoContainer):
         return None
     own = [str(run_dir.parent), cluster.paths.cache, cluster.paths.scratch, recipe.model.path]
+    for what, path in zip(("the runs root", "paths.cache", "paths.scratch", "model.path"), own, strict=True):
+        if path is not None:
+            check_mounted(path, what)
+    for name, path in cluster.secrets.items():
+        check_mounted(path, f"the file of secret {name}")
     mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
     mounts += [f"{path}:{path}:ro" for path in dict.fromkeys(cluster.secrets.values())]
     return Container(

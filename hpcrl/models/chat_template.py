@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
@@ -93,7 +94,7 @@ class ChatTemplate:
             return self._template.render(context)
         except _RefusedError as error:
             raise ChatTemplateError(f"{self.name}: the chat template refuses the conversation: {error}") from error
-        except Exception as error:
+        except Exception as error:  # a template is a program of strangers, and may fail in any way
             raise ChatTemplateError(f"{self.name}: the chat template fails: {_words(error)}") from error
 
 
@@ -102,21 +103,21 @@ def plain_data(value: Any, text: Callable[[str], str] = str) -> Any:
 
     Other objects have methods that a sandbox does not know; templates get their type's name instead.
     """
+    made: Any = f"<{type(value).__name__}>"
     if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return text(str.__str__(value))
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {plain_data(key, text): plain_data(item, text) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(plain_data(item, text) for item in value)
-    if isinstance(value, list):
-        return [plain_data(item, text) for item in value]
-    return f"<{type(value).__name__}>"
+        made = value
+    elif isinstance(value, str):
+        made = text(str.__str__(value))
+    elif isinstance(value, int):
+        made = int(value)
+    elif isinstance(value, float):
+        made = float(value)
+    elif isinstance(value, Mapping):
+        made = {plain_data(key, text): plain_data(item, text) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        parts = [plain_data(item, text) for item in value]
+        made = parts if isinstance(value, list) else tuple(parts)
+    return made
 
 
 def _with_reasoning(message: Any) -> Any:
@@ -139,7 +140,7 @@ class _RefusedError(jinja2.TemplateError):
 class _Generation(jinja2.ext.Extension):
     """``{% generation %}…{% endgeneration %}`` around what an assistant says; the text stays as it is."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -166,7 +167,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a name that begins with an underscore ({name!r}) is not allowed")
+        raise jinja2.exceptions.SecurityError(f"a name that begins with an underscore ({name!r}) is not allowed")
 
 
 class _Dict:
@@ -180,7 +181,7 @@ class _Dict:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    concat = staticmethod(join_texts)  # type: ignore[assignment]
+    concat = staticmethod(join_texts)
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])

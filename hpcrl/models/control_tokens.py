@@ -138,8 +138,13 @@ class ControlTokens:
     def _find(self, text: str) -> list[tuple[int, int, int]]:
         """Return where the tokenizer finds control tokens: beginning, end and id."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        pairs = zip(encoded.offsets, encoded.ids, strict=True)
-        return [(begin, end, number) for (begin, end), number in pairs if number in self._ids and end > begin]
+        pairs = zip(encoded.offsets, encoded.ids, encoded.tokens, strict=True)
+        return [
+            (begin, end, number)
+            for (begin, end), number, token in pairs
+            # the unknown token stands for any text, and is a control token where it is written
+            if number in self._ids and (number not in self._unknown or text[begin:end].strip() == token)
+        ]
 
     def _encode_between(self, pieces: Sequence[str], found: Sequence[int], *, cut: bool) -> list[int]:
         """Encode texts between control tokens, and put the ids of these between; ``cut`` divides spelled ones."""
@@ -148,7 +153,9 @@ class ControlTokens:
         tokenizer = self._without_control if stand_in == chr(_RESERVED[0]) else self._make_without_control()
         tokenizer.add_special_tokens([AddedToken(char, normalized=False) for char in (stand_in, divider)])
         if cut:
-            pieces = [self._pattern.sub(lambda match: f"{match[0][:1]}{divider}{match[0][1:]}", text) for text in pieces]
+            pieces = [
+                self._pattern.sub(lambda match: f"{match[0][:1]}{divider}{match[0][1:]}", text) for text in pieces
+            ]
         control = iter(found)
         encoded = tokenizer.encode(stand_in.join(pieces), add_special_tokens=False)
         pairs = zip(encoded.tokens, encoded.ids, strict=True)

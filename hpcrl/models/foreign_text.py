@@ -116,6 +116,13 @@ class ForeignText(str):
     def __str__(self) -> str:
         return self
 
+    def __repr__(self) -> str:
+        # marked, too: a template may write a whole list as text
+        quote = repr(self._raw)[0]
+        escapes = {"'": "'", '"': '"'} | {quote: f"\\{quote}"}
+        pairs = zip(_data(self), self._raw, strict=True)
+        return quote + "".join(d if d != r else escapes.get(r, repr(r)[1:-1]) for d, r in pairs) + quote
+
     def __eq__(self, other: object) -> bool:
         return bool(self._raw == _plain(other))
 
@@ -195,9 +202,7 @@ class ForeignText(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:  # type: ignore[override, unused-ignore]
         if not old:
-            return self._made(
-                self._raw.replace("", _plain(new), count), super().replace("", _data(new), count)
-            )
+            return self._made(self._raw.replace("", _plain(new), count), super().replace("", _data(new), count))
         parts: list[str] = []
         for part in self.split(old, count):
             parts += (new, part)
@@ -302,5 +307,7 @@ class ForeignText(str):
         data, table = _data(self), self._table
         if len(raw) != len(data):
             return _made(raw, "".join(map(table.substitute, raw)), table)
-        marked = (table.substitute(new) if table.restore(old) != old else new for old, new in zip(data, raw, strict=True))
+        marked = (
+            table.substitute(new) if table.restore(old) != old else new for old, new in zip(data, raw, strict=True)
+        )
         return _made(raw, "".join(marked), table)

@@ -60,7 +60,9 @@ class ChatTokenizer:
             raise TokenizerError(f"{model_dir / 'tokenizer_config.json'} names no eos_token, which ends a reply")
         if self.eos_token in files.missing:
             raise TokenizerError(f"{model_dir}: eos_token {self.eos_token!r} is not in tokenizer.json")
-        self.eos_token_id: int = self._tokenizer.token_to_id(self.eos_token)
+        end = self._tokenizer.token_to_id(self.eos_token)
+        assert end is not None  # it was added where it was missing
+        self.eos_token_id: int = end
 
     @property
     def vocab_size(self) -> int:

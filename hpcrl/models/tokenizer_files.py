@@ -95,7 +95,7 @@ def _read_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
         raise TokenizerError(f"{path.parent} has no tokenizer.json\n    hint: {hint}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
+    except Exception as error:  # the library raises nothing more exact
         raise TokenizerError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     own = {"padding": tokenizer.padding}
     # what was saved for batches of one size would cut prompts without a word
@@ -125,7 +125,9 @@ def _token(value: Any, key: str, path: Path) -> AddedToken:
         flags = {name: value[name] for name in _FLAGS if name in value}
         if all(isinstance(flag, bool) for flag in flags.values()):
             return AddedToken(content, **flags)
-    raise TokenizerError(f"{path}: {key}: a token is a text, or an object with its content and flags, not {value!r:.80}")
+    raise TokenizerError(
+        f"{path}: {key}: a token is a text, or an object with its content and flags, not {value!r:.80}"
+    )
 
 
 def _token_id(key: str, path: Path) -> int:

@@ -22,6 +22,7 @@ from hpcrl.credentials import Credentials
 from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError, PeerLostError
 from hpcrl.fs import atomic_write
+from hpcrl.log_format import start_logging
 from hpcrl.reporting import ReportedFile
 from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.events import EventWriter
@@ -316,7 +317,7 @@ def run_role(main: Callable[[RoleContext], None]) -> NoReturn:
     """
     context = RoleContext.from_env()
     context.redirect_output()
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {context.writer} %(name)s: %(message)s")
+    start_logging(f"%(levelname)s {context.writer} %(name)s: %(message)s")
     try:
         main(context)
     except BaseException as error:

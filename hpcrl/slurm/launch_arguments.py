@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config.layout import Container, JobComponent
+from hpcrl.config.mounts import check_working_directory
 from hpcrl.config.plan import Plan, RoleGroup
 from hpcrl.errors import HpcrlError
 from hpcrl.slurm.command import CLUSTER_VARIABLES
@@ -362,6 +363,7 @@ def _contained(
     """Container options and command."""
     if container is None:
         return list(command)
+    check_working_directory(container, cwd)
     mounts = [*container.mounts, f"{cwd}:{cwd}"]
     mounts = list(dict.fromkeys(mounts))
     if container.kind == "pyxis":

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.mounts import check_working_directory
 from hpcrl.config.plan import Plan
 from hpcrl.interpreter import module_command
 from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
@@ -57,6 +58,7 @@ def run_scripts(
     exclude, templates, parts:
         See `hpcrl.slurm.render.render_jobs`, as are the errors.
     """
+    check_working_directory(plan.container, Path.cwd())
     run_dir = plan.run_dir if run_dir is None else run_dir
     folder = run_dir / JOB_FOLDER
 
@@ -87,6 +89,7 @@ def in_job_script(plan: Plan, cluster: SlurmCluster, *, run_id: str, run_dir: Pa
 
     It keeps submitit's variables, by which the process finds what was handed over to it.
     """
+    check_working_directory(plan.container, Path.cwd())
     site = cluster.model_copy(
         update={"launch": cluster.launch.model_copy(update={"inherit": (*cluster.launch.inherit, "SUBMITIT_*")})}
     )

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from hpcrl.config.plan import Plan
 from hpcrl.daemon_threads import run_process
 from hpcrl.errors import HpcrlError, RunDirError, RunFailedError
+from hpcrl.log_format import start_logging
 from hpcrl.log_thread import log_in_thread
 from hpcrl.ours import umask_of
 from hpcrl.passing import patiently
@@ -49,7 +50,7 @@ _KILLED_WITHIN_S = 120.0
 
 def supervise(run: RunDir, submission: int, in_job: InJob | None) -> str:
     """See `hpcrl.supervisor.job.Supervise`."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging("%(levelname)s %(name)s: %(message)s")
     log_in_thread()
 
     def read() -> tuple[Plan, RunRecord, RunStatus | None]:

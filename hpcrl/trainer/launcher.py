@@ -32,6 +32,7 @@ from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.interpreter import bound_kernel_caches, lasting_imports, module_command
+from hpcrl.log_format import start_logging
 from hpcrl.runs.cause import describe_end
 
 __all__ = ["RANK_NAME", "NodeRanks", "main"]
@@ -201,7 +202,7 @@ def _fork_ranks(node: NodeRanks, *, grace_s: float, problem: str) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return
         ranks[pid] = node.rank(local_rank)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s launcher %(name)s: %(message)s")
+    start_logging("%(levelname)s launcher %(name)s: %(message)s")
     if problem:
         _log.warning("ranks import for themselves, which takes longer: %s", problem)
     sys.exit(_Watch(ranks, grace_s=grace_s).wait(failure))

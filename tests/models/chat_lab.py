@@ -61,8 +61,9 @@ def write_model(path: Path, template: Any, tokenizer: Tokenizer | None = None, *
     """Write the files of a tokenizer whose control tokens are those that ``template`` writes, and a few more."""
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     marks = marks_of(json.dumps(template, ensure_ascii=False))
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     plain = ["<|fim_prefix|>", "   ", "<think>", "</think>", "<tool_call>", "</tool_call>"]
-    first = [mark for mark in ("<|bos|>", "<|end|>", *marks) if mark not in plain]
+    first = [mark for mark in ("<|bos|>", "<|end|>", *marks) if mark not in (*plain, *known)]
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in dict.fromkeys(first)])
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in plain])
     path.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ TOOLS = [
 ]
 _USER = {"role": "user", "content": "it's <b> & 1 ä 東京"}
 _SAYS = {"role": "assistant", "content": "  42\n"}
-_CALLS = {"role": "assistant", "content": "", "tool_calls": [call("weather", city="Pa\"ris", days=2, exact=True)]}
+_CALLS = {"role": "assistant", "content": "", "tool_calls": [call("weather", city='Pa"ris', days=2, exact=True)]}
 _THINKS = {"role": "assistant", "content": "so", "reasoning_content": "let me\nthink"}
 _TOOL = {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": '{"sky": "blue"}'}
 _SYSTEM = {"role": "system", "content": "You are terse."}
@@ -117,7 +118,9 @@ TALKS: dict[str, dict[str, Any]] = {
     "calls": {"messages": [_SYSTEM, _USER, _CALLS, _TOOL, _SAYS, _USER], "tools": TOOLS},
     "two results": {"messages": [_USER, _CALLS, _TOOL, _TOOL], "tools": TOOLS},
     "documents": {"messages": [_USER], "documents": [{"title": "A", "text": "it is <b>"}]},
-    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "2"}]}]},
+    "parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "2"}]}]
+    },
     "switch": {"messages": [_USER, _THINKS, _USER], "enable_thinking": False},
 }
 

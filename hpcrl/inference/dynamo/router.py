@@ -26,6 +26,7 @@ from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
 from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEngineError, Selection
 from hpcrl.inference.metrics import Counter, Gauge, Registry
+from hpcrl.log_format import start_logging
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.serving import listen, make_runner, stop_serving
@@ -283,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         0 after SIGTERM or SIGINT, 1 where it failed, 2 where Dynamo is not installed.
     """
     settings = _parse(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging("%(levelname)s %(message)s")
     # it warns of every engine that comes and goes
     os.environ.setdefault("DYN_LOG", "error")
     raise_descriptor_limit()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from aiohttp import web
 from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ExitCode, HpcrlError
 from hpcrl.gate import Gate
+from hpcrl.log_format import start_logging
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.serving import listen, make_runner
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     from vllm_router import router as vllm_router  # noqa: PLC0415 - of the engines' environment
     from vllm_router.launch_router import launch_router, parse_router_args  # noqa: PLC0415
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging("%(levelname)s %(message)s")
     settings = parse_router_args(sys.argv[1:] if argv is None else argv)
     raise_descriptor_limit()
     # whatever the user has in there is for somebody else

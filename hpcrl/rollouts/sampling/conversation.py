@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 
 import msgspec
@@ -105,6 +106,7 @@ class Conversation:
         self._turns: list[Turn] = []
         self._cut = False
         self._replied_s = time.monotonic()
+        self._began = datetime.now()  # a chat template that tells the date tells one date all through
         self._tokens = TokenSequence()
         self._first_version: int | None = None
         self._routes = None if sampler.routes is None else RoutedExpertsRows(sampler.routes, sampler.rows)
@@ -241,10 +243,10 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         if len(self._tokens):
-            return self._sampler.transcript.continuation(messages)
+            return self._sampler.transcript.continuation(messages, now=self._began)
         if self._opening is not None:
             return self._opening
-        return self._sampler.transcript.opening(messages)
+        return self._sampler.transcript.opening(messages, now=self._began)
 
     async def _cache_salt(self) -> str:
         """The engine's version when the first request is sent: cached prefixes of other versions are not used.

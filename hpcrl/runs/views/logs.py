@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -19,23 +18,31 @@ from hpcrl.errors import UsageError
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.log_clock import LogClock
+from hpcrl.runs.views.log_lines import file_blocks, split_lines, tail_start
 from hpcrl.screen_text import visible, without_colours
 
-__all__ = ["LogFile", "LogFilter", "LogLine", "find_log_files", "follow_logs", "format_line", "read_logs"]
+__all__ = [
+    "LogFile",
+    "LogFilter",
+    "LogLine",
+    "find_log_files",
+    "follow_logs",
+    "format_line",
+    "iterate_logs",
+    "read_logs",
+]
 
 SUPERVISOR = "supervisor"
 """Stands for a role in filters: the supervisor's own words, which submitit keeps."""
 
 _POLL_S = 0.3
 _NAME = re.compile(r"(\d+)-(\d+)\.log")
-#: ``2026-01-31 12:00:00,123`` of logging, with a dot or a T elsewhere
-_ISO_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[.,](\d{1,6})")
-#: ``W0131 12:00:00.123456`` of torch and glog
-_GLOG_TIME = re.compile(r"\[?[IWEFD](\d\d)(\d\d) (\d\d:\d\d:\d\d)\.(\d{1,6})")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_TAIL_BYTES_A_LINE = 400
 _LEAST_TAIL_BYTES = 1 << 20
+_LOOK_BYTES = 1 << 22
+"""Bytes of a file that are read at one look while it is followed."""
 
 
 class LogFile(NamedTuple):
@@ -72,7 +79,13 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogFilter(NamedTuple):
-    """Which lines are wanted; None is no restriction."""
+    """Which lines are wanted; None is no restriction.
+
+    Attributes
+    ----------
+    newest:
+        Whether the attempt was chosen because it was the newest one: following goes on with the next.
+    """
 
     attempt: int
     role: str | None = None
@@ -80,6 +93,7 @@ class LogFilter(NamedTuple):
     rank: int | None = None
     grep: re.Pattern[str] | None = None
     since_s: float | None = None
+    newest: bool = False
 
     @classmethod
     def make(
@@ -100,7 +114,7 @@ class LogFilter(NamedTuple):
         UsageError
             There is no such attempt or role, ``grep`` is no regular expression, or ``since`` no time.
         """
-        attempts = run.attempts()
+        attempts, newest = run.attempts(), attempt is None
         if attempt is None:
             attempt = attempts[-1] if attempts else 1
         elif attempt not in attempts:
@@ -113,13 +127,11 @@ class LogFilter(NamedTuple):
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
             raise UsageError(f"--grep {grep!r} is no regular expression: {error}") from error
-        return cls(attempt, role, replica, rank, pattern, None if since is None else _since_s(since))
+        return cls(attempt, role, replica, rank, pattern, None if since is None else _since_s(since), newest)
 
-    def shows(self, line: str, time_s: float) -> bool:
-        """Whether this line of a file is wanted; one whose time nobody knows (0) is never too old."""
-        if self.since_s is not None and 0.0 < time_s < self.since_s:
-            return False
-        return self.grep is None or self.grep.search(line) is not None
+    def is_old(self, time_s: float) -> bool:
+        """Return whether a line is too old to be shown; one whose time nobody knows (0) never is."""
+        return self.since_s is not None and 0.0 < time_s < self.since_s
 
     def takes(self, file: LogFile) -> bool:
         """Whether lines of this file are wanted."""
@@ -160,7 +172,7 @@ def _supervisor_files(run: RunDir, attempt: int) -> list[LogFile]:
 
 
 def read_logs(run: RunDir, wanted: LogFilter, *, lines: int = 0) -> list[LogLine]:
-    """Lines that match, merged by time; the newest ``lines`` of them (0: all).
+    """Return lines that match, merged by time; the newest ``lines`` of them (0: all, see `iterate_logs`).
 
     Without a search, the end of each file is read and no more. A line without a time has that of the line above it.
 
@@ -169,88 +181,97 @@ def read_logs(run: RunDir, wanted: LogFilter, *, lines: int = 0) -> list[LogLine
     OSError
         A log cannot be read.
     """
+    return list(iterate_logs(run, wanted, lines=lines))
+
+
+def iterate_logs(
+    run: RunDir, wanted: LogFilter, *, lines: int = 0, ends: Mapping[Path, int] | None = None
+) -> Iterator[LogLine]:
+    """Yield what `read_logs` returns, as it is read: logs of any size need no more memory than their newest lines.
+
+    Parameters
+    ----------
+    ends:
+        How far each file is read; to its end by default.
+    """
     # a search reads everything; else the end of each file is enough
-    searches = wanted.grep is not None or wanted.since_s is not None
-    limit = 0 if searches or lines == 0 else max(_LEAST_TAIL_BYTES, lines * _TAIL_BYTES_A_LINE)
-    merged = heapq.merge(
-        *(_read_file(file, wanted, limit) for file in find_log_files(run, wanted)), key=lambda line: line.time_s
+    tail = 0 if wanted.grep is not None or wanted.since_s is not None else lines
+    files = find_log_files(run, wanted)
+    readers = (
+        _read_file(file, wanted, tail, None if ends is None else ends.get(file.path), len(files)) for file in files
     )
-    return list(deque(merged, maxlen=lines)) if lines else list(merged)
+    merged = heapq.merge(*readers, key=lambda line: line.time_s)
+    return iter(deque(merged, maxlen=lines)) if lines else merged
 
 
-def _read_file(file: LogFile, wanted: LogFilter, limit: int) -> Iterator[LogLine]:
-    with file.path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if limit and size > limit:
-            stream.seek(size - limit)
-            stream.readline()  # the rest of a line
-        yield from _lines(stream.read(), file, wanted, _Clock(file.path))
+def _read_file(file: LogFile, wanted: LogFilter, tail: int, end: int | None, files: int) -> Iterator[LogLine]:
+    begin = tail_start(file.path, tail, least_bytes=_LEAST_TAIL_BYTES // files) if tail else 0
+    blocks = file_blocks(file.path, begin, end=end, files=files)
+    return _lines(blocks, file, wanted, LogClock(file.path))
 
 
-def _lines(data: bytes, file: LogFile, wanted: LogFilter, clock: _Clock) -> Iterator[LogLine]:
-    for line in data.decode(errors="replace").splitlines():
-        time_s = clock.time_of(line)
-        if wanted.shows(line, time_s):
+def _lines(blocks: Iterable[bytes], file: LogFile, wanted: LogFilter, clock: LogClock) -> Iterator[LogLine]:
+    for found in split_lines(blocks, wanted.grep):
+        time_s = clock.time_of(found.text)
+        if found.matches and not wanted.is_old(time_s):
             yield LogLine(
-                role=file.role, replica=file.replica, rank=file.rank, attempt=wanted.attempt, time_s=time_s, line=line
+                role=file.role,
+                replica=file.replica,
+                rank=file.rank,
+                attempt=wanted.attempt,
+                time_s=time_s,
+                line=found.text,
             )
 
 
-class _Clock:
-    """Times of the lines of one file: what a line says, else the time of the one before."""
-
-    def __init__(self, path: Path) -> None:
-        self._last_s = 0.0
-        self._year = datetime.fromtimestamp(path.stat().st_mtime).year
-
-    def time_of(self, line: str) -> float:
-        if match := _ISO_TIME.match(line):
-            text = f"{match[1]} {match[2]}.{match[3]}"
-        elif match := _GLOG_TIME.match(line):
-            text = f"{self._year}-{match[1]}-{match[2]} {match[3]}.{match[4]}"
-        else:
-            return self._last_s
-        with contextlib.suppress(ValueError):  # digits that are no date
-            # a file is in order, whatever the clocks of its writers say
-            self._last_s = max(self._last_s, datetime.strptime(text, "%Y-%m-%d %H:%M:%S.%f").timestamp())
-        return self._last_s
-
-
 def follow_logs(run: RunDir, wanted: LogFilter, *, lines: int = 10, poll_s: float = _POLL_S) -> Iterator[LogLine]:
-    """The newest ``lines``, then what is appended, until the run has ended.
+    """Yield the newest ``lines``, then what is appended, until the run has ended.
 
-    Files are opened anew at each look: an NFS client shows what others appended only after an open, and inotify
-    says nothing there.
+    Where no attempt was asked for, following goes on with each next one; else it ends with that attempt. Files are
+    opened anew at each look: an NFS client shows what others appended only after an open, and inotify says nothing
+    there.
     """
     offsets = {file.path: file.path.stat().st_size for file in find_log_files(run, wanted)}
-    clocks = {path: _Clock(path) for path in offsets}
-    yield from read_logs(run, wanted, lines=lines)
+    clocks = {path: LogClock(path) for path in offsets}
+    yield from iterate_logs(run, wanted, lines=lines, ends=offsets)
     while True:
-        ended = observe(run).state.ended
+        # asked before files are read: what is written until then is in them
+        ended, newest = observe(run).state.ended, max(run.attempts(), default=wanted.attempt)
+        last = ended or newest > wanted.attempt
         fresh: list[LogLine] = []
+        more = False
         for file in find_log_files(run, wanted):
-            clock = clocks.setdefault(file.path, _Clock(file.path))
-            data = _appended(file.path, offsets, whole_lines=not ended)
-            fresh.extend(_lines(data, file, wanted, clock))
+            clock = clocks.setdefault(file.path, LogClock(file.path))
+            data, left = _appended(file.path, offsets, whole_lines=not last)
+            more = more or left
+            fresh.extend(_lines([data], file, wanted, clock))
         yield from sorted(fresh, key=lambda line: line.time_s)
-        if ended:
+        if more:
+            continue
+        if newest > wanted.attempt and wanted.newest:
+            wanted = wanted._replace(attempt=min(n for n in run.attempts() if n > wanted.attempt))
+        elif last:
             return
-        time.sleep(poll_s)
+        else:
+            time.sleep(poll_s)
 
 
-def _appended(path: Path, offsets: dict[Path, int], *, whole_lines: bool) -> bytes:
-    """What is new in a file since the last look; advances its offset."""
+def _appended(path: Path, offsets: dict[Path, int], *, whole_lines: bool) -> tuple[bytes, bool]:
+    """Return what is new in a file since the last look, and whether there is more; advance its offset."""
     with path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         offset = offsets.get(path, 0)
         if size < offset:  # another file under the same name
             offset = 0
         stream.seek(offset)
-        data = stream.read(size - offset)
-    if whole_lines:
-        data = data[: data.rfind(b"\n") + 1]
+        data = stream.read(min(size - offset, _LOOK_BYTES))
+    left = offset + len(data) < size
+    if whole_lines or left:
+        end = data.rfind(b"\n") + 1
+        # a line that is longer than a look is read in parts
+        data = data[:end] if end or not left else data
     offsets[path] = offset + len(data)
-    return data
+    return data, left
 
 
 def format_line(line: LogLine, *, as_json: bool) -> str:

@@ -30,6 +30,7 @@ import msgspec
 
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
+from hpcrl.log_format import start_logging
 from hpcrl.ours import umask_of
 from hpcrl.runs.elastic import HeldNodes, wanted_replicas
 from hpcrl.runs.job_facts import use_source
@@ -159,7 +160,7 @@ def _say_held(run: RunDir, held: HeldNodes, told: threading.Event) -> None:
 
 def main() -> None:
     """Hold until there is no use for it, or Slurm wants the nodes back."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s holder: %(message)s")
+    start_logging("%(levelname)s holder: %(message)s")
     run, held = held_from_env(sys.argv[1:], os.environ)
     os.umask(umask_of(run.path))
     use_source(look_up)

@@ -32,6 +32,7 @@ from hpcrl.inference.embedded.serving.protocol import (
 )
 from hpcrl.inference.embedded.serving.serving import CallPrompt, CallSequences, Serving, candidates
 from hpcrl.inference.embedded.serving.text import TextStream
+from hpcrl.models.chat_template import ChatTemplateError
 
 __all__ = ["TextApi"]
 
@@ -181,10 +182,14 @@ class TextApi:
             content = "" if content is None else content
             if not isinstance(message.get("role"), str) or not isinstance(content, str):
                 raise bad_request("each message needs a role, and its content must be text", "messages")
-            messages.append({"role": str(message["role"]), "content": content})
+            messages.append({**message, "role": str(message["role"]), "content": content})
         if not messages:
             raise bad_request("messages must not be empty", "messages")
-        return self._serving.tokenizer.render_ids(messages, add_generation_prompt=request.add_generation_prompt)
+        prompt = request.add_generation_prompt
+        try:
+            return self._serving.tokenizer.render_ids(messages, add_generation_prompt=prompt)
+        except ChatTemplateError as error:
+            raise bad_request(str(error), "messages") from error
 
     def _head(self, name: str, kind: str, what: str) -> dict[str, Any]:
         head: dict[str, Any] = {"id": name, "object": what, "created": int(time.time())}

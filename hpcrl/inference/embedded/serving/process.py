@@ -37,6 +37,7 @@ from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
+from hpcrl.log_format import start_logging
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.pending_connections import raise_descriptor_limit
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         port is taken.
     """
     signal.signal(signal.SIGTERM, _terminated)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging("%(levelname)s %(message)s")
     raise_descriptor_limit()
     try:
         settings = parse_settings(argv)
