@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from hpcrl.errors import HandoffError
+from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests
-from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 
 __all__ = ["Read", "ServedVersion", "StoredTensor", "assemble"]
 
