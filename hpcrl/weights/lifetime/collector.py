@@ -232,11 +232,11 @@ class Collector:
         return reasons
 
     def _is_wrong(self, version: int) -> bool:
-        """Return whether the manifest contradicts itself or its directory: no reader will ever have the version."""
-        try:
-            self._needed_by(version)
-        except HandoffError:
-            return False  # it cannot be read now
+        """Return whether the manifest contradicts itself or its directory: no reader will ever have the version.
+
+        HandoffError where it cannot be read now.
+        """
+        self._needed_by(version)
         return version in self._wrong
 
     def _needed_by(self, version: int) -> tuple[int, ...]:
