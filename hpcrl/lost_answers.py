@@ -20,18 +20,18 @@ _MAX_REMOVALS = 100
 """How often removing a tree goes on after the answer to the removal of a file was lost."""
 
 
-def rename(source: Path | str, target: Path | str) -> None:
+def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Rename as `os.rename` does (FileNotFoundError: there is no source, and it was not renamed by this call)."""
     # by its name at the time of the call: so do tests that lose answers
     _rename(lambda: os.rename(source, target), source, target)
 
 
-def replace(source: Path | str, target: Path | str) -> None:
+def replace(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Rename a file over another one, as `os.replace` does; errors as for `rename`."""
     _rename(lambda: os.replace(source, target), source, target)
 
 
-def link(source: Path | str, target: Path | str) -> None:
+def link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Make a hard link, as `os.link` does (FileExistsError: the target is another file than the source)."""
     try:
         os.link(source, target)
@@ -76,7 +76,7 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def _rename(call: Callable[[], None], source: Path | str, target: Path | str) -> None:
+def _rename(call: Callable[[], None], source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     before = _identity(source)
     try:
         call()
@@ -89,7 +89,7 @@ def _rename(call: Callable[[], None], source: Path | str, target: Path | str) ->
             raise
 
 
-def _identity(path: Path | str) -> tuple[int, int] | None:
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Return device and inode of what has this name; None where nothing has."""
     try:
         found = os.lstat(path)

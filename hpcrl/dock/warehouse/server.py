@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.credentials import Credentials, read_token
+from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.errors import HpcrlError
 from hpcrl.gate import Gate
@@ -64,7 +65,7 @@ class WarehouseServer:
                 return False
             data = await reader.readexactly(length)
         try:
-            request = msgspec.msgpack.decode(data, type=Request)
+            request = decode_msgpack(data, Request)
         except msgspec.DecodeError as error:
             writer.write(frame(Answer(400, f"this is no request: {error}")))
             return False
