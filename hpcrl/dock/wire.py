@@ -216,7 +216,7 @@ def decode_shard(data: bytes) -> BatchShard:
         It is not a shard of a format this code knows.
     """
     try:
-        shard = decode_msgpack(data, BatchShard, dec_hook=decode_array)
+        shard: BatchShard = decode_msgpack(data, BatchShard, dec_hook=decode_array)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a batch shard: {error}") from error
     if shard.format_version != FORMAT_VERSION:
