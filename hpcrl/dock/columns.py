@@ -101,5 +101,5 @@ def decode_columns(block: bytes | memoryview) -> tuple[bytes, dict[str, NDArray[
                 raise ValueError("the block ends within it")
             arrays[column.name] = np.frombuffer(view, dtype=dtype, count=count, offset=start).reshape(column.shape)
         except (TypeError, ValueError, OverflowError, SyntaxError) as error:
-            raise ValueError(f"column {column.name} of a block cannot be read: {error}") from error
+            raise ValueError(f"column {column.name} of a block of columns cannot be read: {error}") from error
     return header.about, arrays
