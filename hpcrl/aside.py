@@ -16,6 +16,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl import lost_answers
 from hpcrl.fence import Fence
 from hpcrl.fs import NumberedDirectories, fsync_dir, make_directory
 
@@ -103,7 +104,7 @@ def collect_asides(root: Path, prefix: str, *, up_to: int, keep: Collection[int]
         # out of sight at once: a half deleted one must not be taken back
         doomed = root / f"{_REMOVED_PREFIX}{aside.token:06d}-{aside.path.name}"
         try:
-            os.rename(aside.path, doomed)
+            lost_answers.rename(aside.path, doomed)
         except FileNotFoundError:
             continue
         fsync_dir(root)  # or a power failure could leave it put aside without all of its files

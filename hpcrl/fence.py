@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl import lost_answers
 from hpcrl.errors import FencedError
 from hpcrl.fs import fsync_dir, make_directory
 
@@ -79,7 +80,7 @@ class Fence:
         fence = cls(root, token, uuid.uuid4().hex[:8])
         # first make ours, then look: of two that come at the same time at least one sees the other; and a
         # directory that this machine has just changed is not listed from a stale NFS cache
-        fence.path.mkdir()
+        lost_answers.make_own_directory(fence.path)
         fsync_dir(root)
         try:
             others = [(number, path) for number, path in _writers(root) if path != fence.path]
@@ -112,7 +113,7 @@ class Fence:
         path = self.path / name
         self._clear(path)
         try:
-            path.mkdir()  # without its parent: see the module
+            lost_answers.make_own_directory(path)  # without its parent: see the module
         except FileNotFoundError:
             self.check()
             raise
@@ -121,12 +122,10 @@ class Fence:
     def _clear(self, path: Path) -> None:
         """Remove what a failure had left, or put it out of the way; OSError where the filesystem lets us do neither."""
         try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            return
+            lost_answers.remove_tree(path)
         except OSError:
             # a file that is still open stays in its directory on NFS; the next claim removes it
-            os.rename(path, self.path / f"deleting-{uuid.uuid4().hex[:8]}")
+            lost_answers.rename(path, self.path / f"deleting-{uuid.uuid4().hex[:8]}")
 
     def discard(self, name: str) -> None:
         """Remove what was being built."""
@@ -160,10 +159,10 @@ class Fence:
             if not replace and name in os.listdir(self.root):
                 raise FileExistsError(f"{target} exists already")
             try:
-                os.rename(built, target)
+                lost_answers.rename(built, target)
             except OSError:
                 if replaces:
-                    os.rename(aside, target)
+                    lost_answers.rename(aside, target)
                 raise
         except FileNotFoundError:
             self.check()
@@ -187,12 +186,12 @@ class Fence:
 
     def restore(self, name: str) -> None:
         """Put back what `hide` took out."""
-        os.rename(self.path / f"{_ASIDE}{name}", self.root / name)
+        lost_answers.rename(self.path / f"{_ASIDE}{name}", self.root / name)
 
     def move_hidden(self, name: str, target: Path) -> None:
         """Give what `hide` took out another place on the same filesystem."""
         self._settle()  # or a power failure could leave it here, and where it was
-        os.rename(self.path / f"{_ASIDE}{name}", target)
+        lost_answers.rename(self.path / f"{_ASIDE}{name}", target)
 
     def adopt(self, name: str, source: Path) -> None:
         """Make a directory from elsewhere on the same filesystem an entry, in place of what has that name now.
@@ -201,7 +200,7 @@ class Fence:
         """
         if self.hide(name):
             self.delete(name)
-        os.rename(source, self.path / f"{_ASIDE}{name}")
+        lost_answers.rename(source, self.path / f"{_ASIDE}{name}")
         self.restore(name)
         self._settle()
 
@@ -273,7 +272,7 @@ def _newest(root: Path) -> int | None:
 def _rename(source: Path, target: Path) -> bool:
     """Rename; False where the source does not exist (or the target's directory: ask `Fence.check`)."""
     try:
-        os.rename(source, target)
+        lost_answers.rename(source, target)
     except FileNotFoundError:
         return False
     return True

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.decoding import prepared
+from hpcrl import lost_answers
+from hpcrl.decoding import decode_json
 
 __all__ = [
     "FileRecord",
@@ -87,7 +88,7 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        lost_answers.replace(temporary, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a write or a sync does not say of which file
@@ -107,7 +108,7 @@ def atomic_create(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.link(temporary, path)
+        lost_answers.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_dir(path.parent)
@@ -148,12 +149,13 @@ def decode_versioned(text: bytes, kind: type[_T], format_version: int) -> _T:
     """
     try:
         # the format is looked at first: another one may lack or rename fields
-        found = msgspec.json.decode(text, type=prepared(_FormatOnly)).format_version
+        found = decode_json(text, _FormatOnly).format_version
         if found != format_version:
             raise ValueError(f"it has format {found}, this hpcrl reads {format_version}")
-        return msgspec.json.decode(text, type=prepared(kind))
+        value: _T = decode_json(text, kind)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
+    return value
 
 
 class StagedDirectory:
@@ -179,7 +181,7 @@ class StagedDirectory:
         """Make an empty staging directory; what an earlier failure of this writer left is removed."""
         shutil.rmtree(self.path, ignore_errors=True)
         make_directory(self.path.parent)
-        self.path.mkdir()
+        lost_answers.make_own_directory(self.path)
 
     def commit(self) -> None:
         """Give the directory its name. All files must have been fsynced by their writers.
@@ -193,7 +195,7 @@ class StagedDirectory:
             fsync_dir(Path(directory))
         if self.target.exists():
             raise FileExistsError(f"{self.target} exists already")
-        os.rename(self.path, self.target)
+        lost_answers.rename(self.path, self.target)
         fsync_dir(self.target.parent)
 
     def discard(self) -> None:
@@ -206,7 +208,7 @@ class NumberedDirectories:
 
     def __init__(self, root: Path, prefix: str) -> None:
         self.root, self._prefix = root, prefix
-        self._name = re.compile(rf"{re.escape(prefix)}(\d{{6,}})")
+        self._name = re.compile(rf"{re.escape(prefix)}(\d{{6,}})", re.ASCII)
 
     def path_of(self, number: int) -> Path:
         return self.root / f"{self._prefix}{number:06d}"
@@ -214,7 +216,8 @@ class NumberedDirectories:
     def number_of(self, path: Path) -> int:
         """The number of such a directory, by its name (ValueError where it has none)."""
         match = self._name.fullmatch(path.name)
-        if match is None:
+        # of several ways to write a number one is its name: a copy with one more zero is another directory
+        if match is None or path.name != self.path_of(int(match[1])).name:
             raise ValueError(f"{path} is no numbered directory: its name is not like {self.path_of(12).name}")
         return int(match[1])
 
@@ -228,7 +231,8 @@ class NumberedDirectories:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        return sorted(int(match[1]) for name in names if (match := self._name.fullmatch(name)))
+        found = ((int(match[1]), name) for name in names if (match := self._name.fullmatch(name)))
+        return sorted(number for number, name in found if name == self.path_of(number).name)
 
     def remove(self, number: int) -> None:
         """Remove a directory: hidden at once, then deleted, so that no reader opens a half-deleted one."""
@@ -236,7 +240,7 @@ class NumberedDirectories:
         hidden = path.with_name(f"{_REMOVED_PREFIX}{path.name}")
         shutil.rmtree(hidden, ignore_errors=True)
         try:
-            os.rename(path, hidden)
+            lost_answers.rename(path, hidden)
         except FileNotFoundError:
             return
         fsync_dir(self.root)  # or a power failure could leave its name and not all of its files

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl import lost_answers
 from hpcrl.decoding import prepared
 from hpcrl.fs import fsync_dir, make_directory, write_json
 
@@ -77,9 +78,7 @@ class Pins:
 
     def remove(self, number: int) -> bool:
         """Take a pin away; False where there was none."""
-        try:
-            self._path(number).unlink()
-        except FileNotFoundError:
+        if not lost_answers.unlink(self._path(number)):
             return False
         fsync_dir(self.directory)
         return True

@@ -14,8 +14,9 @@ the trainer saves: `hpcrl.checkpoints.writer`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import msgspec
@@ -42,6 +43,12 @@ TRAINER_DIR = "trainer"
 ORCHESTRATOR_FILE = "orchestrator.msgpack"
 
 _MEASURED_ENTRIES = 3
+_MAX_STEP = 2**31 - 1
+"""Steps are policy versions, which are int32."""
+_MAX_SAVE_S = 1e7
+"""Maximum duration of a save, a hundred days: more is damage."""
+_MAX_BYTES = 2**53
+"""Maximum size of a file; JSON of other programs has no larger numbers."""
 _MAX_LOOKS = 10
 
 
@@ -82,6 +89,19 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     def total_bytes(self) -> int:
         """Bytes of all files, the manifest itself excepted."""
         return sum(record.bytes for record in self.files.values())
+
+    def problems(self) -> Iterator[str]:
+        """Yield one sentence for each number or name that cannot be one of an entry."""
+        if not 0 <= self.step <= _MAX_STEP or self.attempt < 0 or self.world_size < 1:
+            yield "its step, attempt or number of ranks is none"
+        if not all(0.0 <= seconds <= _MAX_SAVE_S for seconds in (self.save_s, self.blocked_s)):
+            yield f"no save takes {self.save_s:g} s, or blocks for {self.blocked_s:g} s"
+        for name, record in self.files.items():
+            parts = PurePosixPath(name).parts
+            if not parts or name.startswith("/") or ".." in parts or not name.isprintable() or name == MANIFEST:
+                yield f"{name!r} is no name of a file of an entry"
+            if not 0 <= record.bytes <= _MAX_BYTES:
+                yield f"{name!r} has a size that is none"
 
 
 class CheckpointEntry:
@@ -130,6 +150,8 @@ class CheckpointEntry:
             raise CheckpointError(
                 f"{path} says step {manifest.step} and policy version {manifest.policy_version}: it is not joint"
             )
+        if (problem := next(manifest.problems(), None)) is not None:
+            raise CheckpointError(f"{path / MANIFEST} is wrong: {problem}")
         return cls(path, manifest)
 
     def verify(self, *, content: bool = True) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import xxhash
 
+from hpcrl import lost_answers
 from hpcrl.aside import Aside, collect_asides, put_aside, take_back
 from hpcrl.checkpoints.checks import forget_check
 from hpcrl.checkpoints.history import FILE as HISTORY
@@ -65,7 +66,7 @@ class CheckpointWriter:
         """Make the empty directory in which the entry of ``step`` is built, with ``trainer/`` in it."""
         path = self.fence.create(_name(step))
         try:
-            (path / TRAINER_DIR).mkdir()
+            lost_answers.make_own_directory(path / TRAINER_DIR)
         except FileNotFoundError:
             self.fence.check()  # a newer attempt came between the two
             raise

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.decoding import prepared
+from hpcrl.decoding import decode_msgpack
 
 __all__ = ["decode_columns", "encode_columns"]
 
@@ -86,15 +86,20 @@ def decode_columns(block: bytes | memoryview) -> tuple[bytes, dict[str, NDArray[
         raise ValueError(f"a block of columns of format {found}, this hpcrl reads {_FORMAT}")
     begin = _PREFIX.size + length
     try:
-        header = msgspec.msgpack.decode(view[_PREFIX.size : begin], type=prepared(_Header))
+        header = decode_msgpack(view[_PREFIX.size : begin], _Header)
     except msgspec.DecodeError as error:
         raise ValueError(f"the header of a block of columns cannot be read: {error}") from error
     begin += -begin % _ALIGN
     arrays = {}
     for column in header.columns:
-        dtype, start = np.dtype(column.dtype), begin + column.offset
-        count = math.prod(column.shape)
-        if start + count * dtype.itemsize > view.nbytes:
-            raise ValueError(f"a block of columns ends within column {column.name}")
-        arrays[column.name] = np.frombuffer(view, dtype=dtype, count=count, offset=start).reshape(column.shape)
+        try:
+            dtype, start = np.dtype(column.dtype), begin + column.offset
+            count = math.prod(column.shape)
+            if min(column.offset, 0, *column.shape) < 0 or dtype.hasobject:
+                raise ValueError("it has a negative size, or objects")
+            if start + count * dtype.itemsize > view.nbytes:
+                raise ValueError("the block ends within it")
+            arrays[column.name] = np.frombuffer(view, dtype=dtype, count=count, offset=start).reshape(column.shape)
+        except (TypeError, ValueError, OverflowError, SyntaxError) as error:
+            raise ValueError(f"column {column.name} of a block of columns cannot be read: {error}") from error
     return header.about, arrays

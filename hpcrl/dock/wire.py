@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.decoding import prepared
+from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.dock.warehouse.interface import Location
@@ -198,7 +198,10 @@ def decode_array(kind: type, value: Any) -> Any:
     """`msgspec` hook: what `encode_array` made, as a read-only view."""
     # msgspec passes the generic alias of NDArray fields
     if getattr(kind, "__origin__", kind) is np.ndarray:
-        return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
+        try:
+            return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
+        except (KeyError, TypeError, OverflowError, SyntaxError) as error:
+            raise ValueError(f"an array cannot be read: {error}") from error
     raise NotImplementedError(f"cannot decode {kind}")
 
 
@@ -216,7 +219,7 @@ def decode_shard(data: bytes) -> BatchShard:
         It is not a shard of a format this code knows.
     """
     try:
-        shard = msgspec.msgpack.decode(data, type=prepared(BatchShard), dec_hook=decode_array)
+        shard: BatchShard = decode_msgpack(data, BatchShard, dec_hook=decode_array)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a batch shard: {error}") from error
     if shard.format_version != FORMAT_VERSION:
@@ -227,9 +230,9 @@ def decode_shard(data: bytes) -> BatchShard:
 def decode_answer(data: bytes) -> BatchShard | ReferencedShard:
     """The shard of ``data``, with its columns or without (ValueError as `decode_shard`)."""
     try:
-        found = msgspec.msgpack.decode(data, type=_Format).format_version
+        found = decode_msgpack(data, _Format).format_version
         if found == REFERENCES_VERSION:
-            return msgspec.msgpack.decode(data, type=prepared(ReferencedShard))
+            return decode_msgpack(data, ReferencedShard)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a batch shard: {error}") from error
     return decode_shard(data)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
+from hpcrl import lost_answers
 from hpcrl.errors import FencedError
 from hpcrl.fence import Fence
 from hpcrl.fs import atomic_write, fsync_dir
@@ -67,7 +67,7 @@ class _FencedFile(ReportedFile):
     def _replace(self, content: bytes) -> None:
         staged = self._fence.path / self.path.name
         atomic_write(staged, content)
-        os.replace(staged, self.path)
+        lost_answers.replace(staged, self.path)
 
 
 class _SharedFile(_FencedFile):
@@ -90,13 +90,13 @@ class _SharedFile(_FencedFile):
         consumed = ConsumedRollouts(root)
         lines = [_numbered(step, line) for step in steps for line in consumed.of(step)]
         atomic_write(staged, b"".join(lines))
-        os.replace(staged, self.path)
+        lost_answers.replace(staged, self.path)
         fsync_dir(root)  # before what it was made of goes
         for step in single:
             # by way of our own directory: where a newer attempt has removed that, this is its file
             gone = self._fence.path / step_name(step)
-            os.rename(root / step_name(step), gone)
-            gone.unlink()
+            lost_answers.rename(root / step_name(step), gone)
+            gone.unlink(missing_ok=True)
 
 
 def _numbered(step: int, line: bytes) -> bytes:

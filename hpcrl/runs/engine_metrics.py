@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 __all__ = ["engine_samples"]
 
+_MAX_COUNT = 2.0**63
+"""No engine counts as far."""
+
 
 def engine_samples(text: str, names: Iterable[str]) -> dict[str, list[float]]:
     """Values of each name, one for each rank (or other label); those without a sample are missing.
@@ -22,7 +25,7 @@ def engine_samples(text: str, names: Iterable[str]) -> dict[str, list[float]]:
     Raises
     ------
     ValueError
-        A value is no number.
+        A value is no number, or none that is counted: not finite, or below 0.
     """
     text = f"\n{text}"
     found: dict[str, list[float]] = {}
@@ -33,6 +36,9 @@ def engine_samples(text: str, names: Iterable[str]) -> dict[str, list[float]]:
             end = text.find("\n", at + 1)
             rest = text[at + len(start) : end if end >= 0 else len(text)].removeprefix("_total")
             if rest[:1] in ("{", " "):  # else a longer name
-                found.setdefault(name, []).append(float(rest.rpartition(" ")[2]))
+                value = float(rest.rpartition(" ")[2])
+                if not 0.0 <= value <= _MAX_COUNT:
+                    raise ValueError(f"{name} is {value:g}")
+                found.setdefault(name, []).append(value)
             at = text.find(start, at + 1)
     return found

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl import lost_answers
 from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
 
@@ -60,7 +61,7 @@ def remember(run: RunDir, run_id: str | None = None) -> bool:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = directory / f".{uuid.uuid4().hex}"
         temporary.symlink_to(target)
-        os.replace(temporary, link)
+        lost_answers.replace(temporary, link)
     except OSError:
         return False
     return True

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import yaml
 
+from hpcrl import lost_answers
 from hpcrl.config.earlier import cluster_of_today
 from hpcrl.credentials import ensure_token
 from hpcrl.decoding import prepared
@@ -160,12 +161,12 @@ class RunDir:
         path.mkdir()
         try:
             for part in ("ready", "failures", "logs"):
-                (path / part).mkdir()
+                lost_answers.make_own_directory(path / part)
             ensure_token(self.path)  # of a run that was made before there were tokens
             link = self.attempts_dir / f".latest-{number}"
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
-            os.replace(link, self.attempts_dir / "latest")
+            lost_answers.replace(link, self.attempts_dir / "latest")
             fsync_dir(self.attempts_dir)
         except OSError:
             shutil.rmtree(path, ignore_errors=True)  # no attempt: the next try has its number

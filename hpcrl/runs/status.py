@@ -235,7 +235,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         process. None where it is not, and where that cannot be read now."""
         try:
             status = cls.read(run)
-        except OSError:
+        except (OSError, ValueError):
             return None
         if status is None or status.attempt != attempt:
             return None

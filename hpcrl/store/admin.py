@@ -8,10 +8,13 @@ import urllib.request
 
 import msgspec
 
+from hpcrl.decoding import decode_json
 from hpcrl.errors import HpcrlError
 
 __all__ = ["PoolSegment", "PoolStatus", "StoreAdmin"]
 
+_MAX_BYTES = 64 << 20
+"""Maximum size of an answer of the master."""
 _SAMPLE = re.compile(r'^(\w+)(?:\{segment="([^"]+)"\})? ([0-9.eE+-]+)$', re.MULTILINE)
 
 
@@ -83,7 +86,7 @@ class StoreAdmin:
     def healthy(self) -> bool:
         """Whether the master serves. A client's own health check says yes for ever: it is of no use."""
         try:
-            return bool(msgspec.json.decode(self._get("/health")).get("service_ready"))
+            return bool(decode_json(self._get("/health")).get("service_ready"))
         except (HpcrlError, msgspec.DecodeError, AttributeError):
             return False
 
@@ -120,7 +123,7 @@ class StoreAdmin:
     def _get(self, path: str) -> bytes:
         try:
             with self._opener.open(self.url + path, timeout=self._timeout_s) as answer:
-                data: bytes = answer.read()
+                data: bytes = answer.read(_MAX_BYTES)
                 return data
         except (urllib.error.URLError, OSError) as error:
             raise HpcrlError(f"the KV store's master at {self.url} does not answer: {error}") from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 
+from hpcrl import lost_answers
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.known import forget
 from hpcrl.runs.record import Submission
@@ -58,7 +58,7 @@ def _withdraw(contents: RunContents) -> bool:
     forget(run)
     # the name is free at once, whatever takes its time to be removed
     doomed = run.path.with_name(f".removed-{run.name}-{uuid.uuid4().hex}")
-    os.rename(run.path, doomed)
+    lost_answers.rename(run.path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
     return True
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrl import procfs
+from hpcrl import lost_answers, procfs
 from hpcrl.errors import RunDirError
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import user_name
@@ -94,9 +93,9 @@ def remove_run(run: RunDir) -> None:
         end_leftovers(run)
         path = run.path.resolve()
         doomed = path.with_name(f".removed-{run.name}-{uuid.uuid4().hex[:8]}")
-        os.rename(path, doomed)
+        lost_answers.rename(path, doomed)
     try:
-        shutil.rmtree(doomed)
+        lost_answers.remove_tree(doomed)
     except OSError as error:
         raise RunDirError(
             f"{run.name} is no longer a run, but not all of its files could be removed: {error}\n"

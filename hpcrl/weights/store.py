@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpcrl.errors import HandoffError
 from hpcrl.fs import NumberedDirectories
 from hpcrl.weights.format.manifest import Handoff
 
@@ -27,6 +28,7 @@ class HandoffStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._directories = NumberedDirectories(root, "v")
+        self._newest: int | None = None
 
     def path_of(self, version: int) -> Path:
         return self._directories.path_of(version)
@@ -40,9 +42,26 @@ class HandoffStore:
         return self._directories.numbers()
 
     def newest(self) -> int | None:
-        """The highest published version; None where there is none."""
-        versions = self.versions()
-        return versions[-1] if versions else None
+        """Return the highest published version; None where there is none.
+
+        A directory whose manifest is missing, torn or that of another version is not published, whoever made it: by
+        hand, or by a copy that goes on. Of those above the version that was found last each is looked at again.
+        """
+        for version in reversed(self.versions()):
+            if version == self._newest or self.is_published(version):
+                self._newest = version
+                return version
+        return None
+
+    def is_published(self, version: int) -> bool:
+        """Return whether the directory of a version is one, as far as the filesystem lets us see now."""
+        try:
+            self.open(version)
+        except HandoffError as error:
+            # what the filesystem refuses now may be there in a moment
+            passing = isinstance(error.__cause__, OSError)
+            return passing and not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        return True
 
     def open(self, version: int) -> Handoff:
         """Open a version (see `Handoff.open`)."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
 from hpcrl.dock.columns import decode_columns, encode_columns
+from hpcrl.dock.wire import decode_shard
 
 ARRAYS = {
     "tokens": np.arange(7, dtype=np.int32),
@@ -49,6 +53,39 @@ def test_a_block_that_is_cut_off_anywhere_is_refused() -> None:
 def test_other_bytes_are_refused(block: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode_columns(block)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [-7]},
+        {"shape": [2**62, 2**62]},
+        {"shape": [10**18]},
+        {"offset": -64},
+        {"offset": 2**62},
+        {"dtype": "|O"},
+        {"dtype": "float65"},
+        {"dtype": "(("},
+        {"dtype": "V0"},
+    ],
+)
+def test_a_header_of_numbers_that_are_none_is_refused(change: dict[str, Any]) -> None:
+    block = b"".join(encode_columns(b"x", {"tokens": ARRAYS["tokens"]}))
+    length = int.from_bytes(block[12:16], "little")
+    about, (column,) = msgspec.msgpack.decode(block[16 : 16 + length])
+    fields = dict(zip(("name", "dtype", "shape", "offset"), column, strict=True))
+    changed = msgspec.msgpack.encode([about, [list({**fields, **change}.values())]])
+    with pytest.raises(ValueError, match="block of columns"):
+        decode_columns(block[:12] + len(changed).to_bytes(4, "little") + changed + bytes(256))
+
+
+def test_a_header_that_nests_is_refused() -> None:
+    deep = b"\x91" * 100_000 + b"\x90"
+    block = b"".join(encode_columns(b"x", {"tokens": ARRAYS["tokens"]}))
+    with pytest.raises(ValueError, match="block of columns"):
+        decode_columns(block[:12] + len(deep).to_bytes(4, "little") + deep)
+    with pytest.raises(ValueError, match="batch shard"):
+        decode_shard(b"\x81\xa1x" + deep)
 
 
 def test_objects_are_no_column() -> None:

@@ -31,7 +31,7 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
-from hpcrl.models.arch import GlmMoeDsaArch, ModelArch, Qwen3MoeArch
+from hpcrl.models.arch import GlmMoeDsaArch, GptOssArch, ModelArch, NemotronHArch, Qwen3MoeArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.supervisor.process.guard import end_processes
 from hpcrl.supervisor.process.leftovers import Scratch
@@ -55,6 +55,45 @@ def tiny_arch(vocab_size: int = 103, eos_token_id: int = 2) -> ModelArch:
         num_experts_per_tok=2,
         max_position_embeddings=1024,
         eos_token_id=eos_token_id,
+    )
+
+
+def tiny_nemotron_arch() -> ModelArch:
+    return NemotronHArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=5,
+        layers_block_type=("mamba", "moe", "attention", "mlp", "mamba"),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=8,
+        max_position_embeddings=256,
+    )
+
+
+def tiny_gpt_oss_arch() -> ModelArch:
+    return GptOssArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=11,
+        max_position_embeddings=256,
     )
 
 

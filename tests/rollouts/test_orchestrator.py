@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from handoff_lab import model_directory, publish
 from harness import CALCULATOR, WORDS, make_run, running
 from shards import rollouts_of, same
 from stub_engine import StubEngine, coin, decode
@@ -210,8 +211,10 @@ async def test_versions_are_found_without_being_told(tmp_path: Path) -> None:
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
         await loop.batch(1)
-        loop.store.path_of(1).mkdir()
+        loop.store.path_of(90).mkdir()  # a copy that goes on, or was given up: no version
+        publish(loop.store, 1, model_directory(tmp_path / "start"))
         await loop.until(lambda: stub.version == "1")
+        assert loop.orchestrator._updater.announced == 1
 
 
 async def test_asking_for_a_batch_says_what_is_published(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
+from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import check_block, read_payload, view_payload
 from hpcrl.dock.warehouse.files import map_block, view_block
@@ -197,7 +196,7 @@ class BlockReader:
             raise ValueError(f"the server of a warehouse sent {length} bytes as an answer")
         data = bytearray(length)
         self._receive(data)
-        answer = msgspec.msgpack.decode(data, type=Answer)
+        answer = decode_msgpack(data, Answer)
         if answer.status != 200:
             raise ValueError(f"the server of the warehouse answered {answer.status}: {answer.message}")
         self._receive(memory)

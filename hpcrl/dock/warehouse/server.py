@@ -18,6 +18,7 @@ import msgspec
 
 from hpcrl.credentials import Credentials, read_token
 from hpcrl.daemon_threads import run_process
+from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.errors import HpcrlError
 from hpcrl.gate import Gate
@@ -73,8 +74,8 @@ class WarehouseServer:
                 return False
             data = await reader.readexactly(length)
         try:
-            request = msgspec.msgpack.decode(data, type=Request)
-        except (msgspec.DecodeError, RecursionError) as error:
+            request = decode_msgpack(data, Request)
+        except msgspec.DecodeError as error:
             writer.write(frame(Answer(400, f"this is no request: {error}")))
             return False
         peer = writer.get_extra_info("peername")

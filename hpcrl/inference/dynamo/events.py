@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.decoding import decode_msgpack
+
 __all__ = ["SaltedEvents", "Salts"]
 
 _log = logging.getLogger(__name__)
@@ -89,7 +91,7 @@ class SaltedEvents:
 
     def _named(self, payload: bytes) -> bytes:
         try:
-            time_s, events, *rest = msgspec.msgpack.decode(payload)
+            time_s, events, *rest = decode_msgpack(payload)
             return msgspec.msgpack.encode([time_s, [self._salts.name(event) for event in events], *rest])
         except (msgspec.DecodeError, ValueError, TypeError, KeyError) as error:
             _log.warning("KV events of %s cannot be read: %s", self._source, error)

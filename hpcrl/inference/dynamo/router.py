@@ -21,7 +21,7 @@ from aiohttp import web
 
 from hpcrl.answer_frames import MEDIA_TYPE
 from hpcrl.daemon_threads import run_process
-from hpcrl.decoding import prepared
+from hpcrl.decoding import decode_json
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
 from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEngineError, Selection
@@ -161,7 +161,7 @@ class Front:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         try:
-            prompt = msgspec.json.decode(body, type=prepared(_Prompt))
+            prompt = decode_json(body, _Prompt)
         except msgspec.DecodeError as error:
             return web.Response(status=400, text=f"the request cannot be read: {error}")
         session = request.headers.get("x-session-id")

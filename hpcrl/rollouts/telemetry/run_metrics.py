@@ -18,6 +18,8 @@ import aiohttp
 __all__ = ["MetricsPart", "merge", "read_run", "read_text"]
 
 _TIMEOUT_S = 3.0
+_MAX_BYTES = 16 << 20
+"""Maximum size of the text of one part."""
 _METRICS_PORTS = {"router": 1, "store": 2}
 """How far above its first port a role serves its metrics (`hpcrl.planning`)."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?(\s+\S.*)$")
@@ -85,10 +87,17 @@ def _above(url: str, ports: int) -> str:
 
 
 async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
-    """A Prometheus text; None where there is none within three seconds."""
+    """A Prometheus text; None where there is none within three seconds, or it has no end."""
     try:
         async with http.get(url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), allow_redirects=False) as answer:
-            return await answer.text() if answer.status == 200 else None
+            if answer.status != 200:
+                return None
+            text = bytearray()
+            async for piece in answer.content.iter_any():
+                text += piece
+                if len(text) > _MAX_BYTES:
+                    return None
+            return text.decode()
     except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError):
         return None
 

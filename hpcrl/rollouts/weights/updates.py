@@ -14,6 +14,7 @@ from hpcrl.errors import DeadlineError, HandoffError, PeerLostError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
+from hpcrl.rollouts.engines.update_answer import check_update_answer
 from hpcrl.rollouts.weights.canary import CanaryCheck
 from hpcrl.rollouts.weights.exchange import begin, bytes_of, exchange, only_reads, wait_staged
 from hpcrl.rollouts.weights.proof import ProofCheck, WrongWeightsError
@@ -398,6 +399,7 @@ class WeightUpdater:
         info[SESSION] = [self._attempt, time.time_ns()]
         await begin(engine.client, limit_s=limit, session=info[SESSION])
         answer = await control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=limit)
+        answer = check_update_answer(engine.name, answer, asked=version)
         in_place = "version" not in answer
         if in_place:  # vLLM has only begun to read
             await wait_staged(engine.client, info["path"], limit_s=limit, call_s=self._pace.floor_s)

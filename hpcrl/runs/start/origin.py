@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl import lost_answers
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import CheckpointError, HandoffError, RunFailedError, UsageError
 from hpcrl.fs import fsync_dir
@@ -166,7 +167,7 @@ def make_start_model(source: ModelOrigin, target: Path) -> None:
     try:
         handoff = Handoff.open(Path(source.origin.path))
         handoff.verify(content=True)
-        target.mkdir()
+        lost_answers.make_own_directory(target)
         for name in handoff.manifest.files:
             if name != MANIFEST:
                 _link(handoff.path / name, target / name)
@@ -177,7 +178,7 @@ def make_start_model(source: ModelOrigin, target: Path) -> None:
 
 def _link(source: Path, target: Path) -> None:
     try:
-        os.link(source, target)
+        lost_answers.link(source, target)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
             raise

@@ -106,7 +106,8 @@ def version_bytes(run: RunDir, versions: list[int]) -> int:
 def _existing(run: RunDir, store: HandoffStore, version: int | None) -> int:
     versions = store.versions()
     if version is None and versions:
-        return versions[-1]
+        newest = store.newest()
+        return versions[-1] if newest is None else newest
     if version is None or version not in versions:
         there = f"there are {', '.join(map(str, versions))}" if versions else "there are none"
         raise HandoffError(f"{version or 'the newest'} is no version of {run.name}\n    hint: {there}")

@@ -173,7 +173,8 @@ async def save_now(run: RunDir, attempt: int, *, timeout_s: float) -> int | None
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         # a filesystem that fails for a moment is asked again
-        with contextlib.suppress(OSError):
+        # so is one whose answer cannot be read yet
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             # a listing, because an NFS client may remember for a minute that a name did not exist
             if answer.name in await asyncio.to_thread(os.listdir, answer.parent):
                 step: int | None = msgspec.json.decode(await asyncio.to_thread(answer.read_bytes))["step"]

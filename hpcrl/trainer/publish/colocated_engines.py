@@ -10,12 +10,21 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hpcrl.daemon_threads import DaemonExecutor
+from hpcrl.decoding import decode_json
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.weights.handover import HandoverLayer
 
 __all__ = ["ColocatedEngines"]
 
 _RETRY_S = 0.2
+
+
+_MAX_BYTES = 1 << 20
+"""Maximum size of an answer of an engine."""
+
+
+class _DeviceBytes(msgspec.Struct, frozen=True):
+    device_bytes: int
 
 
 class ColocatedEngines:
@@ -86,7 +95,10 @@ class ColocatedEngines:
 
     def _bytes(self, path: str, body: bytes = b"") -> int:
         answers = self._all("POST", path, body)
-        return sum(msgspec.json.decode(answer, type=dict[str, int])["device_bytes"] for answer in answers)
+        try:
+            return sum(decode_json(answer, _DeviceBytes).device_bytes for answer in answers)
+        except msgspec.DecodeError as error:
+            raise HandoffError(f"an engine's answer to {path} cannot be read: {error}") from error
 
     def _all(self, method: str, path: str, body: bytes = b"") -> list[bytes]:
         return list(self._pool.map(lambda url: self._one(url, method, path, body), self._urls))
@@ -97,7 +109,7 @@ class ColocatedEngines:
         try:
             connection.request(method, path, body=body, headers=self._headers)
             answer = connection.getresponse()
-            data = answer.read()
+            data = answer.read(_MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise PeerLostError(f"the engine at {url} cannot be reached: {error}") from error
         finally:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.trainer.publish.sources import Form, Source
+from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
 from hpcrl.weights.format.quantize import BLOCK
-from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import Runs
 
 __all__ = ["Alike", "Overlaps", "cut_regions", "find_overlaps", "find_runs"]

@@ -18,9 +18,9 @@ from hpcrl.modeling.hf import HfAdapter
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
 from hpcrl.trainer.publish.sources import Source, find_sources
+from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout, layout_shards
 from hpcrl.weights.format.quantize import QuantisedModules
-from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 from hpcrl.weights.format.units import UnitTable, assign_units
 from hpcrl.weights.write.own_units import OwnUnit, UnitChunk
 

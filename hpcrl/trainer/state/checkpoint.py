@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from hpcrl import lost_answers
 from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.errors import CheckpointError, PeerLostError
 from hpcrl.fs import FileRecord
@@ -271,7 +272,7 @@ class _HashedFiles(FileSystem):
         Path(path).mkdir(exist_ok=True)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        lost_answers.rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 

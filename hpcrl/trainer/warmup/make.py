@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from hpcrl import lost_answers
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
 from hpcrl.errors import HpcrlError, UsageError, refusal
 from hpcrl.fs import StagedDirectory, write_json
@@ -174,12 +175,12 @@ def _appear(stage: StagedDirectory) -> None:
     old = StagedDirectory(stage.target, token=f"replaced-{os.getpid()}")
     replaced = stage.target.exists()
     if replaced:
-        os.rename(stage.target, old.path)
+        lost_answers.rename(stage.target, old.path)
     try:
         stage.commit()
     except BaseException:
         if replaced:
-            os.rename(old.path, stage.target)
+            lost_answers.rename(old.path, stage.target)
         raise
     old.discard()
 

@@ -8,8 +8,11 @@ what it fetched, and equal tensors have equal hashes in all versions.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,6 +21,7 @@ import xxhash
 
 from hpcrl.errors import HandoffError
 from hpcrl.fs import FileRecord, decode_versioned
+from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 
 __all__ = [
     "CHUNK_BYTES",
@@ -29,6 +33,7 @@ __all__ = [
     "Manifest",
     "Piece",
     "TensorRecord",
+    "WrongManifestError",
     "chunk_digests",
     "content_digest",
     "hash_chunks",
@@ -40,6 +45,13 @@ CHUNK_BYTES = 4 << 20
 """Chunk size of what this code publishes; a reader takes it from the manifest."""
 
 _DIGEST_HEX = 32  # XXH3-128 in hexadecimal
+
+_MAX_NUMBER = 2**53
+"""Of sizes, offsets and dimensions: JSON of other programs has no larger ones, and no file is as long."""
+_MAX_VERSION = 2**31 - 1
+"""Versions of tokens are int32."""
+_NUMBERED = re.compile(r"(?:.*[^a-z0-9])?v([0-9]{6,})", re.DOTALL)
+"""Name of a version's directory, also while the collector hides it."""
 
 Kind = Literal["full", "fp8", "delta", "lora"]
 
@@ -169,18 +181,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def problems(self) -> Iterator[str]:
         """Yield one sentence for each contradiction, so that readers may rely on offsets, names and lengths."""
-        if self.chunk_bytes < 1:
-            yield f"chunk_bytes is {self.chunk_bytes}"
+        numbers = list(self._number_problems())
+        yield from numbers
+        if numbers:
             return
         has_parent = self.kind in ("delta", "lora")
         if has_parent != (self.parent is not None) or self.parent != (self.needs or (None,))[-1]:
             yield f"kind {self.kind}, parent {self.parent} and needs {list(self.needs)} do not fit each other"
         if (self.kind == "lora") != (self.parent_xxh3_128 is not None):
             yield f"kind {self.kind} and parent_xxh3_128 {self.parent_xxh3_128} do not fit each other"
-        if any(version >= self.version for version in self.needs):
-            yield "it needs a version that is not older"
+        if any(later <= earlier for earlier, later in pairwise((*self.needs, self.version))):
+            yield f"version {self.version} needs {list(self.needs)}: each must be older than the next"
         for name in self.files:
-            if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST):
+            if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST) or not name.isprintable():
                 yield f"{name!r} is no name of a file of a version"
         ends: dict[str, int] = {}
         for file, tensors in self.tensors_by_file().items():
@@ -193,6 +206,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                     yield f"tensor {name} does not begin where the one before it ends"
                 ends[file] = tensor.offset + tensor.bytes
         yield from self._length_problems(ends)
+
+    def _number_problems(self) -> Iterator[str]:
+        """Yield one sentence for each number that is none of what it stands for."""
+        if not 1 <= self.chunk_bytes <= _MAX_NUMBER:
+            yield f"chunk_bytes is {_shown(self.chunk_bytes)}"
+        for version in (self.version, *self.needs):
+            if not 0 <= version <= _MAX_VERSION:
+                yield f"{_shown(version)} is no version"
+        for name, file in self.files.items():
+            if not 0 <= file.bytes <= _MAX_NUMBER:
+                yield f"{name} cannot have {_shown(file.bytes)} bytes"
+        for name, tensor in self.tensors.items():
+            if not all(0 <= number <= _MAX_NUMBER for number in (tensor.offset, tensor.bytes, *tensor.shape)):
+                yield f"tensor {name} has a size or an offset that is none"
+            elif tensor.dtype not in SAFETENSORS_DTYPES:
+                yield f"tensor {name} has dtype {tensor.dtype!r}, which is not known"
+            elif math.prod(tensor.shape) * SAFETENSORS_DTYPES[tensor.dtype][1] != tensor.bytes:
+                yield f"tensor {name} has {tensor.bytes} bytes, and not those of {tensor.dtype} {list(tensor.shape)}"
+        for name, pieces in self.changes.items():
+            if not all(0 <= number <= _MAX_NUMBER for piece in pieces for number in (piece.offset, piece.bytes)):
+                yield f"changes of tensor {name} have a size or an offset that is none"
 
     def _length_problems(self, ends: dict[str, int]) -> Iterator[str]:
         by_file = self.tensors_by_file()
@@ -213,6 +247,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             for piece in pieces:
                 if piece.file not in self.files or piece.offset + piece.bytes > self.files[piece.file].bytes:
                     yield f"changes of tensor {name} lie outside of {piece.file}"
+
+
+class WrongManifestError(HandoffError):
+    """A manifest was read and contradicts itself or its place: nobody can use the version, now or later."""
 
 
 class Handoff:
@@ -238,6 +276,8 @@ class Handoff:
         ------
         HandoffError
             It is not a complete version of a format this code knows.
+        WrongManifestError
+            It contradicts itself, or is of another version than its directory, which somebody has copied.
         """
         try:
             text = (path / MANIFEST).read_bytes()
@@ -245,7 +285,19 @@ class Handoff:
             raise HandoffError(f"{path} is no published version: it has no {MANIFEST}") from error
         except OSError as error:
             raise HandoffError(f"{path / MANIFEST} cannot be read: {error}") from error
-        return cls(path, decode_manifest(text, str(path)))
+        return cls.decoded(path, text)
+
+    @classmethod
+    def decoded(cls, path: Path, text: bytes) -> Handoff:
+        """Return the version in ``path`` whose manifest was read already; errors as for `open`."""
+        manifest = decode_manifest(text, str(path))
+        named = _NUMBERED.fullmatch(path.name)
+        if named is not None and int(named[1]) != manifest.version:
+            raise WrongManifestError(
+                f"{path}: {MANIFEST} is that of version {manifest.version}\n"
+                "    hint: a copy of a version under another number is none; remove it"
+            )
+        return cls(path, manifest)
 
     def verify(self, *, content: bool) -> None:
         """Compare files with the manifest: sizes only, or every byte with ``content``.
@@ -271,7 +323,9 @@ def decode_manifest(text: bytes, where: str) -> Manifest:
     Raises
     ------
     HandoffError
-        It is torn, of another format, or contradicts itself.
+        It is torn, or of another format.
+    WrongManifestError
+        It contradicts itself.
     """
     try:
         manifest = decode_versioned(text, Manifest, FORMAT_VERSION)
@@ -279,8 +333,13 @@ def decode_manifest(text: bytes, where: str) -> Manifest:
         raise HandoffError(f"{where}: {MANIFEST} cannot be read: {error}") from error
     problem = next(manifest.problems(), None)
     if problem is not None:
-        raise HandoffError(f"{where}: {MANIFEST} is wrong: {problem}")
+        raise WrongManifestError(f"{where}: {MANIFEST} is wrong: {problem}")
     return manifest
+
+
+def _shown(number: int) -> str:
+    """Return a number of any length for a message."""
+    return str(number) if abs(number) < 10**18 else "a number of more than 18 digits"
 
 
 def chunk_digests(data: memoryview | bytes | bytearray, chunk_bytes: int) -> str:
@@ -332,6 +391,8 @@ def _file_problem(path: Path, size: int, chunks: list[Chunk]) -> str | None:
                     return f"{path.name} does not have the content that the manifest says (at byte {chunk.offset})"
     except FileNotFoundError:
         return f"{path.name} is missing"
+    except ValueError as error:  # a name that no file can have
+        return f"{path.name!r} cannot be read: {error}"
     except OSError as error:
         return f"{path.name} cannot be read: {error}"
     return None

@@ -16,25 +16,30 @@ was deleting has another name and is never restored.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl import lost_answers
 from hpcrl.aside import collect_asides
 from hpcrl.errors import HandoffError
 from hpcrl.fs import fsync_dir
-from hpcrl.weights.format.manifest import Handoff
+from hpcrl.weights.format.manifest import Handoff, WrongManifestError
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import read_pins
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.visibility import HIDDEN_PREFIX
 
 __all__ = ["CollectReport", "Collector"]
+
+_log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(rf"{re.escape(HIDDEN_PREFIX)}v(\d{{6,}})")
 _DOOMED_PREFIX = ".removed-"
@@ -89,6 +94,7 @@ class Collector:
         self._store, self._watch = store, watch
         self._keep_last, self._settle_s, self._sleep = keep_last, settle_s, sleep
         self._needs: dict[int, tuple[int, ...]] = {}
+        self._wrong: set[int] = set()
 
     def plan(self, in_use: Collection[int] = ()) -> dict[int, str]:
         """Why each published version stays, by version; an empty reason means that it may go. Nothing is changed.
@@ -105,7 +111,7 @@ class Collector:
         """
         versions = self._store.versions()
         reasons = dict.fromkeys(versions, "")
-        for version in versions[len(versions) - min(self._keep_last, len(versions)) :]:
+        for version in islice((v for v in reversed(versions) if not self._is_wrong(v)), self._keep_last):
             reasons[version] = f"one of the newest {self._keep_last}"
         for version in in_use:
             reasons[version] = "in use by an engine"
@@ -132,6 +138,7 @@ class Collector:
 
     def _collect(self, in_use: Collection[int]) -> CollectReport:
         self._watch.forget_dead()
+        self._wrong.clear()
         self._needs.clear()  # a version may have been withdrawn and published anew
         reasons = self.plan(in_use)
         for version, reason in reasons.items():
@@ -150,9 +157,9 @@ class Collector:
                 raise
             restored, removed = self._decide(hidden, wanted)
         self._delete_doomed()
-        if versions := self._store.versions():
+        if (newest := self._store.newest()) is not None:
             # what a restart had put aside, and the run has published again
-            collect_asides(self._store.root, "v", up_to=versions[-1], keep=set(read_pins(self._store.root)))
+            collect_asides(self._store.root, "v", up_to=newest, keep=set(read_pins(self._store.root)))
         kept = {version: reason for version, reason in reasons.items() if reason}
         kept |= dict.fromkeys(restored, "leased or pinned while it was being removed")
         return CollectReport(removed, dict(sorted(kept.items())), restored)
@@ -162,7 +169,7 @@ class Collector:
     def _hide(self, version: int) -> None:
         """Rename a version so that no reader finds it (step H)."""
         with contextlib.suppress(FileNotFoundError):  # withdrawn by the trainer meanwhile
-            os.rename(self._store.path_of(version), self._hidden_path(version))
+            lost_answers.rename(self._store.path_of(version), self._hidden_path(version))
 
     def _wanted(self, hidden: Collection[int], in_use: Collection[int]) -> set[int]:
         """Step C: which versions are held now, with what they need. A version published meanwhile counts, too."""
@@ -189,7 +196,7 @@ class Collector:
     def _restore(self, version: int) -> bool:
         """Give a hidden version its name back; False where the name was given to a new one."""
         try:
-            os.rename(self._hidden_path(version), self._store.path_of(version))
+            lost_answers.rename(self._hidden_path(version), self._store.path_of(version))
         except OSError:
             if self._store.path_of(version).exists():
                 return False
@@ -201,7 +208,7 @@ class Collector:
         """From here on it cannot come back: it is deleted file by file."""
         with contextlib.suppress(FileNotFoundError):
             name = f"{_DOOMED_PREFIX}v{version:06d}-{uuid.uuid4().hex[:8]}"
-            os.rename(self._hidden_path(version), self._store.root / name)
+            lost_answers.rename(self._hidden_path(version), self._store.root / name)
 
     def _delete_doomed(self) -> None:
         """Delete what was doomed, also by a collector that died over it."""
@@ -224,10 +231,22 @@ class Collector:
                 reasons.setdefault(version, f"leased by {record.reader}")
         return reasons
 
+    def _is_wrong(self, version: int) -> bool:
+        """Return whether the manifest contradicts itself or its directory: no reader will ever have the version.
+
+        HandoffError where it cannot be read now.
+        """
+        self._needed_by(version)
+        return version in self._wrong
+
     def _needed_by(self, version: int) -> tuple[int, ...]:
         if version not in self._needs:
             try:
                 self._needs[version] = self._store.open(version).manifest.needs
+            except WrongManifestError as error:
+                _log.warning("nobody can read version %d, so it needs nothing: %s", version, error)
+                self._wrong.add(version)
+                self._needs[version] = ()
             except HandoffError as error:
                 if version not in self._store.versions():
                     return ()  # withdrawn meanwhile

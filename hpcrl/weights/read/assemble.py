@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from hpcrl.errors import HandoffError
+from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests
-from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 
 __all__ = ["Read", "ServedVersion", "StoredTensor", "assemble"]
 
@@ -84,6 +84,11 @@ def assemble(
             raise HandoffError(f"{final.path} and {handoff.path} are of different histories: their needs differ")
     if whole.manifest.tensors.keys() != final.manifest.tensors.keys():
         raise HandoffError(f"{final.path} and {whole.path} differ in their tensors")
+    for handoff in deltas:
+        for name, record in handoff.manifest.tensors.items():
+            first = whole.manifest.tensors.get(name)
+            if first is None or (first.dtype, first.shape) != (record.dtype, record.shape):
+                raise HandoffError(f"{handoff.path} and {whole.path} differ in dtype or shape of tensor {name}")
     versions = [handoff.version for handoff in chain]
     known = versions.index(served.version) if deltas and served is not None and served.version in versions else None
     for file, records in whole.manifest.tensors_by_file().items():
@@ -99,7 +104,8 @@ def assemble(
                 for delta in todo:
                     _apply(delta, name, view, read)
                 _check(final, name, view)
-            elif check_all:
+            elif check_all or final.manifest.tensors[name].xxh3_128 != record.xxh3_128:
+                # no delta has changes of it: then its content is that of the whole version, whatever a manifest says
                 _check(final, name, view)
             yield StoredTensor(name, final.manifest.tensors[name], view)
 

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from hpcrl.errors import UsageError
+from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
-from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
 
 __all__ = ["ModelFiles", "StoredBlock"]
 

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from hpcrl import lost_answers
 from hpcrl.procfs import boot_id, is_alive, read_process
 
 __all__ = ["Owner", "OwnerLock", "living", "myself"]
@@ -91,7 +92,7 @@ class OwnerLock:
         mine = self._name(max(generations, default=0) + 1)
         try:
             temporary.write_text(str(myself()))
-            os.link(temporary, mine)
+            lost_answers.link(temporary, mine)
         except FileExistsError:
             return False
         finally:

@@ -19,7 +19,7 @@ from hpcrl.credentials import TOKEN_FILE, ensure_token, read_token
 from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HandoffError, HpcrlError
 from hpcrl.gate import Gate
-from hpcrl.weights.format.manifest import MANIFEST, Handoff, decode_manifest
+from hpcrl.weights.format.manifest import MANIFEST, Handoff
 from hpcrl.weights.format.segments import Segment, SegmentMap
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.readers import Registration
@@ -283,7 +283,7 @@ class Subscriber:
 
     def _open(self, version: int) -> Handoff:
         path = self._store.path_of(version)
-        return Handoff(path, decode_manifest(read_small(path / MANIFEST), str(path)))
+        return Handoff.decoded(path, read_small(path / MANIFEST))
 
     # -- sharing
 

@@ -6,6 +6,7 @@ that is thought dead and is not can publish nothing, replace nothing and withdra
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.visibility import HIDDEN_PREFIX, missing_names
 
 __all__ = ["COMPANION_FILES", "HandoffWriter", "ParentGoneError", "ShardResult"]
+
+_log = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 #: what a model directory needs beside weights; copied from the start model where present
@@ -190,6 +193,9 @@ class HandoffWriter:
             if problem is not None:
                 raise HandoffError(f"version {version} was not published, its manifest would be wrong: {problem}")
             write_json(stage / MANIFEST, manifest)
+            if version in self.store.versions() and not self.store.is_published(version):
+                _log.warning("%s was no version, and is put aside", self.store.path_of(version))
+                self.put_aside(version)
             self.fence.commit(_name(version), replace=False)
         except BaseException as error:
             self.discard(version)

@@ -14,14 +14,20 @@ import numpy as np
 import pytest
 import torch
 from embedded_client import Client
-from engine_helpers import forward, logprob_error, random_model, tiny_glm_arch
+from engine_helpers import (
+    forward,
+    logprob_error,
+    random_model,
+    tiny_glm_arch,
+    tiny_gpt_oss_arch,
+    tiny_nemotron_arch,
+)
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.models.arch import GptOssArch, NemotronHArch
 
 TOLERANCE = 1e-4
 
@@ -150,26 +156,7 @@ def test_chosen_tokens_are_those_of_the_plain_forward_pass(start: StartEngine) -
 
 def test_states_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
     """Nemotron 3: rows are used again, prompts come in pieces, and who lost its blocks is computed again."""
-    arch = NemotronHArch(
-        vocab_size=103,
-        hidden_size=32,
-        num_hidden_layers=5,
-        layers_block_type=("mamba", "moe", "attention", "mlp", "mamba"),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        moe_intermediate_size=16,
-        moe_shared_expert_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        mamba_num_heads=4,
-        mamba_head_dim=8,
-        n_groups=2,
-        ssm_state_size=8,
-        chunk_size=8,
-        max_position_embeddings=256,
-    )
+    arch = tiny_nemotron_arch()
     model = random_model(arch, 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -188,19 +175,7 @@ def test_states_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
 
 def test_windows_and_sinks_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
     """gpt-oss: prompts longer than the window, in pieces, with prefix hits and preemption."""
-    arch = GptOssArch(
-        vocab_size=103,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=11,
-        max_position_embeddings=256,
-    )
+    arch = tiny_gpt_oss_arch()
     model = random_model(arch, 1)
     client = start(model, num_blocks=64, max_num_batched_tokens=24)
     base = prompts_of(1, 30, 30)[0]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from embedded_client import Client
-from engine_helpers import logprob_error
+from engine_helpers import logprob_error, random_model, tiny_arch, tiny_glm_arch, tiny_gpt_oss_arch, tiny_nemotron_arch
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
@@ -116,19 +116,32 @@ def test_an_engine_in_which_nothing_runs_together_ends(client: Client, monkeypat
     assert isinstance(client.engine.failure, MemoryError)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+ARCHS = {"qwen": tiny_arch, "glm": tiny_glm_arch, "gpt-oss": tiny_gpt_oss_arch, "nemotron": tiny_nemotron_arch}
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "prompt_logprobs"),
+    [("qwen", NAN, None), ("qwen", INF, 0), ("glm", NAN, 0), ("gpt-oss", NAN, None), ("nemotron", INF, None)],
+)
 def test_logits_that_are_no_numbers_are_an_error_of_their_request(
-    tiny: tuple[Path, Decoder], value: float, prompt_logprobs: int | None
+    family: str, value: float, prompt_logprobs: int | None
 ) -> None:
-    broken = copy.deepcopy(tiny[1])
+    model = random_model(ARCHS[family](), 1)
+    whole = client_of(model)
+    known = {token for output in whole.run(PROMPTS, temperature=0.0) for token in output.token_ids}
+    whole.engine.stop()
+    poison = max(set(range(103)) - known)
+    broken = copy.deepcopy(model)
     with torch.no_grad():
-        broken.embed_tokens.weight[POISON, 3] = value
+        broken.embed_tokens.weight[poison, 3] = value
     client = client_of(broken)
     try:
         good = [client.submit(prompt, temperature=0.0) for prompt in PROMPTS]
         bad = [
-            client.submit([POISON, *prompt], prompt_logprobs=prompt_logprobs, stream=i == 0)
+            client.submit([poison, *prompt], prompt_logprobs=prompt_logprobs, stream=i == 0)
             for i, prompt in enumerate(PROMPTS[:3])
         ]
         for request in bad:
@@ -136,7 +149,7 @@ def test_logits_that_are_no_numbers_are_an_error_of_their_request(
             assert output.finish_reason == "error"
             assert "logits of its model are not finite" in str(output.error)
             assert output.token_ids == output.logprobs == []
-        check_well(tiny[1], PROMPTS, [client.result(request) for request in good])
+        check_well(model, PROMPTS, [client.result(request) for request in good])
         # nor is their KV there for others
         engine = client.engine
         cached = engine.call(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import random
+import time
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +20,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from harness import make_run, running
+from patience import wait_for
 from start_models import TINY_CONFIG
 from stub_engine import EOS, StubEngine, npy, npy_bytes
 
@@ -26,8 +30,13 @@ from hpcrl.rollouts.engines import unusable
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.limits import AnswerLimits
+from hpcrl.rollouts.engines.routed_pool import RoutedPool
+from hpcrl.rollouts.engines.router_client import RouterClient
+from hpcrl.rollouts.engines.update_answer import check_update_answer
+from hpcrl.rollouts.supervised import Supervised
 from hpcrl.rollouts.telemetry.counters import Counters
-from hpcrl.runs.role import Complaint
+from hpcrl.runs.events import EventWriter
+from hpcrl.runs.role import Complaint, RoleContext
 from hpcrl.runs.rundir import RunDir
 
 JSON = "application/json"
@@ -262,6 +271,110 @@ async def test_a_fleet_that_recovers_from_nonsense_goes_on(tmp_path: Path, quick
         assert loop.orchestrator._counters.unusable_answers > 4
 
 
+class Front(RouterClient):
+    """A router that hands on unusable answers, whose engines can be asked themselves."""
+
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        raise EngineProtocolError("router: an answer cannot be read")
+
+
+class Side(EngineClient):
+    """An engine that answers each request with ``error``, or well."""
+
+    def __init__(self, name: str, error: EngineError | None) -> None:
+        super().__init__(None, name=name, url=f"http://{name}")  # type: ignore[arg-type]
+        self.error = error
+
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("broken", [(), (1,), (0, 2)])
+async def test_behind_a_router_each_engine_is_asked_whose_the_answers_were(
+    tmp_path: Path, quick: None, monkeypatch: Any, broken: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(unusable, "PATIENCE_S", 0.0)
+    told: list[str] = []
+    wrong = EngineProtocolError("an answer cannot be read")
+    away = EngineError("nobody listens", unreachable=True)
+    sides = [Side(f"engine-{i}", wrong if i in broken else None) for i in range(3)] + [Side("engine-3", away)]
+    pool = RoutedPool(
+        sides,
+        router=Front(None, name="router", url="http://router"),  # type: ignore[arg-type]
+        events=EventWriter(make_run(tmp_path), attempt=1, writer="test"),
+        counters=Counters(),
+        request_timeout_s=1.0,
+        max_retries=0,
+        on_unusable=lambda engine, why: told.append(engine.name),
+    )
+    for engine in pool.engines:
+        engine.serve(1, proved_s=0.0)
+        engine.end_exchange()
+    pool._routed = set(pool.engines)
+    await pool.notify()
+
+    async def salt() -> str:
+        return "1"
+
+    for group in range(4):
+        with pytest.raises(EngineProtocolError):
+            await pool.generate(pool.session(f"group-{group}"), [5], PARAMS, cache_salt=salt)
+    assert told == ([f"engine-{i}" for i in broken] or ["router"])
+    assert [engine.away for engine in pool.engines] == [i in broken for i in range(4)]
+
+
+def test_who_complains_about_the_router_names_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    supervised = Supervised(RoleContext(run, attempt=1, role="orchestrator", replica=0, rank=0))
+    for name in ("router", "decode-2"):
+        supervised.restart_engine(engine_pool.Engine(Side(name, None)), "answers nonsense")
+    # they are written by a thread
+    found = wait_for(lambda: len(read := Complaint.read_all(run, 1)) == 2 and read, 10.0, "complaints")
+    assert sorted((complaint.role, complaint.replica) for complaint in found) == [("decode", 2), ("router", 0)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"version": "7"},
+        {"version": -1},
+        {"version": 8},
+        {"version": 10**400},
+        {"version": None},
+        {"skipped": 3},
+        {"skipped": [{"version": 6}]},
+        {"skipped": [{"version": "6", "reason": "torn"}]},
+        {"skipped": [{"version": 6, "reason": "x" * 100_000}]},
+    ],
+)
+def test_a_damaged_answer_to_a_weight_update_is_refused(answer: dict[str, Any]) -> None:
+    good = {"version": 6, "skipped": [{"version": 7, "reason": "torn"}], "message": "Weights updated"}
+    assert check_update_answer("engine-0", good, asked=7) == good
+    assert check_update_answer("engine-0", {}, asked=7) == {}
+    with pytest.raises(EngineProtocolError, match="engine-0"):
+        check_update_answer("engine-0", answer, asked=7)
+
+
+async def test_an_answer_of_a_version_that_was_never_published_is_damaged(serve: Any, quick: None) -> None:
+    said, client = serve
+    said["answer"] = text(version="9")
+    pool = engine_pool.EnginePool([client], counters=Counters(), request_timeout_s=5.0, max_retries=0)
+    pool.engines[0].serve(1, proved_s=0.0)
+    pool.newest = 9
+
+    async def salt() -> str:
+        return "1"
+
+    answer = await pool.generate(pool.session("a"), [5, 6], PARAMS, cache_salt=salt)
+    assert answer.versions.tolist() == [9, 9]
+    pool.newest = 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unusable, "PATIENCE_S", 0.0)
+        with pytest.raises(EngineProtocolError, match="there is none above 8"):
+            await pool.generate(pool.session("b"), [5, 6], PARAMS, cache_salt=salt)
+
+
 async def test_only_nonsense_that_lasts_fails_a_request(serve: Any, quick: None, monkeypatch: Any) -> None:
     said, client = serve
     said["answer"] = DAMAGED["a log-probability of 55, text"]
@@ -307,3 +420,80 @@ def test_unusable_answers_are_counted_by_prompt_within_a_window(monkeypatch: Any
         now[0] = at
         found.append(counts.note(engine, prompt))
     assert found == [0, 0, 0, 0, 0, 0, 0, 4, 0]
+
+
+# -- any damage
+
+
+def damaged(rng: random.Random) -> tuple[str, bytes]:
+    """An answer with other values, flipped bits, a part of it, or bytes by chance."""
+    numbers = [0, 1, 2, -1, 49, 50, 2**31, 2**63, 2**64 - 1]
+    floats = [0.0, -1.0, 1e-9, 5.0, -9999.0, -1e300, float("nan"), float("-inf"), -0.0]
+    changes: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        changes["tokens"] = [rng.choice(numbers) & 0x7FFFFFFF for _ in range(rng.choice([0, 1, 2, 2, 3]))]
+    if rng.random() < 0.4:
+        changes["logprobs"] = [rng.choice(floats) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
+    if rng.random() < 0.3:
+        changes["version"] = rng.choice(["0", "1", "-1", "x", "", "9" * 5000, "2147483648", "\u0663", " 1"])
+    if rng.random() < 0.3:
+        shape = rng.choice([(4, 2, 3), (3, 2, 3), (5, 2, 3), (4, 3, 2), (0, 2, 3), (4, 6), (4, 2, 3, 1)])
+        changes["rows"] = np.full(shape, rng.choice([0, 7, 8, 255]), rng.choice(["u1", "<u2", "<i8", "<f4"]))
+    if rng.random() < 0.2:
+        spans = [{"version": "1", "start": rng.choice(numbers), "end": rng.choice(numbers[:-1])} for _ in range(2)]
+        changes["weight_versions"] = spans[: rng.randrange(3)]
+    if rng.random() < 0.2:
+        changes["finish_reason"] = rng.choice([None, "stop", "abort", "", "x" * 9000])
+    kind, body = rng.choice([framed, text])(**changes)
+    data = bytearray(body)
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    if rng.random() < 0.1:
+        del data[rng.randrange(len(data)) :]
+    if rng.random() < 0.05:
+        data = bytearray(rng.randbytes(rng.randrange(200)))
+    return kind, bytes(data)
+
+
+def check_taken(found: Any) -> None:
+    """What is trained on: as many of each as there are tokens, all of them possible."""
+    count = len(found.token_ids)
+    assert 1 <= count <= 2
+    assert [len(found.logprobs), len(found.versions)] == [count, count]
+    assert ((found.token_ids >= 0) & (found.token_ids < 50)).all()
+    assert (np.isfinite(found.logprobs) & (found.logprobs > -9999) & (found.logprobs < 0.01)).all()
+    assert (found.versions >= 0).all()
+    assert found.finish_reason in ("stop", "length")
+    assert found.experts is None or found.experts.shape == (2 + count, 2, 3)
+    assert found.experts is None or (found.experts.min() >= 0 and found.experts.max() < 8)
+
+
+async def fuzz(serve: Any, rng: random.Random, goes_on: Callable[[], bool]) -> int:
+    said, client = serve
+    done = 0
+    while goes_on():
+        kind, body = damaged(rng)
+        interval = rng.choice([msgspec.UNSET, 1])
+        if interval == 1 and kind == JSON:
+            kind, body = "text/event-stream", b"data: " + body + b"\n\n"
+        said["answer"] = kind, body
+        try:
+            check_taken(await ask(client, stream_interval=interval))
+        except EngineError:
+            pass
+        except BaseException as error:
+            raise AssertionError(f"{error!r} for {kind} {body[:1500]!r}") from error
+        done += 1
+    return done
+
+
+async def test_damaged_answers_are_refused_or_of_a_working_engine(serve: Any) -> None:
+    left = iter(range(300))
+    assert await fuzz(serve, random.Random(11), lambda: next(left, None) is not None) == 300
+
+
+@pytest.mark.campaign
+async def test_damaged_answers_for_a_while(serve: Any) -> None:
+    seed = int(os.environ.get("HPCRL_FUZZ_SEED", time.time_ns()))
+    end = time.monotonic() + 45.0
+    print(f"HPCRL_FUZZ_SEED={seed}: {await fuzz(serve, random.Random(seed), lambda: time.monotonic() < end)} answers")

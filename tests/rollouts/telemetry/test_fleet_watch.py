@@ -165,6 +165,9 @@ async def test_an_engine_that_is_gone_is_told_with_the_reason(tmp_path: Path) ->
 def test_a_text_that_is_not_an_engines_says_nothing() -> None:
     assert EngineReading.of("vllm:num_requests_running 1\n", 0.0) is None
     assert EngineReading.of("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc none\n", 0.0) is None
+    for number in ("NaN", "+Inf", "-Inf", "1e400", "-3", "9" * 5000):
+        text = f"vllm:num_requests_running {number}\nvllm:kv_cache_usage_perc 0.5\n"
+        assert EngineReading.of(text, 0.0) is None, number
     ranks = "".join(
         f'vllm:{name}{{engine="{rank}"}} {value}\n'
         for rank, (running_now, kv) in enumerate([(3, 0.25), (5, 0.75)])

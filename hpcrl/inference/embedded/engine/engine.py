@@ -368,13 +368,13 @@ class Engine:
         scheduler.advance(step)
         filled, scheduler.filled = scheduler.filled, []
         result = self._runner.sample(step, inputs, logits, selected)
-        if result.broken:
-            self._fail_broken(result.broken)
-        elif self._share is not None and filled:
+        if self._share is not None and filled and not result.broken:
             self._share([(key, self.cached.content(block)) for block, key in filled])
         if len(result.rows):
             self._suspects.worked()
         self._collect(result)
+        if result.broken:
+            self._judge_broken([self._rows.request(row) for row in result.broken])
         metrics.iteration_tokens.observe(int(step.counts.sum()))
         metrics.generation_tokens.inc(len(result.rows))
         for counter, total in (
@@ -384,15 +384,27 @@ class Engine:
         ):
             counter.set_total(total)
 
-    def _fail_broken(self, broken: list[int]) -> None:
-        """End sequences for which the model gives no numbers; several in a row end the engine."""
+    def _judge_broken(self, requests: list[EngineRequest]) -> None:
+        """End the sequence for which the model gives no numbers; of several in a step, find out which that is.
+
+        Zero times NaN is NaN: layers that compute more than they use carry it from one sequence of a step to others.
+
+        Raises
+        ------
+        ArithmeticError
+            There were several in a row: the engine is broken.
+        """
         error = ArithmeticError(
             "the engine is broken: logits of its model are not finite, because its weights are not, or overflow"
         )
-        for row in broken:
-            request = self._rows.request(row)
+        for request in requests:
             self._scheduler.distrust(request)
-            self._fail(request, error)
+        if len(requests) == 1:
+            self._suspects.found()
+            self._fail(requests[0], error)
+        else:
+            self._scheduler.preempt_all()
+            self._suspects.begin(requests)
         if self._suspects.failed():
             raise error
 

@@ -44,7 +44,12 @@ async def fetch_from_prefill(
         timeout = aiohttp.ClientTimeout(total=_FETCH_S)
         async with session.post(url, data=b"".join(keys), timeout=timeout, allow_redirects=False) as answer:
             answer.raise_for_status()
-            return form.open(keys, await answer.read())
+            data, most = bytearray(), len(keys) * form.sealed_bytes
+            async for piece in answer.content.iter_any():
+                data += piece
+                if len(data) > most:
+                    raise ValueError(f"more than the {most} bytes of {len(keys)} blocks came")
+            return form.open(keys, bytes(data))
     except (aiohttp.ClientError, OSError, ValueError) as error:
         _log.warning("a prompt is computed here, its KV was not to be had from %s: %s", url, error or type(error))
         return None
