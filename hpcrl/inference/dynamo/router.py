@@ -28,6 +28,7 @@ from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEn
 from hpcrl.inference.metrics import Counter, Gauge, Registry
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.serving import stop_serving
+from hpcrl.signals import handle_signals
 
 __all__ = ["Front", "front_apps", "main"]
 
@@ -230,8 +231,7 @@ def front_apps(front: Front, gate: Gate) -> tuple[web.Application, web.Applicati
 
 async def _serve(settings: argparse.Namespace, gate: Gate) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    handle_signals({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     selection = Selection(
         model=settings.model,
         block_size=settings.block_size,

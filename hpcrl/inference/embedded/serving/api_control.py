@@ -50,7 +50,7 @@ class ControlApi:
     ) -> None:
         self._turns = turns
         self._serving, self._engine, self._updater, self._metrics = serving, serving.engine, updater, metrics
-        self._proofs = Proofs(updater.has_tensor, updater.root)
+        self._proofs: Proofs | None = None
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -254,6 +254,7 @@ class ControlApi:
         if not number.isdecimal():
             raise bad_request(f"the number of a proof must be one, not {number!r}", "args")
         self._check_awake()
+        self._proofs = self._proofs or Proofs(self._updater.has_tensor, self._updater.root)
         asked = partial(_prove, self._proofs, Path(path), Path(before) if before else None, int(number))
         for _ in range(_PROOF_LOOKS):
             proof = await asyncio.wrap_future(self._engine.inspect_model(asked))
