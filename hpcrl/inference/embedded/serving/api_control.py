@@ -25,7 +25,7 @@ from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics
-from hpcrl.inference.proof import Proofs, Sample, rows_of, same_bits
+from hpcrl.inference.proof import Proofs, TensorSample, rows_of, same_bits
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
@@ -283,7 +283,7 @@ def _prove(proofs: Proofs, path: Path, before: Path | None, number: int, model: 
     """Compare with the served model, between two steps."""
     tensors: dict[str, Tensor] = {}
 
-    def compare(sample: Sample) -> bool:
+    def compare(sample: TensorSample) -> bool:
         if not tensors:
             tensors.update(published_tensors(model, model.adapter))
         return same_bits(sample.tensor, rows_of(sample, tensors[sample.name]))
