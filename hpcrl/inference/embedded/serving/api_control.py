@@ -113,7 +113,13 @@ class ControlApi:
         return json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
+        """Let requests run; with weights that a trainer has put here not before they are labelled."""
         self._check_awake()
+        if self._turns is not None and self._weights_here() != self._engine.weight_version:
+            raise UpdateOrderError(
+                f"the label {self._engine.weight_version!r} names other weights than those that are there "
+                f"({self._weights_here()!r}): call /update_weight_version first"
+            )
         await asyncio.wrap_future(self._engine.resume())
         return json_response({"status": "resumed"})
 
