@@ -254,9 +254,10 @@ def test_a_worker_proves_what_it_runs(server: Server, tmp_path: Path) -> None:
         for number in range(6):
             right, wrong = prove(server, path, other, number), prove(server, other, path, number)
             assert (right["state"], right["wrong"], right["decisive"]) == ("compared", [], True)
-            assert (wrong["state"], wrong["wrong"]) == ("compared", wrong["compared"])
+            # norms are the same in both: those that differ are looked at first
+            assert {"model.embed_tokens.weight", "lm_head.weight"} & set(wrong["wrong"])
             looked_at |= set(right["compared"])
-    assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"} & looked_at
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= looked_at
     server.ok("/update_weight_version", {"new_version": "61"})  # as nobody can in a run
     assert prove(server, one, two)["wrong"]
     assert prove(server, tmp_path / "weights" / "v000099", one)["state"] == "unknown"
