@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _MOST = 6.0
@@ -24,3 +26,15 @@ def wait_for(probe: Callable[[], Any], timeout_s: float, what: str, *, every_s: 
         assert waited_s < timeout_s * most, f"no {what} within {waited_s:.0f} s"
         time.sleep(every_s)
     return value
+
+
+def hold_reader(fifo: Path, timeout_s: float) -> int:
+    """Wait until somebody reads a FIFO, which then hangs until the returned descriptor is closed."""
+    deadline = time.monotonic() + timeout_s * patience()
+    while True:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)

@@ -29,7 +29,7 @@ from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
 from hpcrl.weights.proof import WeightsProof
 from hpcrl.weights.read.subscriber import ReaderSettings, Reading, Subscriber
 
-__all__ = ["Proofs", "Sample", "rows_of", "same_bits"]
+__all__ = ["Proofs", "TensorSample", "rows_of", "same_bits"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _SEGMENT_BYTES = 4 << 20
 """What is read at a time, and so the least that one sample costs."""
 
 
-class Sample(NamedTuple):
+class TensorSample(NamedTuple):
     """What an engine must have, as it was published: rows of a tensor from ``first_row`` on.
 
     Attributes
@@ -64,7 +64,7 @@ class _Samples(NamedTuple):
         Whether the version that was served before has other bytes there.
     """
 
-    samples: list[Sample]
+    samples: list[TensorSample]
     decisive: bool
 
 
@@ -85,7 +85,7 @@ class Proofs:
         self._reading: _SampleReading | None = None
 
     def prove(
-        self, path: Path, before: Path | None, number: int, compare: Callable[[Sample], bool | None]
+        self, path: Path, before: Path | None, number: int, compare: Callable[[TensorSample], bool | None]
     ) -> WeightsProof:
         """Begin to read, say that it is still being read, or compare.
 
@@ -246,7 +246,7 @@ def _in_parts(reading: Reading, record: TensorRecord) -> bool:
     return kind in ("full", "fp8") and record.dtype != FP8_DTYPE and len(record.shape) > 1
 
 
-def _read_samples(reading: Reading, chosen: Sequence[str], number: int) -> Iterator[Sample]:
+def _read_samples(reading: Reading, chosen: Sequence[str], number: int) -> Iterator[TensorSample]:
     """Samples as loading makes them from what is published (HandoffError where they cannot be read)."""
     records = _records(reading)
     whole = [name for name in chosen if records[name].bytes <= _SAMPLE_BYTES]
@@ -258,7 +258,9 @@ def _read_samples(reading: Reading, chosen: Sequence[str], number: int) -> Itera
     if reading.handoff.manifest.kind == "lora":
         adapter = Adapter(reading.chain, reading.tensors())
         stored = reading.base_tensors(frozenset(whole))
-        yield from (Sample(name, tuple(tensor.shape), 0, tensor.clone()) for name, tensor in adapter.merged(stored))
+        yield from (
+            TensorSample(name, tuple(tensor.shape), 0, tensor.clone()) for name, tensor in adapter.merged(stored)
+        )
         return
     scales = {name: scale_tensor(name, records[name].shape).name for name in whole if records[name].dtype == FP8_DTYPE}
     wanted = frozenset(whole) | frozenset(scales.values())
@@ -266,10 +268,10 @@ def _read_samples(reading: Reading, chosen: Sequence[str], number: int) -> Itera
     for name in whole:
         tensor = found[name]
         whole_tensor = dequantise(tensor, found[scales[name]]) if name in scales else tensor
-        yield Sample(name, tuple(records[name].shape), 0, whole_tensor)
+        yield TensorSample(name, tuple(records[name].shape), 0, whole_tensor)
 
 
-def _rows_of(reading: Reading, name: str, record: TensorRecord, number: int) -> Sample:
+def _rows_of(reading: Reading, name: str, record: TensorRecord, number: int) -> TensorSample:
     """Some rows of a large tensor, others in each proof."""
     row_bytes = record.bytes // record.shape[0]
     rows = max(1, min(record.shape[0], _SEGMENT_BYTES // row_bytes))
@@ -277,10 +279,10 @@ def _rows_of(reading: Reading, name: str, record: TensorRecord, number: int) -> 
     first = draw % (record.shape[0] - rows + 1)
     data = reading.read(reading.handoff.version, record.file, record.offset + first * row_bytes, rows * row_bytes)
     tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, record.dtype))
-    return Sample(name, tuple(record.shape), first, tensor.view(rows, *record.shape[1:]))
+    return TensorSample(name, tuple(record.shape), first, tensor.view(rows, *record.shape[1:]))
 
 
-def rows_of(sample: Sample, running: Tensor) -> Tensor:
+def rows_of(sample: TensorSample, running: Tensor) -> Tensor:
     """Return those rows of a whole tensor that a sample has."""
     return running[sample.first_row : sample.first_row + len(sample.tensor)] if running.dim() else running
 

@@ -107,7 +107,7 @@ class Orchestrator:
         BaseExceptionGroup
             With the error of the part that failed.
         """
-        endpoints = self._context.endpoints()
+        endpoints = await asyncio.to_thread(self._context.endpoints)
         address = urlsplit(endpoints.one("orchestrator"))
         host, port = str(address.hostname), int(address.port or 0)
         async with contextlib.AsyncExitStack() as stack:
@@ -169,7 +169,8 @@ class Orchestrator:
         self._state = await restored_state(self._context, self._recipe)
         self._order = DataOrder(self._recipe, self._environments)
         # first the fence: an orchestrator of an older attempt that is late must not write into the ledger
-        self._files = RolloutFiles.claim(self._context.run.rollouts_dir, self._context.attempt)
+        run, attempt = self._context.run, self._context.attempt
+        self._files = await asyncio.to_thread(RolloutFiles.claim, run.rollouts_dir, attempt)
         self._ledger = await asyncio.to_thread(open_ledger, self._context, self._recipe, self._state.step)
         self._state, self._restart, self._found = await take_up(self._ledger, self._state, self._order)
 

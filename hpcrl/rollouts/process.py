@@ -12,6 +12,7 @@ from hpcrl.log_thread import log_in_thread
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.runs.role import RoleContext
+from hpcrl.signals import handle_signals
 
 __all__ = ["first_error", "main", "prefer_event_loop"]
 
@@ -41,9 +42,7 @@ async def _main(context: RoleContext) -> None:
         orchestrator.stopping = True
         work.cancel()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    handle_signals({signal.SIGTERM: stop, signal.SIGINT: stop})
     try:
         await orchestrator.run()
     except asyncio.CancelledError:

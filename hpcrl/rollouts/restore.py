@@ -40,7 +40,7 @@ async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorSt
     decision = await _decision(context, recipe)
     if decision.step is None:
         return OrchestratorState.fresh(recipe)
-    entry = CheckpointLedger(context.run.checkpoints_dir).open(decision.step)
+    entry = await asyncio.to_thread(CheckpointLedger(context.run.checkpoints_dir).open, decision.step)
     state = OrchestratorState.decode(await asyncio.to_thread(entry.orchestrator_state))
     state.check(step=entry.step, seed=recipe.seed, group_size=recipe.rollouts.group_size)
     _log.info("restored step %d with %d finished groups", state.step, len(state.logged) + len(state.saved))
@@ -96,7 +96,7 @@ async def _decision(context: RoleContext, recipe: Recipe) -> RestoreDecision:
     path = restore_path(context.run, context.attempt)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while (decision := RestoreDecision.find(path)) is None:
+            while (decision := await asyncio.to_thread(RestoreDecision.find, path)) is None:
                 await asyncio.sleep(_POLL_S)
             if decision.refused:
                 raise PeerLostError("the trainer begins with nothing: no checkpoint can be restored")

@@ -27,6 +27,8 @@ _LAST_WORDS_HURRIED_S = 5.0
 """The same where Slurm ends us, or is to be asked for the requeue."""
 _REQUEUE_S = 7.0
 """Of the time until Slurm ends us this is kept for the request to be requeued, beside that for the last words."""
+_MEASURED_S = 3.0
+"""How long it may take to read how long saves took."""
 _SLACK_S = 2.0
 _LEAST_DRAIN_S = 3.0
 """With less the roles are left to Slurm, which ends them with the requeue."""
@@ -42,13 +44,13 @@ class Ending:
         """Drain, in the time that there is; where that is too short, the requeue is worth more than an end in order."""
         left_s = self._state.left_s
         if left_s is None:
-            await self._drain.all(save_s=self._save_limit_s())
+            await self._drain.all(save_s=await self._save_limit_s())
             return
         kept_s = _LAST_WORDS_HURRIED_S + (_REQUEUE_S if self._state.requeue else _SLACK_S)
         if left_s - kept_s < _LEAST_DRAIN_S and self._state.requeue:
             self._board.emit("supervisor.left_to_slurm", seconds=left_s)
             return
-        await self._drain.all(save_s=self._save_limit_s(), left_s=max(left_s - kept_s, 1.0))
+        await self._drain.all(save_s=await self._save_limit_s(), left_s=max(left_s - kept_s, 1.0))
 
     def conclude(self, cause: Cause | None) -> bool:
         """Enter the state that the attempt ends in; returns whether the next one begins at once."""
@@ -66,12 +68,13 @@ class Ending:
             _log.warning("no other attempt is made: whether it may be cannot be read: %s", error)
             return False
 
-    def _save_limit_s(self) -> float:
+    async def _save_limit_s(self) -> float:
         """How long the end waits for a checkpoint that is being written."""
         if self._state.asked_by_slurm:
             return _SAVE_PATIENCE_KILLED_S
         try:
-            save_s = longest_save_s(self._run)
-        except OSError:
+            async with asyncio.timeout(_MEASURED_S):
+                save_s = await asyncio.to_thread(longest_save_s, self._run)
+        except (TimeoutError, OSError):
             save_s = None
         return _SAVE_PATIENCE_S if save_s is None else max(_SAVE_PATIENCE_S, 2 * save_s)

@@ -7,12 +7,14 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hpcrl.config.plan import Plan
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
+from hpcrl.signals import handle_signals
 from hpcrl.supervisor.attempt_state import AttemptState
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.component import Component
@@ -64,10 +66,13 @@ class Notices:
 
     def listen(self) -> None:
         """Handle signals from now on."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._cancel, signum)
-        loop.add_signal_handler(signal.SIGUSR2, self._warned)
+        handle_signals(
+            {
+                signal.SIGTERM: partial(self._cancel, signal.SIGTERM),
+                signal.SIGINT: partial(self._cancel, signal.SIGINT),
+                signal.SIGUSR2: self._warned,
+            }
+        )
 
     async def look_at_clock(self, elapsed_s: float) -> None:
         """Whether it is time to save: a save that takes longer than Slurm's warning comes early must begin before it,

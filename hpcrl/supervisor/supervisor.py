@@ -22,6 +22,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.passing import patiently
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.reserve import keep_reserve
+from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.supervisor.attempt_state import AttemptState
@@ -52,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 _START_LIMIT_S = 60.0
 """How long an attempt waits for a filesystem that refuses it what it begins with."""
+_RECORDS_S = 5.0
+"""Timeout in seconds for what roles have said about their failures, at the end of an attempt."""
 _NODE_SIGNS = frozenset({CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL, CauseKind.NO_STEP})
 """Ends of a step that the loss of a node may have brought."""
 
@@ -129,7 +132,7 @@ class Supervisor:
             keeper.cancel()
         await self._notices.settle()
         stopped_at_s = time.time()
-        cause = self._first_cause(stopped_at_s)
+        cause = await self._first_cause(stopped_at_s)
         self._state.stop(cause)
         if self._launcher.in_step and cause is not None and not self._state.cancelled_by_person:
             self._node_faults.investigate(cause)  # before the roles end: Slurm may not give us the time for both
@@ -137,9 +140,9 @@ class Supervisor:
         await self._ending.end_roles()
         watch.cancel()
         space.cancel()
-        cause = self._first_cause(stopped_at_s)
+        cause = await self._first_cause(stopped_at_s)
         if cause is not None and cause.secondary:
-            cause = self._name_lost_rank(cause)
+            cause = await asyncio.to_thread(self._name_lost_rank, cause)
         if cause is not None and not self._state.cancelled_by_person:
             cause, moves = await self._node_faults.judge(cause, self._state.broken, began_at=self._state.began_at)
             self._state.moves |= moves
@@ -363,8 +366,14 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(CauseKind.SUPERVISOR_ERROR, f"the supervisor failed ({task.get_name()}): {error!r}")
 
-    def _first_cause(self, stopped_at_s: float) -> Cause | None:
-        records, clocks = current_records(self._run, self.attempt, self._components), self._launcher.clocks
+    async def _first_cause(self, stopped_at_s: float) -> Cause | None:
+        records: list[FailureRecord] = []
+        try:
+            async with asyncio.timeout(_RECORDS_S):
+                records = await asyncio.to_thread(current_records, self._run, self.attempt, list(self._components))
+        except (TimeoutError, OSError) as error:
+            _log.warning("what roles said about their failures cannot be read: %s", error or "no answer in time")
+        clocks = self._launcher.clocks
         return first_cause(self._state.ends, records, self._components, stopped_at_s=stopped_at_s, clocks=clocks)
 
     def _name_lost_rank(self, cause: Cause) -> Cause:

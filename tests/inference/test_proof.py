@@ -15,7 +15,7 @@ from engine_helpers import tensors_of
 from patience import patience
 
 from hpcrl.inference import proof as proving
-from hpcrl.inference.proof import Proofs, Sample, rows_of, same_bits
+from hpcrl.inference.proof import Proofs, TensorSample, rows_of, same_bits
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import block_amax, dequantise, quantise, scales_of
 from hpcrl.modeling.hf import load_hf_tensors
@@ -41,7 +41,7 @@ def prove(
     proofs = Proofs(can_compare or (lambda name, record: name in tensors), store.root)
     other = None if before is None else store.path_of(before)
 
-    def compare(sample: Sample) -> bool:
+    def compare(sample: TensorSample) -> bool:
         return same_bits(sample.tensor, rows_of(sample, tensors[sample.name]))
 
     deadline = time.monotonic() + 10 * patience()
@@ -151,7 +151,7 @@ def test_large_tensors_are_compared_in_part(
     name, seen = "model.embed_tokens.weight", []
     tensors = tensors_of(new)
 
-    def compare(sample: Sample) -> bool:
+    def compare(sample: TensorSample) -> bool:
         seen.append((sample.first_row, sample.tensor.nbytes))
         return same_bits(sample.tensor, rows_of(sample, tensors[sample.name]))
 

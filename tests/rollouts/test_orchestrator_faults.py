@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import Loop, make_run, running
-from patience import patience
+from patience import hold_reader, patience
 from shards import rollouts_of
 from stub_engine import StubEngine
 
@@ -22,6 +22,7 @@ from hpcrl.errors import FencedError, HpcrlError, PeerLostError
 from hpcrl.rollouts import orchestrator
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.weights import updates as weight_updates
+from hpcrl.runs.role import restore_path
 
 
 async def test_failed_requests_go_elsewhere(tmp_path: Path) -> None:
@@ -174,6 +175,45 @@ async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int
         assert await asyncio.wait_for(child.wait(), 20.0) == 0
         # the request in flight would have taken 30 s
         assert time.monotonic() - started < 20.0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+        await stub.stop()
+
+
+@pytest.mark.parametrize("file", ["restore.json", "manifest.json"])
+async def test_the_process_ends_while_a_read_hangs(tmp_path: Path, file: str) -> None:
+    """A FIFO in place of a file of the share: its read waits for ever, and the signal is not lost with it."""
+    run, stub = make_run(tmp_path), StubEngine()
+    await stub.start()
+    loop = Loop(run, [stub])
+    version = loop.store.path_of(0)
+    version.mkdir(parents=True)
+    fifo = restore_path(run, 1) if file == "restore.json" else version / file
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo)
+    environment = {
+        **os.environ,
+        "HPCRL_RUN_DIR": str(run.path),
+        "HPCRL_ATTEMPT": "1",
+        "HPCRL_ROLE": "orchestrator",
+        "HPCRL_REPLICA": "0",
+    }
+    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.rollouts", env=environment)
+    client = DockClient(
+        loop.client.url,
+        credentials=Credentials.of_run(run.path, 1),
+        wait_timeout_s=60.0,
+        connect_timeout_s=60.0 * patience(),
+    )
+    try:
+        if file == "manifest.json":
+            await asyncio.to_thread(client.published, 0)
+        held = await asyncio.to_thread(hold_reader, fifo, 60.0)
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 10.0 * patience()) == 0
+        os.close(held)
     finally:
         if child.returncode is None:
             child.kill()

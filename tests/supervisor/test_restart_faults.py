@@ -20,6 +20,7 @@ from hpcrl.runs.contents import RunContents
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.role import Complaint
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, RunState
 from hpcrl.runs.views.diagnosis import diagnose
@@ -70,6 +71,28 @@ def test_a_killed_engine_is_started_again_in_its_place(root: Path, victim: str) 
     view, _ = wait_ended(run)
     assert view.cause is not None
     assert view.cause.kind is CauseKind.CANCELLED
+
+
+def test_an_engine_with_wrong_weights_is_restarted_and_then_its_own_cause(root: Path) -> None:
+    """What the orchestrator says about an engine whose proof has failed."""
+    why = "computes with other weights than those of version 2, which it is said to serve: 1 of 3 tensors differ"
+    run = start(root, engine_policy={"restart": "on-failure", "max_restarts": 1})
+    wait_running(run)
+
+    def complain() -> None:
+        complaint = Complaint(time_s=time.time(), role="engine", replica=0, message=why, wrong_weights=True)
+        complaint.write(run, 1)
+
+    complain()
+    wait_for(lambda: engine(run).restarts == 1 and engine(run).state is ComponentState.READY, 30, "the restart")
+    (restarted,) = events(run, "component.restarting")
+    assert (restarted.data["cause_kind"], why in restarted.data["cause"]) == ("wrong_weights", True)
+    complain()
+    view, _ = wait_ended(run)
+    assert (view.state, view.cause and view.cause.kind) == (RunState.FAILED, CauseKind.WRONG_WEIGHTS)
+    assert view.cause is not None
+    assert view.cause.message.startswith(f"engine 0 {why}")
+    assert "hpcrl resume" in diagnose(run).hint
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_run(root: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fault_shim import build_shim
+from patience import hold_reader
 from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
 from hpcrl import procfs
@@ -110,3 +111,24 @@ def test_slurms_warning_is_not_lost_with_the_events(
     assert "nothing could be saved" in view.cause.message
     kinds = [event.kind for event in read_events(run)]
     assert kinds.index("supervisor.warned") < kinds.index("supervisor.saved")
+
+
+@pytest.mark.parametrize("file", ["complaints/engine-0.json", "failures/engine-0.json"])
+def test_a_read_that_hangs_does_not_keep_the_supervisor(root: Path, file: str) -> None:
+    """A FIFO in place of what a role has written: its read waits for ever."""
+    run = start(root)
+    supervisor = wait_running(run).pid
+    assert supervisor is not None
+    fifo = run.attempt_dir(1) / file
+    fifo.parent.mkdir(exist_ok=True)
+    os.mkfifo(fifo)
+    held = hold_reader(fifo, 20.0)
+    os.kill(supervisor, signal.SIGTERM)
+    try:
+        wait_for(
+            lambda: (found := procfs.read_process(supervisor)) is None or found.dead, 15.0, "the end of the supervisor"
+        )
+    finally:
+        os.close(held)
+    view, _ = wait_ended(run)
+    assert view.state is RunState.CANCELLED

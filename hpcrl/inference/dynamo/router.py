@@ -30,6 +30,7 @@ from hpcrl.log_format import start_logging
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.serving import listen, make_runner, stop_serving
+from hpcrl.signals import handle_signals
 
 __all__ = ["Front", "front_apps", "main"]
 
@@ -232,8 +233,7 @@ def front_apps(front: Front, gate: Gate) -> tuple[web.Application, web.Applicati
 
 async def _serve(settings: argparse.Namespace, gate: Gate) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    handle_signals({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     selection = Selection(
         model=settings.model,
         block_size=settings.block_size,

@@ -102,7 +102,14 @@ class Selection:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def enter(self, worker: CandidateEngine) -> None:
-        """Let an engine be chosen from now on."""
+        """Let an engine be chosen from now on. A caller that goes away meanwhile leaves nothing half done."""
+        await asyncio.shield(self._in_background(self._enter(worker)))
+
+    async def leave(self, worker: CandidateEngine) -> None:
+        """Choose an engine no more; what it works on is left alone. As `enter`, this comes to its end."""
+        await asyncio.shield(self._in_background(self._leave(worker)))
+
+    async def _enter(self, worker: CandidateEngine) -> None:
         async with self._changes:
             if worker.number is not None:
                 return
@@ -125,8 +132,7 @@ class Selection:
                 raise
             worker.number, self._chosen[number], self._events[number] = number, worker, events
 
-    async def leave(self, worker: CandidateEngine) -> None:
-        """Choose an engine no more; what it works on is left alone."""
+    async def _leave(self, worker: CandidateEngine) -> None:
         async with self._changes:
             number, worker.number = worker.number, None
             if number is not None:
@@ -206,7 +212,8 @@ class Selection:
         except SelectionServiceError as error:
             _log.debug("request %s: %s", selection_id, error)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

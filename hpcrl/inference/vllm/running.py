@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from hpcrl.inference.proof import Sample, same_bits
+from hpcrl.inference.proof import TensorSample, same_bits
 from hpcrl.weights import TensorRecord
 
 __all__ = ["RunningModel"]
@@ -40,7 +40,7 @@ class RunningModel:
         """Return whether this rank has some of the tensor as it was published."""
         return self._rows(name, tuple(record.shape)) is not None
 
-    def compare(self, sample: Sample) -> bool | None:
+    def compare(self, sample: TensorSample) -> bool | None:
         """Return whether the model has the bits of ``sample``; None where this rank has none of its rows."""
         rows = self._rows(sample.name, sample.shape)
         if rows is None:

@@ -35,6 +35,8 @@ _OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does t
 _HINTS = {
     CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
     CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
+    CauseKind.WRONG_WEIGHTS: "what it sampled since its last proof may have wrong log-probabilities; "
+    "hpcrl resume goes back to the newest checkpoint",
     CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
     CauseKind.TIME_LIMIT: "the limit is job.time_limit_h of the recipe, else the profile's limits.time_limit_h",
     CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
@@ -228,6 +230,10 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
     for event in whole_events(run, attempt=view.attempt, kind="engine.adapter_unproven"):
         engine, tries = event.data["engine"], event.data["tries"]
         what = f"{engine} has not shown in {tries} versions that it computes with the adapter: they change too little"
+        found.append(Consequence(time_s=event.time_s, what=what))
+    for event in read_events(run, attempt=view.attempt, kind="engine.weights_unproved"):
+        engine, version = event.data["engine"], event.data["version"]
+        what = f"nothing has shown that {engine} computes with version {version}: {event.data['why']}"
         found.append(Consequence(time_s=event.time_s, what=what))
     return found + _lost_segments(run, view)
 

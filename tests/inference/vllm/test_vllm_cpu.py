@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -34,8 +35,9 @@ from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
-from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
+from hpcrl.rollouts.engines.client import EngineClient, EngineError, SamplingParams
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
+from hpcrl.rollouts.weights.exchange import begin, exchange
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.weights import Handoff, HandoffStore
@@ -219,6 +221,76 @@ def test_adapters_are_merged_into_their_base(server: Server, tmp_path: Path) -> 
     update(server, publish_factors(store, 46, base, adapters[42]).path, 46)
     assert error_against(server, merged(start, adapters[42]), seed=4700) < TOLERANCE
     assert "Failed to load weights" not in server.log.read_text()
+
+
+def prove(server: Server, path: Path, before: Path | None, number: int = 1) -> dict[str, Any]:
+    """What the one worker answers when it has read what it compares."""
+    call = {"method": "prove_weights", "args": [str(path), "" if before is None else str(before), str(number)]}
+    found: list[dict[str, Any]] = []
+
+    def answered() -> bool:
+        found[:] = server.ok("/collective_rpc", call)["results"]
+        return found[0]["state"] != "reading"
+
+    server.wait_for(answered, "a proof")
+    (proof,) = found
+    return proof
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_worker_proves_what_it_runs(server: Server, tmp_path: Path) -> None:
+    """Whatever its label says."""
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    store = HandoffStore(tmp_path / "weights")
+    one, two = (
+        publish(store, version, server.model_dir, tensors_of(random_model(server.model.arch, seed=50 + version))).path
+        for version in (61, 62)
+    )
+    looked_at = set()
+    for path, other, version in ((one, two, 61), (two, one, 62)):
+        update(server, path, version)
+        for number in range(6):
+            right, wrong = prove(server, path, other, number), prove(server, other, path, number)
+            assert (right["state"], right["wrong"], right["decisive"]) == ("compared", [], True)
+            # norms are the same in both: those that differ are looked at first
+            assert {"model.embed_tokens.weight", "lm_head.weight"} & set(wrong["wrong"])
+            looked_at |= set(right["compared"])
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= looked_at
+    server.ok("/update_weight_version", {"new_version": "61"})  # as nobody can in a run
+    assert prove(server, one, two)["wrong"]
+    assert prove(server, tmp_path / "weights" / "v000099", one)["state"] == "unknown"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_a_session_that_nobody_ended_is_ended_by_the_next(server: Server, tmp_path: Path) -> None:
+    """Also one whose weights were loaded; and a call of an older session is refused."""
+    server.ok("/init_weight_transfer_engine", {"init_info": {}})
+    store = HandoffStore(tmp_path / "weights")
+    one, two = (
+        publish(store, version, server.model_dir, tensors_of(random_model(server.model.arch, seed=50 + version))).path
+        for version in (71, 72)
+    )
+    async with aiohttp.ClientSession() as session:
+        client = EngineClient(session, name="engine-0", url=server.url)
+        await begin(client, limit_s=60.0, session=[1, 1])
+        info = {"path": str(one), "session": [1, 1]}
+        await client.control("/update_weights", {"update_info": info}, timeout_s=60.0)
+        for number in (2, 3):  # one after the other, and nobody ends either
+            await begin(client, limit_s=60.0, session=[1, number])
+        info = {"path": str(two), "session": [1, 3]}
+        await exchange(client, info, 72, pause=True, in_place=True, limit_s=60.0)
+        await begin(client, limit_s=60.0, session=[1, 4])
+        late = {"path": str(one), "session": [1, 1]}
+        with pytest.raises(EngineError, match="answered 500"):
+            await client.control("/update_weights", {"update_info": late}, timeout_s=60.0)
+        await begin(client, limit_s=60.0, session=[1, 5])
+        await client.control("/finish_weight_update", {"weight_version": "72", "session": [1, 5]}, timeout_s=60.0)
+    proof = prove(server, two, one)
+    assert (proof["state"], proof["wrong"], proof["decisive"]) == ("compared", [], True)
 
 
 @pytest.mark.vllm

@@ -122,6 +122,56 @@ async def test_an_engine_that_takes_no_weights_is_complained_about(tmp_path: Pat
         await loop.until(lambda: one.version == "5")
 
 
+async def test_an_engine_that_computes_with_wrong_weights_serves_nothing(tmp_path: Path) -> None:
+    """It says the right version, and its log-probabilities would be trained on as those of that."""
+    one, two = StubEngine(), StubEngine()
+    async with running(make_run(tmp_path), one, two) as loop:
+        await loop.train(1, 1)
+        await loop.until(lambda: loop.orchestrator._pool.version == 1)
+        one.wrong_weights = True
+        await loop.publish(2)
+        await loop.until(lambda: Complaint.read_all(loop.run, loop.attempt))
+        (complaint,) = Complaint.read_all(loop.run, loop.attempt)
+        assert (complaint.role, complaint.replica, complaint.wrong_weights) == ("engine", 0, True)
+        assert "other weights than those of version 2" in complaint.message
+        engine = loop.orchestrator._pool.engines[0]
+        assert one.version == "2"
+        assert engine.version == -1
+        asked = len(one.requests)
+        await loop.train(2, 4)
+        assert len(one.requests) == asked
+        assert "engine-0" in kinds(loop, "engine.wrong_weights")
+        proved = {event.data["version"] for event in loop.events("engine.weights_updated") if event.data["proved"]}
+        assert proved >= {1, 2}
+        # as the supervisor does it
+        one.wrong_weights = False
+        await one.restart()
+        await loop.until(lambda: engine.version >= 4)
+        assert not [
+            v
+            for v in loop.events("engine.weights_updated")
+            if v.data["engine"] == "engine-0" and v.data["version"] in (2, 3)
+        ]
+
+
+async def test_a_share_that_hangs_is_no_engine_that_is_lost(tmp_path: Path, monkeypatch: Any) -> None:
+    """No engine reads the version in time, and each goes on with the one that it has until the share is back."""
+    stub = StubEngine()
+    async with running(make_run(tmp_path, handoff={"update_timeout_s": 1.0}), stub) as loop:
+        await loop.train(1, 1)
+        await loop.until(lambda: loop.orchestrator._pool.version == 1)
+        engine = loop.orchestrator._pool.engines[0]
+        incarnation = engine.incarnation
+        stub.reads.clear()
+        await loop.publish(2)
+        await loop.until(lambda: len(kinds(loop, "engine.read_timed_out")) > 3, 30.0)
+        assert (engine.version, engine.incarnation, engine.away) == (1, incarnation, False)
+        stub.reads.set()
+        await loop.until(lambda: engine.version == 2)
+        assert kinds(loop, "engine.away") == []
+        assert Complaint.read_all(loop.run, loop.attempt) == []
+
+
 async def test_the_run_goes_on_without_an_engine_that_cannot_read_what_another_can(tmp_path: Path) -> None:
     """It is left behind by one version only, is complained about, and catches up when it was started anew."""
     one, two = StubEngine(), StubEngine()

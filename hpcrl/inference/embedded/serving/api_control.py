@@ -26,7 +26,7 @@ from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics
-from hpcrl.inference.proof import Proofs, Sample, rows_of, same_bits
+from hpcrl.inference.proof import Proofs, TensorSample, rows_of, same_bits
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
@@ -51,7 +51,7 @@ class ControlApi:
     ) -> None:
         self._turns = turns
         self._serving, self._engine, self._updater, self._metrics = serving, serving.engine, updater, metrics
-        self._proofs = Proofs(updater.has_tensor, updater.root)
+        self._proofs: Proofs | None = None
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -114,7 +114,13 @@ class ControlApi:
         return json_response({"status": "paused"})
 
     async def resume(self, _: web.Request) -> web.Response:
+        """Let requests run; with weights that a trainer has put here not before they are labelled."""
         self._check_awake()
+        if self._turns is not None and self._weights_here() != self._engine.weight_version:
+            raise UpdateOrderError(
+                f"the label {self._engine.weight_version!r} names other weights than those that are there "
+                f"({self._weights_here()!r}): call /update_weight_version first"
+            )
         await asyncio.wrap_future(self._engine.resume())
         return json_response({"status": "resumed"})
 
@@ -257,6 +263,7 @@ class ControlApi:
         if not number.isdecimal():
             raise bad_request(f"the number of a proof must be one, not {number!r}", "args")
         self._check_awake()
+        self._proofs = self._proofs or Proofs(self._updater.has_tensor, self._updater.root)
         asked = partial(_prove, self._proofs, Path(path), Path(before) if before else None, int(number))
         for _ in range(_PROOF_LOOKS):
             proof = await asyncio.wrap_future(self._engine.inspect_model(asked))
@@ -285,7 +292,7 @@ def _prove(proofs: Proofs, path: Path, before: Path | None, number: int, model: 
     """Compare with the served model, between two steps."""
     tensors: dict[str, Tensor] = {}
 
-    def compare(sample: Sample) -> bool:
+    def compare(sample: TensorSample) -> bool:
         if not tensors:
             tensors.update(published_tensors(model, model.adapter))
         return same_bits(sample.tensor, rows_of(sample, tensors[sample.name]))

@@ -43,6 +43,7 @@ from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.serving import listen, make_runner
+from hpcrl.signals import handle_signals
 
 __all__ = ["engine_app", "main"]
 
@@ -172,8 +173,7 @@ async def _serve_with(
 ) -> int:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    handle_signals({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     metrics = EngineMetrics(Registry({"model_name": settings.served_model_name[0], "engine": "0"}))
     engine = Engine(model, engine_config(settings, model), metrics)
     pool = KvPool.of_environment(engine.cached.format, lambda kind: metrics.pool_failures.inc(value=kind))
