@@ -19,6 +19,8 @@ __all__ = ["convert_lenient", "decode_lenient"]
 _T = TypeVar("_T")
 _NO_JSON = (b"NaN", b"Infinity")
 _LEFT_OUT: Any = object()
+_IDENTITY = frozenset({"attempt", "step", "version"})
+"""Fields without which nobody knows what a record is about."""
 
 
 def decode_lenient(line: bytes, kind: type[_T]) -> _T | None:
@@ -79,9 +81,12 @@ def _mended_struct(value: dict[str, Any], kind: msgspec.inspect.StructType) -> d
     mended = {name: _mended(each, known[name].type) if name in known else each for name, each in value.items()}
     found = {name: each for name, each in mended.items() if each is not _LEFT_OUT}
     for name, field in known.items():
-        # a count that is unknown, in a record that must have it
-        if field.required and mended.get(name) is _LEFT_OUT and isinstance(field.type, msgspec.inspect.IntType):
-            found[name] = 0
+        # a count or a table that is unknown, in a record that must have it; not what says which record it is
+        if field.required and mended.get(name) is _LEFT_OUT and name not in _IDENTITY:
+            if isinstance(field.type, msgspec.inspect.IntType):
+                found[name] = 0
+            elif isinstance(field.type, msgspec.inspect.DictType):
+                found[name] = {}
     return found
 
 
