@@ -219,11 +219,12 @@ def _phases(record: StepRecord, width: int = 60) -> Text:
 
 
 def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
-    held_out = {evaluation.version: heldout_words(evaluation, short=True) for evaluation in progress.evaluations}
+    held_out = {evaluation.version: number(evaluation.reward) for evaluation in progress.evaluations}
     table = Table(box=None, header_style="dim", pad_edge=False)
     # the share of routes that differ, where engines say theirs
     routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
-    counts = ["rollouts"] if any(record.reward_count for record in records) else []
+    # rollouts that the reward is a mean over, where 80 columns have room for it
+    counts = ["n"] if not routes and any(record.reward_count for record in records) else []
     for column in ("step", "reward", *counts, "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
         table.add_column(column, justify="right")
     for record in records:
