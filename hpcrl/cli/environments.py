@@ -43,12 +43,12 @@ def try_(
     Exit code: 0 all went well, 1 an environment failed or gave a part of a reward that is no number, 2 one cannot be
     made.
     """
-    import json
     import os
 
     from rich.console import Console
 
     from hpcrl.cli.configuration import plan_from_here
+    from hpcrl.cli.output import json_text
     from hpcrl.cli.progress import working
     from hpcrl.config.joined import load_both
     from hpcrl.errors import ExitCode
@@ -62,7 +62,7 @@ def try_(
             for each in _wanted(loaded.value, name)
         }
     if as_json:
-        typer.echo(json.dumps({"format_version": 1, "task": task, "environments": found}, indent=2))
+        typer.echo(json_text({"format_version": 1, "task": task, "environments": found}))
     else:
         for each, shown in found.items():
             _print(each, task, shown, Console())

@@ -1,16 +1,16 @@
-"""Where commands print tables."""
+"""Where commands print tables, and how they print JSON."""
 
 from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["fits", "table_console"]
+__all__ = ["fits", "json_text", "table_console"]
 
 _PIPE_WIDTH = 1000
 
@@ -35,6 +35,15 @@ def table_console() -> Console:
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, file=_Rows())
+
+
+def json_text(document: Any, *, indent: int | None = 2) -> str:
+    """Return a document as JSON. A number that is not finite is null: JSON has none, and other readers refuse it."""
+    import json
+
+    from hpcrl.runs.lenient import finite
+
+    return json.dumps(finite(document), indent=indent, allow_nan=False)
 
 
 def fits(console: Console, table: Table) -> bool:

@@ -81,7 +81,7 @@ def show(
     from pathlib import Path
 
     from hpcrl.cli.configuration import plan_from_here
-    from hpcrl.cli.output import table_console
+    from hpcrl.cli.output import json_text, table_console
     from hpcrl.cli.planning_answers import print_answers, print_verdict
     from hpcrl.cli.planning_tables import print_explanation, print_outlook
     from hpcrl.cli.progress import working
@@ -111,7 +111,7 @@ def show(
     if as_json:
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
         document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json_text(document))
         raise typer.Exit(verdict.exit_code)
     console = table_console()
     print_verdict(console, verdict, outlook)
@@ -194,10 +194,9 @@ def search(
     the fastest, the fastest of the recipe's own number of nodes (`same nodes`), and the recipe's own. Below stands for
     each what changes the recipe to it.
     """
-    import json
     from pathlib import Path
 
-    from hpcrl.cli.output import table_console
+    from hpcrl.cli.output import json_text, table_console
     from hpcrl.cli.planning_tables import print_candidates, print_settings
     from hpcrl.cli.progress import working
     from hpcrl.errors import DoesNotFitError
@@ -212,7 +211,7 @@ def search(
     with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:
         found = run_search(loaded.value, site.value, measured, wanted, told.share)
     if as_json:
-        typer.echo(json.dumps(search_document(found, loaded.value), indent=2))
+        typer.echo(json_text(search_document(found, loaded.value)))
     else:
         console = table_console()
         best, marks = pareto(found.candidates), found.marks
@@ -265,9 +264,8 @@ def diff(
 
     Exit code: 0 both fit, or nobody can say; 3 one of them does not fit, in memory or in nodes, as of `hpcrl plan`.
     """
-    import json
 
-    from hpcrl.cli.output import table_console
+    from hpcrl.cli.output import json_text, table_console
     from hpcrl.cli.planning_diff import Side, compare, print_difference
     from hpcrl.cli.progress import working
     from hpcrl.errors import ExitCode, UsageError
@@ -280,7 +278,7 @@ def diff(
     with working("computing both forecasts"):
         found = compare(Side(first), changed, cluster, root, lambda site: read_calibration(calibration, site, tables))
     if as_json:
-        typer.echo(json.dumps(found.document(), indent=2))
+        typer.echo(json_text(found.document()))
     else:
         print_difference(table_console(), found)
     if found.first.short or found.second.short:

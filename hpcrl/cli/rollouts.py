@@ -68,12 +68,10 @@ def rollouts_ls(
     root: RunsRootOption = None,
 ) -> None:
     """List finished rollouts: reward, length, versions, and what became of each."""
-    import json
-
     import msgspec
     from rich.table import Table
 
-    from hpcrl.cli.output import table_console
+    from hpcrl.cli.output import json_text, table_console
     from hpcrl.runs.views.rollouts import read_ledger, rollout_items
     from hpcrl.runs.views.words import number
 
@@ -82,7 +80,7 @@ def rollouts_ls(
     items.sort(key=lambda item: _sort_key(item, sort))
     shown = items[-count:] if count else items
     if as_json:
-        typer.echo(json.dumps({"run": found.name, "rollouts": msgspec.to_builtins(shown)}, indent=2))
+        typer.echo(json_text({"run": found.name, "rollouts": msgspec.to_builtins(shown)}))
         return
     if not shown:
         typer.echo(
@@ -255,17 +253,16 @@ def rollouts_verify(
 
     Exit code 1 where something contradicts that.
     """
-    import json
-
     import msgspec
 
+    from hpcrl.cli.output import json_text
     from hpcrl.errors import ExitCode
     from hpcrl.runs.views.rollouts import verify_rollouts
 
     found = find(run, root)
     verdict = verify_rollouts(found, content=not ledger_only)
     if as_json:
-        typer.echo(json.dumps({"run": found.name, **msgspec.to_builtins(verdict)}, indent=2))
+        typer.echo(json_text({"run": found.name, **msgspec.to_builtins(verdict)}))
     else:
         attempts = "1 attempt" if verdict.attempts == 1 else f"{verdict.attempts} attempts"
         typer.echo(f"{verdict.finished:,} rollouts finished in {attempts}")

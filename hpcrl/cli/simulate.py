@@ -77,10 +77,10 @@ def simulate(
 
     A side waits what a step takes longer than it would if the other side took no time, as in `hpcrl plan`.
     """
-    import json
 
     from pydantic import ValidationError
 
+    from hpcrl.cli.output import json_text
     from hpcrl.cli.planning_inputs import load_for_planning
     from hpcrl.cli.progress import working
     from hpcrl.errors import UsageError
@@ -110,7 +110,8 @@ def simulate(
         if output is not None:
             _write(result, output, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps({"version": 1, "results": [result.model_dump(mode="json") for result in results]}))
+        documents = [result.model_dump(mode="json") for result in results]
+        typer.echo(json_text({"version": 1, "results": documents}, indent=None))
     else:
         _print(results)
         if outlook is not None and nodes is None and results[0].steps:

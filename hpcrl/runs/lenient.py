@@ -14,7 +14,7 @@ import msgspec
 
 from hpcrl.decoding import prepared
 
-__all__ = ["convert_lenient", "decode_lenient"]
+__all__ = ["convert_lenient", "decode_lenient", "finite"]
 
 _T = TypeVar("_T")
 _NO_JSON = (b"NaN", b"Infinity")
@@ -47,6 +47,15 @@ def convert_lenient(value: Any, kind: type[_T]) -> _T | None:
         return msgspec.convert(_mended(value, msgspec.inspect.type_info(kind)), kind)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None in place of numbers that are not finite: JSON has none for them."""
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _mended(value: Any, kind: msgspec.inspect.Type) -> Any:

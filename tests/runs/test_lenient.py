@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from runs_testing import make_run, step_record, write_event, write_status
 
+from hpcrl.cli.output import json_text
 from hpcrl.runs.lenient import decode_lenient
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_newest
 from hpcrl.runs.run_progress import read_evaluations, read_progress
@@ -131,6 +132,14 @@ def test_evaluations_with_anything_in_a_field_end_no_reader(run: RunDir, damage:
     assert found[0].version == 10
     assert found[0].reward == 0.75
     read_progress(run)
+
+
+def test_documents_of_commands_hold_null_and_never_nan() -> None:
+    document = {"a": math.nan, "b": [1.0, -math.inf, {"c": (math.inf, 2)}], "d": "NaN", "e": None, "f": True}
+    text = json_text(document)
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": None, "b": [1.0, None, {"c": [None, 2]}], "d": "NaN", "e": None, "f": True
+    }  # fmt: skip
 
 
 def test_every_view_of_a_run_with_unknown_numbers_works(

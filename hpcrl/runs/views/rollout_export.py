@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.payload import view_payload
 from hpcrl.dock.ledger.replay import Held
+from hpcrl.runs.lenient import finite
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import ConsumedLines, rollout_details
 
@@ -75,12 +76,7 @@ class RolloutExport:
         document["turns"] = [list(turn) for turn in document.get("turns", [])]
         document |= {name: document.get(name) for name in FIELDS}
         document |= {f"{PART}{name}": parts.get(name) for name in self.parts}
-        return {name: _known(value) for name, value in document.items()} | {name: columns.get(name) for name in COLUMNS}
-
-
-def _known(value: Any) -> Any:
-    """Return None in place of a number that is not finite: JSON has none."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {name: finite(value) for name, value in document.items()} | {name: columns.get(name) for name in COLUMNS}
 
 
 def export_row(run: RunDir, held: Held, decode: Decode | None = None) -> dict[str, Any]:
@@ -117,23 +113,16 @@ def json_pieces(row: dict[str, Any], *, lines: bool = False) -> Iterator[str]:
         if isinstance(value, np.ndarray):
             yield from _array_pieces(value)
         else:
-            yield json.dumps(_finite(value), allow_nan=False)
+            yield json.dumps(finite(value), allow_nan=False)
     yield end
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with null in place of numbers that are not finite."""
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return _known(value)
 
 
 def _array_pieces(array: NDArray[Any]) -> Iterator[str]:
     step = max(1, _JSON_NUMBERS // max(1, math.prod(array.shape[1:])))
     yield "["
     for start in range(0, len(array), step):
-        numbers = json.dumps(_finite(array[start : start + step].tolist()), allow_nan=False)[1:-1]
+        piece = array[start : start + step]
+        whole = piece.dtype.kind != "f" or bool(np.isfinite(piece).all())
+        numbers = json.dumps(piece.tolist() if whole else finite(piece.tolist()), allow_nan=False)[1:-1]
         yield f", {numbers}" if start else numbers
     yield "]"
