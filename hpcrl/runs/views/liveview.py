@@ -306,8 +306,8 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
             f"(after step {first.version} -> {last.version})",
         )
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
-    for line in failure_lines(progress.rollouts):
-        table.add_row("" if line.startswith(" ") else "rollouts", Text(line, style="yellow"))
+    for words in failure_lines(progress.rollouts):
+        table.add_row("" if words.startswith(" ") else "rollouts", Text(words, style="yellow"))
     if progress.skipped_steps:
         which = f"{progress.skipped_steps}, the last one step {progress.last_skipped_step}: gradients were not finite"
         table.add_row("skipped steps", Text(which, style="yellow"))
