@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
-from hpcrl.cli.output import screen
+from hpcrl.cli.output import json_text, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +44,6 @@ def try_(
     Exit code: 0 all went well, 1 an environment failed or gave a part of a reward that is no number, 2 one cannot be
     made.
     """
-    import json
     import os
 
     from hpcrl.cli.configuration import plan_from_here
@@ -61,7 +60,7 @@ def try_(
             for each in _wanted(loaded.value, name)
         }
     if as_json:
-        typer.echo(json.dumps({"format_version": 1, "task": task, "environments": found}, indent=2))
+        typer.echo(json_text({"format_version": 1, "task": task, "environments": found}))
     else:
         for each, shown in found.items():
             _print(each, task, shown, screen())

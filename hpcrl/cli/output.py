@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["as_text", "fits", "markup", "say", "say_raw", "screen", "table_console"]
+__all__ = ["as_text", "fits", "json_text", "markup", "say", "say_raw", "screen", "table_console"]
 
 _PIPE_WIDTH = 1000
 
@@ -38,6 +38,15 @@ def say_raw(text: str, *, err: bool = False, nl: bool = True) -> None:
     import typer
 
     typer.echo(text, err=err, nl=nl)
+
+
+def json_text(document: Any, *, indent: int | None = 2) -> str:
+    """Return a document as JSON. A number that is not finite is null: JSON has none, and other readers refuse it."""
+    import json
+
+    from hpcrl.runs.lenient import finite
+
+    return json.dumps(finite(document), indent=indent, allow_nan=False)
 
 
 def markup(template: str, *values: object) -> Text:

@@ -9,7 +9,7 @@ import typer
 from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
-from hpcrl.cli.output import table_console
+from hpcrl.cli.output import json_text, table_console
 from hpcrl.cli.planning_inputs import load_for_planning, read_calibration, say_refusals
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
@@ -112,7 +112,7 @@ def show(
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
         parts |= {"starts": starts_document(prepared)}
         document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json_text(document))
         raise typer.Exit(verdict.exit_code)
     console = table_console()
     print_verdict(console, verdict, outlook)
@@ -175,7 +175,6 @@ def search(
     the fastest, the fastest of the recipe's own number of nodes (`same nodes`), and the recipe's own. Below stands for
     each what changes the recipe to it.
     """
-    import json
     from pathlib import Path
 
     from hpcrl.cli.planning_tables import print_candidates, print_settings
@@ -193,7 +192,7 @@ def search(
     with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:
         found = run_search(loaded.value, site.value, measured, wanted, told.share)
     if as_json:
-        typer.echo(json.dumps(search_document(found, loaded.value), indent=2))
+        typer.echo(json_text(search_document(found, loaded.value)))
     else:
         console = table_console()
         best, marks = pareto(found.candidates), found.marks
@@ -246,7 +245,6 @@ def diff(
 
     Exit code: 0 both fit, or nobody can say; 3 one of them does not fit, in memory or in nodes, as of `hpcrl plan`.
     """
-    import json
 
     from hpcrl.cli.planning_diff import Side, compare, print_difference
     from hpcrl.cli.progress import working
@@ -260,7 +258,7 @@ def diff(
     with working("computing both forecasts"):
         found = compare(Side(first), changed, cluster, root, lambda site: read_calibration(calibration, site, tables))
     if as_json:
-        typer.echo(json.dumps(found.document(), indent=2))
+        typer.echo(json_text(found.document()))
     else:
         print_difference(table_console(), found)
     if found.first.short or found.second.short:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.output import table_console
+from hpcrl.cli.output import json_text, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -69,8 +69,6 @@ def rollouts_ls(
     root: RunsRootOption = None,
 ) -> None:
     """List finished rollouts: reward, length, versions, and what became of each."""
-    import json
-
     import msgspec
     from rich.table import Table
 
@@ -82,7 +80,7 @@ def rollouts_ls(
     items.sort(key=lambda item: _sort_key(item, sort))
     shown = items[-count:] if count else items
     if as_json:
-        typer.echo(json.dumps({"run": found.name, "rollouts": msgspec.to_builtins(shown)}, indent=2))
+        typer.echo(json_text({"run": found.name, "rollouts": msgspec.to_builtins(shown)}))
         return
     if not shown:
         typer.echo(
@@ -172,7 +170,7 @@ def rollouts_show(
     found = find(run, root)
     held = find_rollout(read_ledger(found), rollout)
     if as_json:
-        for piece in json_pieces(export_row(found, held), lines=True):
+        for piece in json_pieces(export_row(found, held, _decoder(found)), lines=True):
             typer.echo(piece, nl=False)
         typer.echo()
         return
@@ -211,17 +209,20 @@ def _routes_in_words(columns: dict[str, Any]) -> str:
     return f"{width} a token in {layers} layers, known of {known:,} of {tokens:,} tokens ({share:.1%})"
 
 
+def _decoder(run: RunDir) -> Callable[[list[int]], str] | None:
+    """Return what makes text of tokens; None where the tokenizer of the run's model is not here."""
+    try:
+        from hpcrl.models.tokenizer import ChatTokenizer
+
+        tokenizer = ChatTokenizer(Path(run.recipe().model.path))
+    except Exception:  # noqa: BLE001 - the tokenizers package raises bare exceptions; tokens are shown without it
+        return None
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
 def _pieces(run: RunDir, details: dict[str, Any], columns: dict[str, Any]) -> list[tuple[str, str]]:
     """What was said and what was sampled, turn by turn: a heading, and the text."""
-    from hpcrl.models.tokenizer import ChatTokenizer
-
-    try:
-        tokenizer = ChatTokenizer(Path(run.recipe().model.path))
-    except (OSError, ValueError):
-        tokenizer = None
-
-    def text(ids: list[int]) -> str:
-        return str(ids) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+    text: Callable[[list[int]], str] = _decoder(run) or str
 
     pieces, at = [], 0
     for number, (said, sampled, wait_s, reply_s) in enumerate(details["turns"], 1):
@@ -251,8 +252,6 @@ def rollouts_verify(
 
     Exit code 1 where something contradicts that.
     """
-    import json
-
     import msgspec
 
     from hpcrl.errors import ExitCode
@@ -261,7 +260,7 @@ def rollouts_verify(
     found = find(run, root)
     verdict = verify_rollouts(found, content=not ledger_only)
     if as_json:
-        typer.echo(json.dumps({"run": found.name, **msgspec.to_builtins(verdict)}, indent=2))
+        typer.echo(json_text({"run": found.name, **msgspec.to_builtins(verdict)}))
     else:
         attempts = "1 attempt" if verdict.attempts == 1 else f"{verdict.attempts} attempts"
         typer.echo(f"{verdict.finished:,} rollouts finished in {attempts}")
@@ -311,7 +310,7 @@ def rollouts_export(
     replay = read_ledger(found)
     wanted = {item.id for item in _chosen(rollout_items(replay), environment, state, step)}
     chosen = [held for held in replay.rollouts if f"{held.entry.group}/{held.entry.member}" in wanted]
-    export = RolloutExport(found, chosen)
+    export = RolloutExport(found, chosen, _decoder(found))
     rows = map(export.row, chosen)
     if form is Format.JSONL:
         with output.open("x") as stream:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
-from hpcrl.cli.output import markup, table_console
+from hpcrl.cli.output import json_text, markup, table_console
 from hpcrl.cli.selection import RunsRootOption
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ def simulate(
 
     A side waits what a step takes longer than it would if the other side took no time, as in `hpcrl plan`.
     """
-    import json
 
     from pydantic import ValidationError
 
@@ -112,7 +111,8 @@ def simulate(
         if output is not None:
             _write(result, output, quiet=as_json)
     if as_json:
-        typer.echo(json.dumps({"version": 1, "results": [result.model_dump(mode="json") for result in results]}))
+        documents = [result.model_dump(mode="json") for result in results]
+        typer.echo(json_text({"version": 1, "results": documents}, indent=None))
     else:
         _print(results)
         if outlook is not None and nodes is None and results[0].steps:

@@ -14,11 +14,13 @@ import msgspec
 
 from hpcrl.decoding import prepared
 
-__all__ = ["convert_lenient", "decode_lenient"]
+__all__ = ["convert_lenient", "decode_lenient", "finite"]
 
 _T = TypeVar("_T")
 _NO_JSON = (b"NaN", b"Infinity")
 _LEFT_OUT: Any = object()
+_IDENTITY = frozenset({"attempt", "step", "version"})
+"""Fields without which nobody knows what a record is about."""
 
 
 def decode_lenient(line: bytes, kind: type[_T]) -> _T | None:
@@ -45,6 +47,15 @@ def convert_lenient(value: Any, kind: type[_T]) -> _T | None:
         return msgspec.convert(_mended(value, msgspec.inspect.type_info(kind)), kind)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None in place of numbers that are not finite: JSON has none for them."""
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _mended(value: Any, kind: msgspec.inspect.Type) -> Any:
@@ -79,9 +90,12 @@ def _mended_struct(value: dict[str, Any], kind: msgspec.inspect.StructType) -> d
     mended = {name: _mended(each, known[name].type) if name in known else each for name, each in value.items()}
     found = {name: each for name, each in mended.items() if each is not _LEFT_OUT}
     for name, field in known.items():
-        # a count that is unknown, in a record that must have it
-        if field.required and mended.get(name) is _LEFT_OUT and isinstance(field.type, msgspec.inspect.IntType):
-            found[name] = 0
+        # a count or a table that is unknown, in a record that must have it; not what says which record it is
+        if field.required and mended.get(name) is _LEFT_OUT and name not in _IDENTITY:
+            if isinstance(field.type, msgspec.inspect.IntType):
+                found[name] = 0
+            elif isinstance(field.type, msgspec.inspect.DictType):
+                found[name] = {}
     return found
 
 

@@ -231,7 +231,7 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
         engine, tries = event.data["engine"], event.data["tries"]
         what = f"{engine} has not shown in {tries} versions that it computes with the adapter: they change too little"
         found.append(Consequence(time_s=event.time_s, what=what))
-    for event in read_events(run, attempt=view.attempt, kind="engine.weights_unproved"):
+    for event in whole_events(run, attempt=view.attempt, kind="engine.weights_unproved"):
         engine, version = event.data["engine"], event.data["version"]
         what = f"nothing has shown that {engine} computes with version {version}: {event.data['why']}"
         found.append(Consequence(time_s=event.time_s, what=what))

@@ -76,9 +76,9 @@ def mean_words(mean: float, count: int) -> str:
     return number(mean) + (f" of {count:,}" if count else "")
 
 
-def heldout_words(evaluation: Evaluation, *, short: bool = False) -> str:
+def heldout_words(evaluation: Evaluation) -> str:
     """Say a held-out reward, of how many rollouts, and how many failed."""
-    return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation, short=short)
+    return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation)
 
 
 def failed_heldout(evaluation: Evaluation, *, short: bool = False) -> str:

@@ -219,11 +219,12 @@ def _phases(record: StepRecord, width: int = 60) -> Text:
 
 
 def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
-    held_out = {evaluation.version: heldout_words(evaluation, short=True) for evaluation in progress.evaluations}
+    held_out = {evaluation.version: number(evaluation.reward) for evaluation in progress.evaluations}
     table = Table(box=None, header_style="dim", pad_edge=False)
     # the share of routes that differ, where engines say theirs
     routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
-    counts = ["rollouts"] if any(record.reward_count for record in records) else []
+    # rollouts that the reward is a mean over, where 80 columns have room for it
+    counts = ["n"] if not routes and any(record.reward_count for record in records) else []
     for column in ("step", "reward", *counts, "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
         table.add_column(column, justify="right")
     for record in records:
@@ -305,8 +306,8 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
             f"(after step {first.version} -> {last.version})",
         )
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
-    for line in failure_lines(progress.rollouts):
-        table.add_row("" if line.startswith(" ") else "rollouts", Text(line, style="yellow"))
+    for words in failure_lines(progress.rollouts):
+        table.add_row("" if words.startswith(" ") else "rollouts", Text(words, style="yellow"))
     if progress.skipped_steps:
         which = f"{progress.skipped_steps}, the last one step {progress.last_skipped_step}: gradients were not finite"
         table.add_row("skipped steps", Text(which, style="yellow"))

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.payload import view_payload
 from hpcrl.dock.ledger.replay import Held
+from hpcrl.runs.lenient import finite
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import ConsumedLines, rollout_details
 
@@ -29,6 +29,7 @@ FIELDS = ("text", "advantage", "seconds", "turns", "problem")
 """What a row has beside `hpcrl.runs.views.rollouts.RolloutItem` and the arrays; None where it is not known."""
 PART = "parts."
 """The column of a part of a reward begins so."""
+Decode = Callable[[list[int]], str]
 _JSON_NUMBERS = 1 << 16
 """Of an array that are lists and text at once."""
 
@@ -42,10 +43,15 @@ class RolloutExport:
         Names of all parts of their rewards.
     """
 
-    def __init__(self, run: RunDir, rollouts: Sequence[Held]) -> None:
-        """Look for the names of parts; the rows are read one by one."""
-        self._run, self._consumed = run, ConsumedLines(run)
-        self._decode = _decoder(run)
+    def __init__(self, run: RunDir, rollouts: Sequence[Held], decode: Decode | None = None) -> None:
+        """Look for the names of parts; the rows are read one by one.
+
+        Parameters
+        ----------
+        decode:
+            Makes text of token ids. None: the text that was kept of a rollout that was trained stands for it.
+        """
+        self._run, self._consumed, self._decode = run, ConsumedLines(run), decode
         self.parts: list[str] = sorted({name for held in rollouts for name in self._parts_of(held)})
 
     def _parts_of(self, held: Held) -> dict[str, Any]:
@@ -70,28 +76,12 @@ class RolloutExport:
         document["turns"] = [list(turn) for turn in document.get("turns", [])]
         document |= {name: document.get(name) for name in FIELDS}
         document |= {f"{PART}{name}": parts.get(name) for name in self.parts}
-        return {name: _known(value) for name, value in document.items()} | {name: columns.get(name) for name in COLUMNS}
+        return {name: finite(value) for name, value in document.items()} | {name: columns.get(name) for name in COLUMNS}
 
 
-def _decoder(run: RunDir) -> Callable[[list[int]], str] | None:
-    """Return what makes text of tokens; None where the tokenizer of the run's model is not here."""
-    try:
-        from hpcrl.models.tokenizer import ChatTokenizer  # noqa: PLC0415 - not where only the command line is installed
-
-        tokenizer = ChatTokenizer(Path(run.recipe().model.path))
-    except Exception:  # noqa: BLE001 - the tokenizers package raises bare exceptions; then the kept text is used
-        return None
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def _known(value: Any) -> Any:
-    """Return None in place of a number that is not finite: JSON has none."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def export_row(run: RunDir, held: Held) -> dict[str, Any]:
+def export_row(run: RunDir, held: Held, decode: Decode | None = None) -> dict[str, Any]:
     """Make the row of one rollout, with the columns that it has."""
-    return RolloutExport(run, [held]).row(held)
+    return RolloutExport(run, [held], decode).row(held)
 
 
 class RoutedLayout(NamedTuple):
@@ -123,23 +113,16 @@ def json_pieces(row: dict[str, Any], *, lines: bool = False) -> Iterator[str]:
         if isinstance(value, np.ndarray):
             yield from _array_pieces(value)
         else:
-            yield json.dumps(_finite(value), allow_nan=False)
+            yield json.dumps(finite(value), allow_nan=False)
     yield end
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with null in place of numbers that are not finite."""
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return _known(value)
 
 
 def _array_pieces(array: NDArray[Any]) -> Iterator[str]:
     step = max(1, _JSON_NUMBERS // max(1, math.prod(array.shape[1:])))
     yield "["
     for start in range(0, len(array), step):
-        numbers = json.dumps(_finite(array[start : start + step].tolist()), allow_nan=False)[1:-1]
+        piece = array[start : start + step]
+        whole = piece.dtype.kind != "f" or bool(np.isfinite(piece).all())
+        numbers = json.dumps(piece.tolist() if whole else finite(piece.tolist()), allow_nan=False)[1:-1]
         yield f", {numbers}" if start else numbers
     yield "]"
