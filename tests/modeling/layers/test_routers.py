@@ -24,9 +24,7 @@ def chosen_by_hand(scores: list[float], bias: list[float]) -> set[int]:
 @pytest.mark.parametrize("offset", [0.0, -3.0, 2.0])
 def test_experts_of_closed_groups_are_never_chosen(offset: float) -> None:
     """Also where every bias is so low that an expert which counts nothing would be the best."""
-    router = SigmoidRouter(
-        8, EXPERTS, top_k=TOP_K, normalise=True, groups=GROUPS, top_groups=TOP_GROUPS, scale=1.0
-    )
+    router = SigmoidRouter(8, EXPERTS, top_k=TOP_K, normalise=True, groups=GROUPS, top_groups=TOP_GROUPS, scale=1.0)
     generator = torch.Generator().manual_seed(3)
     bias = torch.randn(EXPERTS, generator=generator) * 0.3 + offset
     router.e_score_correction_bias.copy_(bias)

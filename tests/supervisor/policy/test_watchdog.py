@@ -9,10 +9,12 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 from supervisor_testing import create
 
 from hpcrl import reporting
-from hpcrl.config.plan import Role, WatchPolicy
+from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
+from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.replica_launcher import Address
@@ -145,3 +147,57 @@ def test_an_engine_whose_requests_are_aborted_again_and_again_is_hung_all_the_sa
         idle.see(at_work._replace(pauses=True), float(now))
     idle.see(at_work, 1000.0)
     assert idle.problem(1000.0) == ""
+
+
+async def looked_at(tmp_path: Path, fleet: FleetView | None) -> Sign:
+    """What the watchdog sees of an engine with four requests, of which the orchestrator says ``fleet``."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="vllm:num_requests_running 4.0\nvllm:generation_tokens_total 125.0\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        run = create(tmp_path / "runs")
+        group = run.plan().group(Role.ENGINE).model_copy(update={"ready": HttpProbe(path="/health")})
+        address = Address("127.0.0.1", port)
+        engine = Component(group, 0, address=address, log="log", on_change=lambda _: None)
+        attempt = run.start_attempt()
+        watchdog = Watchdog(run, attempt=attempt, policy=POLICY, components=[engine], on_hung=lambda *_: None)
+        if fleet is not None:
+            fleet.write(run, attempt)
+        await watchdog._read_fleet()
+        async with aiohttp.ClientSession() as session:
+            (sign,) = await watchdog._look(engine, session)
+    finally:
+        await runner.cleanup()
+    assert sign is not None
+    return sign
+
+
+@pytest.mark.parametrize(
+    ("views", "ages"),
+    [
+        pytest.param([EngineView(replica=0, version=1, updating=True)], False, id="it changes its weights"),
+        pytest.param([EngineView(replica=0, version=1)], True, id="it samples"),
+        pytest.param([EngineView(replica=1, version=1, updating=True)], True, id="another one changes its weights"),
+        pytest.param([EngineView(role="decode", replica=0, version=1, updating=True)], True, id="one of another role"),
+        pytest.param(None, True, id="nobody says"),
+    ],
+)
+async def test_an_engine_whose_weights_are_changed_is_not_hung(
+    tmp_path: Path, views: list[EngineView] | None, ages: bool
+) -> None:
+    """With requests that wait for the end of the update, and without a token for longer than the limit."""
+    fleet = None if views is None else FleetView(time_s=time.time(), newest=1, in_flight=4, limit=8, engines=views)
+    sign = await looked_at(tmp_path, fleet)
+    assert sign.work == 4.0
+    pulse = Pulse(POLICY, 0.0)
+    for now in range(0, 130, 10):
+        pulse.see(sign, float(now))
+    assert bool(pulse.problem(120.0)) is ages

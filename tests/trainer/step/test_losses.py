@@ -75,7 +75,14 @@ def run(config, logprobs, engine, advantages, sequences, *, total=TOTAL, dtype=t
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_the_reference(kind, seed):
     # no two bounds are the same: one in place of another is seen
-    bounds = {"mask_low": 0.1, "mask_high": 0.3, "ratio_low": 0.4, "ratio_high": 2.0, "clip_low": 0.15, "clip_high": 0.35}
+    bounds = {
+        "mask_low": 0.1,
+        "mask_high": 0.3,
+        "ratio_low": 0.4,
+        "ratio_high": 2.0,
+        "clip_low": 0.15,
+        "clip_high": 0.35,
+    }
     config = LossConfig(kind=kind, kl_tau=0.02, **bounds)
     logprobs, engine, advantages, sequences = random_tokens(seed)
     loss, gradient = run(config, logprobs, engine, advantages, sequences)
