@@ -30,7 +30,8 @@ __all__ = ["NotBuiltError", "load", "main"]
 
 _KEPT_PROMPTS = 256
 """The members of a group begin one after the other; their prompt is made once."""
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.join(os.path.dirname(__file__), "")
+"""Ends with a separator: a directory whose name begins like ours is somebody else's."""
 
 
 class NotBuiltError(Exception):
