@@ -6,8 +6,8 @@
 
 A mutant is one wrong expression or statement (`mutation.operators`). First each file of a room's tests runs once, and
 it is noted which functions each test executes; a mutant is tried with the tests that execute the function that it
-changes, then with the other tests of their files. Everything happens in a copy of the checkout, and in processes that see
-no others: a wrong change of what ends processes could end any. `mutation/equivalent.txt` lists mutants that change
+changes, then with the other tests of their files. Everything happens in a copy of the checkout, and in processes that
+see no others: a wrong change of what ends processes could end any. `mutation/equivalent.txt` lists mutants that change
 nothing that anybody could see, each with the reason; they are not counted.
 """
 
