@@ -14,8 +14,11 @@ from supervisor_testing import create
 
 from hpcrl import reporting
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
+from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.progress import RoleProgress, progress_path
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
@@ -201,3 +204,81 @@ async def test_an_engine_whose_weights_are_changed_is_not_hung(
     for now in range(0, 130, 10):
         pulse.see(sign, float(now))
     assert bool(pulse.problem(120.0)) is ages
+
+
+def component_of(run: RunDir, role: Role, *, ready: bool = True) -> Component:
+    group = run.plan().group(Role.TRAINER).model_copy(update={"role": role})
+    made = Component(group, 0, address=Address("127.0.0.1", 1), log="log", on_change=lambda _: None)
+    if ready:
+        made.state, made.started_at_s = ComponentState.READY, 1.0
+    return made
+
+
+def test_who_hangs_is_told_once_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was judged already, has ended meanwhile or goes on is not."""
+    run = create(tmp_path / "runs")
+    trainer, orchestrator = component_of(run, Role.TRAINER), component_of(run, Role.ORCHESTRATOR)
+    told: list[tuple[Component, str]] = []
+    watched = [trainer, orchestrator]
+    watchdog = Watchdog(run, attempt=1, policy=POLICY, components=watched, on_hung=lambda *what: told.append(what))
+    monkeypatch.setattr("hpcrl.supervisor.policy.watchdog.time.monotonic", lambda: clock[0])
+    stuck, beats = busy("a", 0.0), busy("b", 0.0)
+    clock = [1000.0]
+    watchdog._judge(watched, [[stuck], [beats]])
+    clock[0] = 1009.0
+    watchdog._judge(watched, [[stuck], [beats]])
+    assert told == []
+    assert (trainer.progress, orchestrator.progress) == ("work", "work")
+    clock[0] = 1011.0
+    watchdog._judge(watched, [[stuck], [busy("c", 0.0)]])
+    assert told == [(trainer, "no progress for 11 s (work); the limit was 10 s")]
+    trainer.verdict = Cause(kind=CauseKind.HUNG, time_s=1.0, message="hung")
+    watchdog._judge(watched, [[stuck], [busy("d", 0.0)]])
+    assert len(told) == 1
+    trainer.verdict, trainer.state = None, ComponentState.STOPPING
+    watchdog._judge(watched, [[stuck], [busy("e", 0.0)]])
+    assert len(told) == 1
+    # another life is another measure
+    trainer.state, trainer.started_at_s = ComponentState.READY, 2.0
+    watchdog._judge(watched, [[stuck], [busy("f", 0.0)]])
+    assert len(told) == 1
+
+
+def test_a_trainer_is_not_blamed_while_the_orchestrator_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for it in the middle of its own work; whichever of the two is looked at first."""
+    run = create(tmp_path / "runs")
+    trainer, orchestrator = component_of(run, Role.TRAINER), component_of(run, Role.ORCHESTRATOR)
+    told: list[Component] = []
+    watchdog = Watchdog(
+        run, attempt=1, policy=POLICY, components=[], on_hung=lambda component, _: told.append(component)
+    )
+    monkeypatch.setattr("hpcrl.supervisor.policy.watchdog.time.monotonic", lambda: clock[0])
+    clock = [1000.0]
+    watchdog._judge([trainer, orchestrator], [[busy("a", 0.0)], [busy("b", math.inf)]])
+    clock[0] = 1011.0
+    watchdog._judge([trainer, orchestrator], [[busy("a", 0.0)], [busy("b", math.inf)]])
+    assert told == []
+    watchdog._judge([trainer, orchestrator], [[busy("a", 0.0)], [busy("c", math.inf)]])
+    assert told == [trainer]
+
+
+@pytest.mark.parametrize(("known", "limit_s"), [(True, 10.0), (False, 210.0)])
+def test_an_engine_of_which_nothing_is_known_may_be_at_an_update(tmp_path: Path, known: bool, limit_s: float) -> None:
+    run = create(tmp_path / "runs")
+    policy = WatchPolicy(floor_s=10.0, ceiling_s=100.0, update_timeout_s=200.0)
+    engine, trainer = component_of(run, Role.ENGINE), component_of(run, Role.TRAINER)
+    watchdog = Watchdog(run, attempt=1, policy=policy, components=[], on_hung=lambda *_: None)
+    if known:
+        views = [EngineView(replica=0, version=1)]
+        watchdog._fleet = FleetView(time_s=1.0, newest=1, in_flight=0, limit=1, engines=views)
+    now = 1000.0
+    pulse = watchdog._pulse(engine, now)
+    pulse.see([busy("a", 0.0)], now)
+    pulse.see([busy("a", 0.0)], now + limit_s - 1.0)
+    assert pulse.problem(now + limit_s - 0.5) == ""
+    pulse.see([busy("a", 0.0)], now + limit_s + 1.0)
+    assert "no progress" in pulse.problem(now + limit_s + 1.0)
+    # a trainer has no updates
+    assert watchdog._pulse(trainer, now).extra_s == 0.0
