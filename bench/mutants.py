@@ -223,6 +223,7 @@ def report(rows: list[dict[str, object]], recorded: object, arguments: argparse.
     counts = Counter(str(row["verdict"]) for row in rows)
     caught = counts["caught"] + counts["stopped"]
     figures = {
+        "date": time.strftime("%Y-%m-%d"),
         "seed": arguments.seed,
         "mutants": len(rows),
         "caught": caught,
