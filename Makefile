@@ -1,5 +1,5 @@
 # The two commands of the README are `make quickstart` and `make test`. Each target sets up all it needs.
-.PHONY: quickstart test suite test-long test-nightly test-all lint style types format docs wheel clean
+.PHONY: quickstart test suite test-long test-nightly test-mutants test-all lint style types format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -29,9 +29,11 @@ test:
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@$(MAKE) --no-print-directory -j 2 types suite
 
+# all tests, or those of some folders: make suite TESTS="tests/cli tests/config"
+TESTS ?=
 # mypy uses one processor, and for a while it is the only one that works: beside the tests it costs half of its time
 suite:
-	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart HPCRL_TEST_QUICKSTARTS=$(CURDIR)/runs $(PYTEST) $(PARALLEL) -m "not vllm and not campaign and not triton"
+	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" HPCRL_TEST_QUICKSTARTS="$(CURDIR)/runs" $(PYTEST) $(PARALLEL) -m "not vllm and not campaign and not triton" $(TESTS)
 
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.5 GB), and need all cores when they
 # start, so that these are three at a time, of which one or two wait
@@ -41,12 +43,20 @@ LONG_FILES = $$(grep -rlE "mark\.(campaign|vllm|triton)" tests --include="test_*
 test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm --triton --templates
 	@$(MAKE) --no-print-directory models/quickstart/config.json
-	@HPCRL_TEST_TAUGHT_MODEL=$(CURDIR)/models/quickstart $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" $(LONG_FILES)
+	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" $(LONG_FILES)
 
 # whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
 test-nightly:
 	@python3 tools/bootstrap.py all dev --slurm --vllm
 	@$(PYTEST) -p no:xdist -m nightly
+
+# whether tests see small wrong changes of rooms that decide numbers and fates: hours, so nightly. A number of its own
+# each night chooses other mutants: make test-mutants SEED=20260101
+SEED ?= 1
+MUTANTS ?= 200
+test-mutants:
+	@python3 tools/bootstrap.py all dev
+	@$(BIN)/python bench/mutants.py --count $(MUTANTS) --seed $(SEED)
 
 test-all: test test-long
 

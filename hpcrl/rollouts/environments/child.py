@@ -32,7 +32,8 @@ __all__ = ["NotBuiltError", "load", "main"]
 
 _KEPT_PROMPTS = 256
 """The members of a group begin one after the other; their prompt is made once."""
-_OURS = os.path.dirname(__file__)
+_OURS = os.path.join(os.path.dirname(__file__), "")
+"""Ends with a separator: a directory whose name begins like ours is somebody else's."""
 _MESSAGE = 4000
 """Maximum number of characters of the message of an exception that is told, and of its frames."""
 _FRAMES = 20

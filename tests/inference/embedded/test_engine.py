@@ -329,6 +329,32 @@ def test_preemption_across_new_weights_keeps_old_versions(start: StartEngine, ti
     assert spans == [("1", 0, done), ("2", done, 40)]
 
 
+@pytest.mark.parametrize("forget", [True, False])
+def test_a_waiting_request_loses_what_old_weights_computed_elsewhere(
+    start: StartEngine, tiny: tuple[Path, Decoder], forget: bool
+) -> None:
+    """Unless the pause keeps all KV, as it keeps that of requests that run."""
+    (prompt,) = prompts_of(1, 24, 24, seed=5)
+    other, client = start(), start()
+    other.run([prompt], salt="1", max_tokens=1)
+    request = EngineRequest("r", prompt, SamplingParams(max_tokens=4, logprobs=0), lambda _: None, cache_salt="1")
+    request.extend_hashes(request.tokens, 4)
+    names = request.hashes[:5]
+    contents = other.engine.call(lambda: other.engine.cached.read(names)).result()
+    assert len(contents) == len(names)
+    client.engine.pause("keep", clear_cache=False).result()
+    request.fetched = dict(zip(names, contents, strict=True))
+    client.engine.submit(request)
+    client.engine.pause("keep", clear_cache=forget).result()
+    updated = random_model(tiny[1].arch, seed=9)
+    client.engine.exchange_weights(updated, "2").result()
+    client.engine.resume().result()
+    output = client.result(request)
+    error = logprob_error(updated, prompt, output.token_ids, output.logprobs)
+    assert (error < TOLERANCE) is forget, error
+    assert request.num_fetched_tokens == (0 if forget else 4 * len(names))
+
+
 def test_pause_keep_freezes(start: StartEngine) -> None:
     client = start()
     request = client.submit([1, 2, 3], max_tokens=200, stream=True)

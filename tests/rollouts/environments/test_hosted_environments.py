@@ -18,6 +18,7 @@ from my_environment import Obedient
 from patience import patience
 from stub_engine import EOS, StubEngine, encode
 
+import hpcrl
 from hpcrl.errors import ConfigError, EnvironmentFailedError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import (
@@ -30,10 +31,13 @@ from hpcrl.rollouts.environments import (
     hosted,
     prompt_of,
 )
+from hpcrl.rollouts.environments.child import frames_of
 from hpcrl.runs.cause import from_record
 from hpcrl.runs.role import FailureRecord, RoleContext
 
 Build = Callable[..., Environment]
+#: of hpcrl itself: the checkout may have any name, and user code may lie in it
+PACKAGE = os.path.join(os.path.dirname(hpcrl.__file__), "")
 
 
 class Script:
@@ -343,8 +347,23 @@ async def test_what_the_environment_raises_is_why_the_run_ends(tmp_path: Path, s
     )
     assert cause.details
     assert "in judge: raise ZeroDivisionError" in cause.details[-1]
-    assert not any("hpcrl/" in line for line in cause.details)
+    assert not any(line.strip().startswith(PACKAGE) for line in cause.details)
     assert cause.traceback == ""
+
+
+@pytest.mark.parametrize(
+    "place", ["hpcrl/rollouts/environments", "environments of ö", "<frozen", "importlib", "tests/hpcrl"]
+)
+def test_frames_of_the_users_code_are_known_by_where_ours_lie(tmp_path: Path, place: str) -> None:
+    """Whatever its directories are called; also beside the package, where a name begins as that of ours does."""
+    package = Path(hpcrl.__file__).parent
+    for base in (tmp_path / place, package / "rollouts" / f"environments_{place}"):
+        file = str(base / "mine.py")
+        namespace: dict[str, Any] = {}
+        exec(compile("def judge():\n    raise ValueError('no')\n", file, "exec"), namespace)
+        with pytest.raises(ValueError, match="no") as caught:
+            namespace["judge"]()
+        assert f"{file}:2 in judge" in frames_of(caught.value)
 
 
 async def test_an_environment_that_cannot_be_made_is_why_the_run_ends(tmp_path: Path) -> None:

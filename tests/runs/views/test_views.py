@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,18 @@ def test_the_status_at_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert text.count("version") == 2  # what engines serve: the newest, and the column
 
 
-def test_why_is_short_unless_events_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "UTC")
+@pytest.fixture
+def in_utc() -> Iterator[None]:
+    """Times are shown in the zone of who reads; of the process, not of the variable alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield
     time.tzset()
+
+
+@pytest.mark.usefixtures("in_utc")
+def test_why_is_short_unless_events_are_asked_for(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     trace = "".join(f'  File "loss.py", line {i}, in step_{i}\n' for i in range(20))
     cause = Cause(

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from patience import patience
 from supervisor_testing import end_everything, make_plan, start, wait_ended
 
 from hpcrl.config.load import load_cluster, load_recipe
@@ -143,15 +144,22 @@ async def test_a_replica_is_ready_when_all_of_its_servers_are(servers: list[Serv
         credentials=CREDENTIALS,
     )
     waiting = asyncio.create_task(prober.wait())
-    await asyncio.sleep(0.3)
+    # until all were asked: the first look may find some that have not answered yet
+    first, second = (f"GET http://{HOST}:{server.port}/health answered 503" for server in servers[1:])
+    await said(prober, first, "1 other of 3 servers")
     assert not waiting.done()
-    assert prober.problem.startswith(f"GET http://{HOST}:{servers[1].port}/health answered 503")
-    assert "1 other of 3 servers" in prober.problem
     servers[1].status = 200
-    await asyncio.sleep(0.6)
+    await said(prober, second)
     assert not waiting.done()
     servers[2].status = 200
-    await asyncio.wait_for(waiting, 10.0)
+    await asyncio.wait_for(waiting, 10.0 * patience())
+
+
+async def said(prober: Prober, *parts: str) -> None:
+    """Wait until the problem has all of the words."""
+    async with asyncio.timeout(10.0 * patience()):
+        while not all(part in prober.problem for part in parts):
+            await asyncio.sleep(0.02)
 
 
 @pytest.fixture
@@ -186,11 +194,13 @@ def test_who_comes_after_a_replica_waits_for_its_last_server(run_of: Callable[..
 
 @pytest.mark.e2e
 def test_a_replica_whose_last_server_does_not_come_is_no_replica(run_of: Callable[..., RunDir]) -> None:
-    run = run_of(engine="serve", servers=2, start_timeout_s=2.0)
+    # time for the first server to answer: it is the second one that the message must name
+    limit_s = round(2.0 * patience(), 1)
+    run = run_of(engine="serve", servers=2, start_timeout_s=limit_s)
     view, _ = wait_ended(run)
     assert view.state is RunState.FAILED
     assert view.cause is not None
-    assert "engine 0 was not ready after 2 s" in view.cause.message
+    assert f"engine 0 was not ready after {limit_s:g} s" in view.cause.message
     second = int(Endpoints.read(run, 1).urls["engine"][0].rpartition(":")[2]) + 1
     assert f":{second}/health" in view.cause.message
 

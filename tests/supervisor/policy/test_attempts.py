@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import msgspec
@@ -10,15 +11,27 @@ import pytest
 from supervisor_testing import create
 
 from hpcrl.checkpoints.history import add_saved
+from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.plan import Plan
 from hpcrl.fs import write_json
+from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.policy.attempts import exhausted, may_retry, save_now
+from hpcrl.supervisor.policy.attempts import (
+    LEAVE_S,
+    exhausted,
+    has_trained,
+    lead_s,
+    may_retry,
+    retries,
+    save_now,
+    with_measured_lead,
+)
 
 
 @pytest.fixture
@@ -81,6 +94,120 @@ def test_a_checkpoint_below_a_damaged_one_is_progress(run: RunDir) -> None:
     assert exhausted(run, plan(run), 4) == ""
     policy = plan(run).attempts.model_copy(update={"retries": 1})
     assert may_retry(run, plan(run).model_copy(update={"attempts": policy}), began_at=20)
+
+
+def retrying(run: RunDir, retries: int) -> Plan:
+    policy = plan(run).attempts.model_copy(update={"retries": retries})
+    return plan(run).model_copy(update={"attempts": policy})
+
+
+def retried(run: RunDir, attempt: int) -> None:
+    """What the supervisor records when a new attempt follows a failure."""
+    events = EventWriter(run, attempt=attempt, writer="supervisor")
+    events.emit("attempt.retried")
+    events.close()
+
+
+def test_who_came_further_may_try_again_as_often_as_the_plan_says(run: RunDir) -> None:
+    """A failure before the first joint checkpoint would come again."""
+    for _ in range(3):
+        run.start_attempt()
+    assert not may_retry(run, retrying(run, 2), began_at=None)
+    checkpoint(run, 10)
+    assert may_retry(run, retrying(run, 2), began_at=None)
+    assert may_retry(run, retrying(run, 2), began_at=9)
+    assert not may_retry(run, retrying(run, 2), began_at=10)
+    assert not may_retry(run, retrying(run, 0), began_at=None)
+    retried(run, 1)
+    assert may_retry(run, retrying(run, 2), began_at=None)
+    retried(run, 2)
+    assert not may_retry(run, retrying(run, 2), began_at=None)
+    # a person who resumes knows why: those of before do not count, the first one after it does
+    resumed_after(run, 2)
+    assert may_retry(run, retrying(run, 1), began_at=None)
+    retried(run, 3)
+    assert not may_retry(run, retrying(run, 1), began_at=None)
+
+
+def test_what_another_attempt_has_saved_does_not_count(run: RunDir) -> None:
+    checkpoint(run, 20)
+    for attempt in (1, 2):
+        run.start_attempt()
+        add_saved(run.checkpoints_dir, step=10 + attempt, attempt=attempt)
+    assert may_retry(run, retrying(run, 1), began_at=20)
+    run.start_attempt()
+    assert not may_retry(run, retrying(run, 1), began_at=20)
+
+
+#: whether a new attempt may follow, of all kinds of ends
+PASSING = {
+    CauseKind.ERROR: True,
+    CauseKind.EXIT: True,
+    CauseKind.EARLY_EXIT: True,
+    CauseKind.GUARD_LOST: True,
+    CauseKind.HUNG: True,
+    CauseKind.STALE: True,
+    CauseKind.START_TIMEOUT: True,
+}
+
+
+@pytest.mark.parametrize("kind", list(CauseKind))
+def test_failures_that_may_pass_are_followed_by_another_attempt(run: RunDir, kind: CauseKind) -> None:
+    """And what a person, Slurm or the command line decided is not."""
+    run.start_attempt()
+    checkpoint(run, 10)
+    cause = Cause(kind=kind, time_s=1.0, message="it ended")
+    assert retries(run, retrying(run, 1), cause, began_at=None) is PASSING.get(kind, False)
+    assert not retries(run, retrying(run, 1), None, began_at=None)
+    assert not retries(run, retrying(run, 1), cause, began_at=10)
+
+
+def test_whether_what_is_run_has_worked_here(run: RunDir) -> None:
+    run.start_attempt()
+    run.checkpoints_dir.mkdir()
+    assert not has_trained(run)
+    add_saved(run.checkpoints_dir, step=10, attempt=1)
+    assert has_trained(run)
+    resumed_after(run, 1)
+    assert not has_trained(run)
+    add_saved(run.checkpoints_dir, step=20, attempt=2)
+    assert has_trained(run)
+
+
+def saved_in(run: RunDir, seconds: float) -> None:
+    events = EventWriter(run, attempt=1, writer="trainer")
+    events.emit("trainer.checkpoint_saved", step=1, seconds=seconds)
+    events.close()
+
+
+def step_of(step: int, phases_s: dict[str, float]) -> StepRecord:
+    """The record of a step of which nothing matters but its times."""
+    empty: dict[type, object] = {float: 0.0, int: 0}
+    values = {each.name: empty.get(each.type, {}) for each in msgspec.structs.fields(StepRecord) if each.required}
+    return StepRecord(**{**values, "attempt": 1, "step": step, "phases_s": phases_s})  # type: ignore[arg-type]
+
+
+def test_the_warning_comes_early_enough_for_a_step_and_two_saves(run: RunDir) -> None:
+    """Before the first save as the site says; then by what was measured, and the plan says so too."""
+    run.start_attempt()
+    warned = run.plan()
+    warned = warned.model_copy(update={"attempts": warned.attempts.model_copy(update={"signal_lead_s": 500})})
+    assert lead_s(run, warned) == 500
+    assert with_measured_lead(run, warned) is warned
+    for seconds in (30.0, 40.0, 20.0):
+        saved_in(run, seconds)
+    assert lead_s(run, warned) == 2 * 40 + LEAVE_S + SIGNAL_EARLY_S
+    metrics = MetricsWriter(run, 1)
+    for step, seconds in enumerate((7.0, 11.5, 9.0), start=1):
+        metrics.write(step_of(step, {"wait": 1.0, "optimizer": seconds - 1.0}))
+    metrics.close()
+    wanted = math.ceil(11.5 + 2 * 40 + LEAVE_S + SIGNAL_EARLY_S)
+    assert lead_s(run, warned) == wanted
+    assert with_measured_lead(run, warned).attempts.signal_lead_s == wanted
+    assert run.plan().attempts.signal_lead_s == wanted
+    # a job that is not warned stays so
+    silent = warned.model_copy(update={"attempts": warned.attempts.model_copy(update={"signal_lead_s": 0})})
+    assert lead_s(run, silent) == 0
 
 
 def test_the_number_of_attempts_is_bounded(run: RunDir) -> None:

@@ -38,6 +38,31 @@ def test_pauses_grow_and_end_and_the_first_failure_is_the_cause() -> None:
     assert message == "failure 0; it was restarted 2 times and did not stay (at last: failure 2)"
 
 
+def test_pauses_end_at_half_a_minute() -> None:
+    restarts = make(Clock(), max_restarts=9)
+    pauses = [restarts.pause_s(failure("x")) for _ in range(10)]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0, None]
+
+
+def test_the_first_of_the_failures_that_count_is_named() -> None:
+    clock = Clock()
+    restarts = make(clock)
+    assert restarts.last_failure == ""
+    for now, message in ((0.0, "old"), (90.0, "first"), (100.0, "second"), (189.0, "second")):
+        clock.now = now
+        restarts.pause_s(failure(message))
+    assert restarts.last_failure == "second"
+    # one second before the window of the first ends; that of the old one has just ended
+    message = "first; it was restarted 2 times and did not stay (at last: second)"
+    assert restarts.first_error().message == message
+    clock.now = 190.0
+    assert restarts.pause_s(failure("second")) is None
+    assert restarts.first_error().message == "second; it was restarted 2 times and did not stay"
+    clock.now = 289.0
+    assert restarts.pause_s(failure("third")) == 2.0
+    assert restarts.first_error().message == "second; it was restarted once and did not stay (at last: third)"
+
+
 def test_failures_outside_of_the_window_do_not_count() -> None:
     clock = Clock()
     restarts = make(clock)

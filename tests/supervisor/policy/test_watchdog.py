@@ -9,11 +9,16 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 from supervisor_testing import create
 
 from hpcrl import reporting
-from hpcrl.config.plan import Role, WatchPolicy
+from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
+from hpcrl.runs.cause import Cause, CauseKind
+from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.progress import RoleProgress, progress_path
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
@@ -145,3 +150,135 @@ def test_an_engine_whose_requests_are_aborted_again_and_again_is_hung_all_the_sa
         idle.see(at_work._replace(pauses=True), float(now))
     idle.see(at_work, 1000.0)
     assert idle.problem(1000.0) == ""
+
+
+async def looked_at(tmp_path: Path, fleet: FleetView | None) -> Sign:
+    """What the watchdog sees of an engine with four requests, of which the orchestrator says ``fleet``."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text="vllm:num_requests_running 4.0\nvllm:generation_tokens_total 125.0\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = runner.addresses[0][1]
+        run = create(tmp_path / "runs")
+        group = run.plan().group(Role.ENGINE).model_copy(update={"ready": HttpProbe(path="/health")})
+        address = Address("127.0.0.1", port)
+        engine = Component(group, 0, address=address, log="log", on_change=lambda _: None)
+        attempt = run.start_attempt()
+        watchdog = Watchdog(run, attempt=attempt, policy=POLICY, components=[engine], on_hung=lambda *_: None)
+        if fleet is not None:
+            fleet.write(run, attempt)
+        await watchdog._read_fleet()
+        async with aiohttp.ClientSession() as session:
+            (sign,) = await watchdog._look(engine, session)
+    finally:
+        await runner.cleanup()
+    assert sign is not None
+    return sign
+
+
+@pytest.mark.parametrize(
+    ("views", "ages"),
+    [
+        pytest.param([EngineView(replica=0, version=1, updating=True)], False, id="it changes its weights"),
+        pytest.param([EngineView(replica=0, version=1)], True, id="it samples"),
+        pytest.param([EngineView(replica=1, version=1, updating=True)], True, id="another one changes its weights"),
+        pytest.param([EngineView(role="decode", replica=0, version=1, updating=True)], True, id="one of another role"),
+        pytest.param(None, True, id="nobody says"),
+    ],
+)
+async def test_an_engine_whose_weights_are_changed_is_not_hung(
+    tmp_path: Path, views: list[EngineView] | None, ages: bool
+) -> None:
+    """With requests that wait for the end of the update, and without a token for longer than the limit."""
+    fleet = None if views is None else FleetView(time_s=time.time(), newest=1, in_flight=4, limit=8, engines=views)
+    sign = await looked_at(tmp_path, fleet)
+    assert sign.work == 4.0
+    pulse = Pulse(POLICY, 0.0)
+    for now in range(0, 130, 10):
+        pulse.see(sign, float(now))
+    assert bool(pulse.problem(120.0)) is ages
+
+
+def component_of(run: RunDir, role: Role, *, ready: bool = True) -> Component:
+    group = run.plan().group(Role.TRAINER).model_copy(update={"role": role})
+    made = Component(group, 0, address=Address("127.0.0.1", 1), log="log", on_change=lambda _: None)
+    if ready:
+        made.state, made.started_at_s = ComponentState.READY, 1.0
+    return made
+
+
+def test_who_hangs_is_told_once_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was judged already, has ended meanwhile or goes on is not."""
+    run = create(tmp_path / "runs")
+    trainer, orchestrator = component_of(run, Role.TRAINER), component_of(run, Role.ORCHESTRATOR)
+    told: list[tuple[Component, str]] = []
+    watched = [trainer, orchestrator]
+    watchdog = Watchdog(run, attempt=1, policy=POLICY, components=watched, on_hung=lambda *what: told.append(what))
+    monkeypatch.setattr("hpcrl.supervisor.policy.watchdog.time.monotonic", lambda: clock[0])
+    stuck, beats = busy("a", 0.0), busy("b", 0.0)
+    clock = [1000.0]
+    watchdog._judge(watched, [[stuck], [beats]])
+    clock[0] = 1009.0
+    watchdog._judge(watched, [[stuck], [beats]])
+    assert told == []
+    assert (trainer.progress, orchestrator.progress) == ("work", "work")
+    clock[0] = 1011.0
+    watchdog._judge(watched, [[stuck], [busy("c", 0.0)]])
+    assert told == [(trainer, "no progress for 11 s (work); the limit was 10 s")]
+    trainer.verdict = Cause(kind=CauseKind.HUNG, time_s=1.0, message="hung")
+    watchdog._judge(watched, [[stuck], [busy("d", 0.0)]])
+    assert len(told) == 1
+    trainer.verdict, trainer.state = None, ComponentState.STOPPING
+    watchdog._judge(watched, [[stuck], [busy("e", 0.0)]])
+    assert len(told) == 1
+    # another life is another measure
+    trainer.state, trainer.started_at_s = ComponentState.READY, 2.0
+    watchdog._judge(watched, [[stuck], [busy("f", 0.0)]])
+    assert len(told) == 1
+
+
+def test_a_trainer_is_not_blamed_while_the_orchestrator_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for it in the middle of its own work; whichever of the two is looked at first."""
+    run = create(tmp_path / "runs")
+    trainer, orchestrator = component_of(run, Role.TRAINER), component_of(run, Role.ORCHESTRATOR)
+    told: list[Component] = []
+    watchdog = Watchdog(
+        run, attempt=1, policy=POLICY, components=[], on_hung=lambda component, _: told.append(component)
+    )
+    monkeypatch.setattr("hpcrl.supervisor.policy.watchdog.time.monotonic", lambda: clock[0])
+    clock = [1000.0]
+    watchdog._judge([trainer, orchestrator], [[busy("a", 0.0)], [busy("b", math.inf)]])
+    clock[0] = 1011.0
+    watchdog._judge([trainer, orchestrator], [[busy("a", 0.0)], [busy("b", math.inf)]])
+    assert told == []
+    watchdog._judge([trainer, orchestrator], [[busy("a", 0.0)], [busy("c", math.inf)]])
+    assert told == [trainer]
+
+
+@pytest.mark.parametrize(("known", "limit_s"), [(True, 10.0), (False, 210.0)])
+def test_an_engine_of_which_nothing_is_known_may_be_at_an_update(tmp_path: Path, known: bool, limit_s: float) -> None:
+    run = create(tmp_path / "runs")
+    policy = WatchPolicy(floor_s=10.0, ceiling_s=100.0, update_timeout_s=200.0)
+    engine, trainer = component_of(run, Role.ENGINE), component_of(run, Role.TRAINER)
+    watchdog = Watchdog(run, attempt=1, policy=policy, components=[], on_hung=lambda *_: None)
+    if known:
+        views = [EngineView(replica=0, version=1)]
+        watchdog._fleet = FleetView(time_s=1.0, newest=1, in_flight=0, limit=1, engines=views)
+    now = 1000.0
+    pulse = watchdog._pulse(engine, now)
+    pulse.see([busy("a", 0.0)], now)
+    pulse.see([busy("a", 0.0)], now + limit_s - 1.0)
+    assert pulse.problem(now + limit_s - 0.5) == ""
+    pulse.see([busy("a", 0.0)], now + limit_s + 1.0)
+    assert "no progress" in pulse.problem(now + limit_s + 1.0)
+    # a trainer has no updates
+    assert watchdog._pulse(trainer, now).extra_s == 0.0

@@ -1,0 +1,244 @@
+"""Whether tests see small wrong changes: samples mutants of rooms that decide numbers and fates, and runs their tests.
+
+    python bench/mutants.py --count 200 --seed 1                # minutes to hours; `make test-mutants`
+    python bench/mutants.py --rooms trainer,dock --minutes 10   # what can be tried in this time
+    python bench/mutants.py --list                              # how many mutants each room has
+
+A mutant is one wrong expression or statement (`mutation.operators`). First each file of a room's tests runs once, and
+it is noted which functions each test executes; a mutant is tried with the tests that execute the function that it
+changes, then with the other tests of their files. Everything happens in a copy of the checkout, and in processes that
+see no others: a wrong change of what ends processes could end any. `mutation/equivalent.txt` lists mutants that change
+nothing that anybody could see, each with the reason; they are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mutation import trials
+from mutation.operators import Mutant, mutants_of
+
+#: `harness` is not imported: it imports hpcrl, which children import from the copy
+ROOT = Path(__file__).resolve().parent.parent
+
+#: what each room is made of, and the tests that are its own
+ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "trainer": (
+        ("hpcrl/trainer/step", "hpcrl/trainer/batch", "hpcrl/trainer/parallel", "hpcrl/trainer/state"),
+        ("tests/trainer/step", "tests/trainer/batch", "tests/trainer/parallel", "tests/trainer/state", "tests/trainer"),
+    ),
+    "modeling": (("hpcrl/modeling",), ("tests/modeling",)),
+    "dock": (("hpcrl/dock",), ("tests/dock",)),
+    "weights": (("hpcrl/weights",), ("tests/weights",)),
+    "checkpoints": (("hpcrl/checkpoints",), ("tests/checkpoints",)),
+    "sampling": (("hpcrl/rollouts/sampling", "hpcrl/rollouts/batches"), ("tests/rollouts/sampling", "tests/rollouts")),
+    "engine": (("hpcrl/inference/embedded/engine", "hpcrl/inference/embedded/kv"), ("tests/inference/embedded",)),
+    "recovery": (
+        ("hpcrl/supervisor/policy",),
+        ("tests/supervisor/policy", "tests/supervisor/launch", "tests/supervisor"),
+    ),
+    "slurm": (("hpcrl/slurm",), ("tests/slurm",)),
+    "gate": (("hpcrl/gate.py", "hpcrl/credentials.py"), ("tests/test_serving.py", "tests/inference/test_access.py")),
+}
+#: kernels and clients of devices and services that are not here
+LEFT_OUT = ("triton", "cudnn", "flash_mla", "deep_gemm", "deepep", "mooncake", "scaled_mm", "cuda", "pool_master")
+EQUIVALENT = Path(__file__).parent / "mutation/equivalent.txt"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="mutants to try, as many of each room")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rooms", default=",".join(ROOMS), help="some of: %(default)s")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin nothing after so long; 0: no limit")
+    parser.add_argument("--box", type=float, default=120.0, help="seconds that the tests of one mutant may take")
+    parser.add_argument("--cache", type=Path, help="directory that keeps what tests execute, for the next time")
+    parser.add_argument("--only", default="", help="mutants whose name has this text, all of them")
+    parser.add_argument("--list", action="store_true", help="count the mutants, and run nothing")
+    parser.add_argument("--output", type=Path, help="in place of bench/results/mutants.json")
+    arguments = parser.parse_args()
+    rooms = arguments.rooms.split(",")
+    known = {room: all_mutants(room) for room in rooms}
+    if arguments.list:
+        for room, mutants in known.items():
+            print(f"{room:14}{len(mutants):6}  {dict(Counter(mutant.kind for mutant in mutants).most_common())}")
+        return
+    alone()
+    with tempfile.TemporaryDirectory(prefix="hpcrl-mutants-") as scratch:
+        campaign(known, arguments, Path(scratch))
+
+
+def all_mutants(room: str) -> list[Mutant]:
+    """Return the mutants of a room, without those that are known to change nothing."""
+    known = equivalent()
+    found = []
+    for place in ROOMS[room][0]:
+        files = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py"))
+        for path in files:
+            name = path.relative_to(ROOT).as_posix()
+            if not any(word in name for word in LEFT_OUT):
+                found += list(mutants_of(name, path.read_text(encoding="utf-8")))
+    return [mutant for mutant in found if one_line(mutant.name) not in known]
+
+
+def equivalent() -> set[str]:
+    """Read the names of mutants that change nothing; the indented line after a name is the reason."""
+    lines = EQUIVALENT.read_text(encoding="utf-8").splitlines() if EQUIVALENT.exists() else []
+    return {line for line in lines if line.strip() and not line.startswith((" ", "#"))}
+
+
+def one_line(name: str) -> str:
+    return " ".join(name.split())
+
+
+def sample(known: dict[str, list[Mutant]], count: int, seed: int) -> list[tuple[str, Mutant]]:
+    """Choose as many of each room and of each kind, at most one of a line; room by room: tests are recorded once."""
+    chosen: list[tuple[str, Mutant]] = []
+    for room, mutants in known.items():
+        of_kind: Counter[str] = Counter()
+        places: dict[Mutant, int] = {}
+        for mutant in random.Random(f"{seed} {room}").sample(mutants, len(mutants)):
+            of_kind[mutant.kind] += 1
+            places[mutant] = of_kind[mutant.kind]
+        order = sorted(places, key=places.__getitem__)
+        one_each = {(mutant.path, mutant.line): mutant for mutant in reversed(order)}
+        kept = [mutant for mutant in order if one_each[mutant.path, mutant.line] is mutant]
+        chosen += [(room, mutant) for mutant in kept[: -(-count // len(known))]]
+    return chosen
+
+
+def alone() -> None:
+    """Go on as the first process of a namespace of processes, so that nothing outside of it can be ended."""
+    if os.getpid() == 1 or os.environ.get("HPCRL_MUTANTS_ALONE"):
+        return
+    unshare = shutil.which("unshare")
+    words = ["--pid", "--fork", "--mount-proc", "--kill-child"]
+    if unshare is None or os.system(f"{unshare} {' '.join(words)} true 2>/dev/null"):
+        print("mutants run only where processes can be kept apart (unshare --pid), as root", file=sys.stderr)
+        sys.exit(1)
+    os.environ["HPCRL_MUTANTS_ALONE"] = "1"
+    os.execv(unshare, [unshare, *words, sys.executable, *sys.argv])
+
+
+def campaign(known: dict[str, list[Mutant]], arguments: argparse.Namespace, scratch: Path) -> None:
+    """Try mutants room by room, print what became of each, and write the result."""
+    began_s = time.monotonic()
+    until_s = began_s + 60 * arguments.minutes if arguments.minutes else float("inf")
+    tree = trials.copied_tree(ROOT, scratch / "tree")
+    if arguments.only:
+        tried = [(room, each) for room, mutants in known.items() for each in mutants if arguments.only in each.name]
+    else:
+        tried = sample(known, arguments.count, arguments.seed)
+    trials.import_once()
+    recorded: dict[str, trials.Tests] = {}
+    rows: list[dict[str, object]] = []
+    for room, mutant in tried:
+        if room not in recorded and time.monotonic() < until_s:
+            recorded[room] = recorded_tests(room, tree, scratch, arguments.cache)
+        if time.monotonic() > until_s:
+            break
+        verdict, by, seconds = judge(mutant, recorded[room], tree, scratch, arguments.box)
+        print(
+            f"{verdict:13}{seconds:6.1f} s  {mutant.path}:{mutant.line} {one_line(mutant.name)[:200]}  {by}", flush=True
+        )
+        rows.append({"room": room, "verdict": verdict, "name": one_line(mutant.name), "line": mutant.line, "by": by})
+        report(rows, recorded, arguments, time.monotonic() - began_s)
+    print(f"{len(rows)} of {len(tried)} mutants tried")
+
+
+def recorded_tests(room: str, tree: Path, scratch: Path, cache: Path | None) -> trials.Tests:
+    """Learn what the tests of a room execute, or read that where neither hpcrl nor the file of tests was changed."""
+    tests, product = trials.Tests(), trials.digest_of(sorted((tree / "hpcrl").rglob("*.py")))
+    for file in files_of(ROOMS[room][1], tree):
+        kept = None if cache is None else cache / f"{product}-{trials.digest_of([tree / file])}.json"
+        if kept is None or not kept.exists():
+            of_file = trials.Tests()
+            trial = trials.record(tree, file, scratch, of_file, 300.0)
+            print(f"recorded     {trial.seconds:6.1f} s  {file}", flush=True)
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(of_file.to_json(), encoding="utf-8")
+        else:
+            of_file = trials.Tests.from_json(kept.read_text(encoding="utf-8"))
+        tests.add(of_file)
+    for name in sorted(tests.failing):
+        print(f"fails without a mutant, left out: {name}")
+    return tests
+
+
+def files_of(places: Sequence[str], tree: Path) -> list[str]:
+    """Return the files of tests: of a folder those in it and below, of one whose rooms stand before it those in it."""
+    found: dict[str, None] = {}
+    for place in places:
+        path = tree / place
+        within = any(other != place and other.startswith(f"{place}/") for other in places)
+        files = [path] if path.is_file() else sorted(path.glob("test_*.py") if within else path.rglob("test_*.py"))
+        found |= {file.relative_to(tree).as_posix(): None for file in files}
+    return list(found)
+
+
+def judge(mutant: Mutant, tests: trials.Tests, tree: Path, scratch: Path, box_s: float) -> tuple[str, str, float]:
+    """Try one mutant; the tree is as it was afterwards."""
+    chosen = tests.of(mutant)
+    if not chosen:
+        return "not executed", "", 0.0
+    order, expected_s = [], 0.0
+    for name in tests.with_their_files(chosen):
+        expected_s += tests.seconds[name]
+        if order and expected_s > box_s / 2:
+            break
+        order.append(name)
+    path = tree / mutant.path
+    source = path.read_bytes()
+    try:
+        path.write_bytes(mutant.apply(source))
+        judge.changes += 1  # type: ignore[attr-defined]
+        # a compiled module is known by its size and the second of its change
+        os.utime(path, (1e9 + 2 * judge.changes,) * 2)  # type: ignore[attr-defined]
+        trial = trials.run(tree, order, scratch, max(30.0, box_s))
+    finally:
+        path.write_bytes(source)
+    if trial.code is None:
+        return "stopped", "", trial.seconds
+    return ("survived" if trial.code == 0 else "caught"), trial.failed, trial.seconds
+
+
+judge.changes = 0  # type: ignore[attr-defined]
+
+
+def report(rows: list[dict[str, object]], recorded: object, arguments: argparse.Namespace, seconds: float) -> None:
+    """Write what is known so far: a campaign that is cut short has its result."""
+    counts = Counter(str(row["verdict"]) for row in rows)
+    caught = counts["caught"] + counts["stopped"]
+    figures = {
+        "date": time.strftime("%Y-%m-%d"),
+        "seed": arguments.seed,
+        "mutants": len(rows),
+        "caught": caught,
+        "share_caught": round(caught / len(rows), 4),
+        "verdicts": dict(counts),
+        "rooms": {
+            room: f"{sum(r['room'] == room and r['verdict'] in ('caught', 'stopped') for r in rows)} of {n}"
+            for room, n in Counter(str(row["room"]) for row in rows).items()
+        },
+        "seconds": round(seconds),
+        "survivors": [row for row in rows if row["verdict"] in ("survived", "not executed")],
+    }
+    path = arguments.output or ROOT / "bench/results/mutants.json"
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

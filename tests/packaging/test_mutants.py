@@ -1,0 +1,103 @@
+"""The wrong changes that `make test-mutants` tries, and how it knows which tests execute them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '''"""A module — with letters of two bytes before what is changed."""
+
+import logging
+
+LIMIT_S = 2.5
+
+
+def divided(stats, total, *, rounded=False):
+    """Not a word of this."""
+    logging.getLogger(__name__).info("é %d", total)
+    if total <= 0 and not rounded:
+        raise ValueError("an empty batch")
+    stats.seen += 1
+    value = stats.sampled / max(total, stats.trained)
+    return round(value, 3, key=rounded, hint="nothing")
+'''
+#: by kind: what is replaced, and by what
+WANTED = {
+    ("comparison", "total <= 0", "(total < 0)"),
+    ("and, or", "total <= 0 and not rounded", "(total <= 0 or not rounded)"),
+    ("part left out", "total <= 0 and not rounded", "(not rounded)"),
+    ("part left out", "total <= 0 and not rounded", "(total <= 0)"),
+    ("negation", "not rounded", "rounded"),
+    ("constant", "0", "1"),
+    ("statement removed", 'raise ValueError("an empty batch")', "pass"),
+    ("statement removed", "stats.seen += 1", "pass"),
+    ("constant", "1", "2"),
+    ("arithmetic", "stats.sampled / max(total, stats.trained)", "(stats.sampled * max(total, stats.trained))"),
+    ("other attribute", "stats.sampled", "stats.trained"),
+    ("other attribute", "stats.trained", "stats.sampled"),
+    ("function", "max(total, stats.trained)", "min(total, stats.trained)"),
+    ("arguments swapped", "max(total, stats.trained)", "max(stats.trained, total)"),
+    ("constant", "3", "4"),
+    ("constant", "2.5", "5.0"),
+}
+
+
+@pytest.fixture(scope="module")
+def operators() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        return importlib.import_module("mutation.operators")
+
+
+def test_wrong_changes_of_a_module(operators: ModuleType) -> None:
+    found = list(operators.mutants_of("mine.py", SOURCE))
+    shown = {(mutant.kind, mutant.before, mutant.after) for mutant in found}
+    assert shown >= WANTED
+    # neither words for people nor messages are changed
+    assert not any("Not a word" in before or "é" in before or before == '"nothing"' for _, before, _ in shown)
+    returned = 'round(value, 3, key=rounded, hint="nothing")'
+    assert ("return value", returned, "None") in shown
+    assert {after for kind, _, after in shown if kind == "argument left out"} == {"round(value, 3, hint='nothing')"}
+    for mutant in found:
+        changed = mutant.apply(SOURCE.encode()).decode()
+        ast.parse(changed)
+        assert changed != SOURCE
+        assert len(changed) - len(SOURCE) == len(mutant.after) - len(mutant.before)
+        assert mutant.function_line == (0 if mutant.before == "2.5" else 8)
+
+
+def test_every_change_of_hpcrl_is_a_program(operators: ModuleType) -> None:
+    """Of one room with all kinds of statements; a change that is none would be caught by every test."""
+    for path in sorted((ROOT / "hpcrl/supervisor/policy").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for mutant in operators.mutants_of(path.name, source):
+            ast.parse(mutant.apply(source.encode()).decode())
+
+
+def test_functions_that_run_are_written_down(tmp_path: Path) -> None:
+    """By the interpreter that a test starts, before the process can be killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "bench"))
+        recorder = importlib.import_module("mutation.recorder")
+    site = recorder.install_in(tmp_path / "site")
+    package = tmp_path / "tree ö"
+    package.mkdir()
+    (package / "mine.py").write_text(
+        "import os\n\ndef called():\n    os.kill(os.getpid(), 9)\n\ndef other():\n    pass\n"
+    )
+    output = tmp_path / "executed.txt"
+    environ = {
+        "PYTHONPATH": f"{site}:{package}",
+        recorder.OUTPUT: str(output),
+        recorder.ROOT: str(package),
+        "PYTEST_CURRENT_TEST": "tests/test_x.py::test_y[a (b)] (call)",
+    }
+    subprocess.run([sys.executable, "-c", "import mine; mine.called()"], env=environ, check=False)
+    assert output.read_text().splitlines() == [f"tests/test_x.py::test_y[a (b)]\tmine.py\t{line}" for line in (1, 3)]
