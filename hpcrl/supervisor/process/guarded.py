@@ -211,6 +211,8 @@ class GuardedProcess:
         self._told: set[int] = set()
         self._clean_ends = 0
         self._guard_signal: int | None = None
+        #: the first lines that others have printed into its step
+        self.foreign: list[str] = []
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[int | None] = loop.create_future()
         self._ended: asyncio.Future[End] = loop.create_future()
@@ -331,7 +333,7 @@ class GuardedProcess:
             self._started.set_result(None)
 
     async def _read_reports(self) -> None:
-        splitter, foreign, ended = LineSplitter(), 0, False
+        splitter, ended = LineSplitter(), False
         while not ended:
             data = await self._reports.read(_PIECE)
             ended = not data
@@ -339,9 +341,9 @@ class GuardedProcess:
                 found = find_lines(line)
                 for said in found:
                     self._take(msgspec.convert(said, Report))
-                if not found and foreign < _FOREIGN_LINES:
-                    foreign += 1
-                    _log.info("%s: not from its guard: %s", self._who, line[:_FOREIGN_BYTES].decode(errors="replace"))
+                if not found and len(self.foreign) < _FOREIGN_LINES:
+                    self.foreign.append(line[:_FOREIGN_BYTES].decode(errors="replace"))
+                    _log.info("%s: not from its guard: %s", self._who, self.foreign[-1])
 
     def _take(self, report: Report) -> None:
         if not 0 <= report.task < self._tasks:
