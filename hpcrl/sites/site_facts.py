@@ -13,6 +13,7 @@ from hpcrl.slurm.parse import parse_duration, parse_node
 
 __all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "read_facts"]
 
+
 class SlurmFacts(Protocol):
     """Who can be asked; `hpcrl.slurm.client.SlurmClient` is one."""
 

@@ -23,10 +23,10 @@ def gpus_by_type(text: str) -> dict[str, int]:
     for words in _entries(text):
         if words[0] != "gpu":
             continue
-        count, words = 1, [word for word in words if word not in _FLAGS]
-        if len(words) > 1 and (match := _COUNT.fullmatch(words[-1])):
-            count, words = int(match[1]) * _UNITS[match[2].upper()], words[:-1]
-        kind = words[1] if len(words) > 1 else ""
+        rest, count = [word for word in words[1:] if word not in _FLAGS], 1
+        if rest and (match := _COUNT.fullmatch(rest[-1])):
+            count, rest = int(match[1]) * _UNITS[match[2].upper()], rest[:-1]
+        kind = rest[0] if rest else ""
         if count:
             found[kind] = found.get(kind, 0) + count
     return found

@@ -143,3 +143,5 @@ class Submitted(msgspec.Struct, frozen=True):
 
     job_id: int
     recovered: bool
+    cluster: str = ""
+    """The cluster that it went to, as ``sbatch`` names it where there are several."""

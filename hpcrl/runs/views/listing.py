@@ -89,7 +89,7 @@ def list_rows(
                 wall_s=view.wall_s,
                 steps=last.step if last is not None else 0,
                 reward_mean=None if last is None else last.reward_mean,
-                cause="" if view.cause is None else view.cause.message,
+                cause=f"a copy of {view.copy_of}" if view.copy_of else "" if view.cause is None else view.cause.message,
             )
         )
         if newest and len(rows) == newest:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from hpcrl.interpreter import module_command, with_safe_path
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clocks
 from hpcrl.supervisor.process.dumps import Dump, join_dumps
 from hpcrl.supervisor.process.report_lines import LineSplitter, find_lines
@@ -24,6 +24,7 @@ from hpcrl.supervisor.process.reports import Dumped, Ended, Gone, Report, Signal
 __all__ = ["End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
 
 _log = logging.getLogger(__name__)
+_MARKS = (RUN_ID_VARIABLE, RUN_DIR_VARIABLE)
 _ANSWER_S = 30.0
 """What guards get beyond the grace to end their roles and report, before it is done over their heads."""
 _PIPE_S = 5.0
@@ -173,7 +174,11 @@ async def start_guarded(
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**with_safe_path(env), KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
+        env={
+            **with_safe_path(env),
+            KIND_VARIABLE: "guard",
+            **{name: spec.env[name] for name in _MARKS if name in spec.env},
+        },
         start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
     )
     loop = asyncio.get_running_loop()
