@@ -184,9 +184,9 @@ def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
     SlurmError
         Slurm refused, or does not answer.
     """
-    signal_job(run, kill=False)
-    deadline = time.monotonic() + deadline_s
-    killed = False
+    # a job that waits has no supervisor that would take its time
+    killed = signal_job(run, kill=False)
+    deadline = time.monotonic() + (_KILL_DEADLINE_S if killed else deadline_s)
     while not (view := observe(run)).state.ended:
         if time.monotonic() > deadline:
             if killed:
@@ -210,16 +210,21 @@ def cancel_replica_jobs(run: RunDir) -> list[int]:
     return cancel_all(client, record.run_id, keep_main=True)
 
 
-def signal_job(run: RunDir, *, kill: bool) -> None:
-    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets."""
+def signal_job(run: RunDir, *, kill: bool) -> bool:
+    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets.
+
+    Returns whether the job was cancelled.
+    """
     submission = _newest(run)
     client, job_id = client_of(submission), int(submission.job_id)
     job = client.jobs([job_id]).get(job_id)
-    if kill or job is None or job.state.waiting:
+    cancels = kill or job is None or job.state.waiting
+    if cancels:
         client.cancel(job_id)
     else:
         client.cancel(job_id, signal="TERM", batch=True)
     ask_soon()
+    return cancels
 
 
 def _newest(run: RunDir) -> Submission:
