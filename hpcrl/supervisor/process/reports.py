@@ -17,19 +17,19 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="report"):
     time_s: float
 
 
-class Started(_Report, tag="started"):
+class Started(_Report, frozen=True, kw_only=True, tag="started"):
     """The role runs."""
 
     pid: int
 
 
-class SpawnFailed(_Report, tag="spawn_failed"):
+class SpawnFailed(_Report, frozen=True, kw_only=True, tag="spawn_failed"):
     """The role could not be started."""
 
     error: str
 
 
-class Dumped(_Report, tag="dumped"):
+class Dumped(_Report, frozen=True, kw_only=True, tag="dumped"):
     """Stacks were taken, or could not be."""
 
     path: str
@@ -38,20 +38,20 @@ class Dumped(_Report, tag="dumped"):
     problem: str
 
 
-class Signalled(_Report, tag="signalled"):
+class Signalled(_Report, frozen=True, kw_only=True, tag="signalled"):
     """Somebody else than the supervisor wants the role to end."""
 
     signal: int
 
 
-class Ended(_Report, tag="ended"):
+class Ended(_Report, frozen=True, kw_only=True, tag="ended"):
     """The role has ended; one of the two is None."""
 
     exit_code: int | None
     signal: int | None
 
 
-class Gone(_Report, tag="gone"):
+class Gone(_Report, frozen=True, kw_only=True, tag="gone"):
     """Nothing of the role is left but what hangs in the kernel."""
 
     left: list[int]
