@@ -19,7 +19,7 @@ from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clocks
 from hpcrl.supervisor.process.dumps import Dump, join_dumps
 from hpcrl.supervisor.process.report_lines import LineSplitter, find_lines
-from hpcrl.supervisor.process.reports import Dumped, Ended, Gone, Report, Signalled, SpawnFailed, Started
+from hpcrl.supervisor.process.reports import Dumped, Gone, Report, RoleEnded, Signalled, SpawnFailed, Started
 
 __all__ = ["End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
 
@@ -368,7 +368,7 @@ class GuardedProcess:
                     self._dumped.set_result(None)
             case Signalled():
                 self._guard_signal = report.signal
-            case Ended():
+            case RoleEnded():
                 self._told.add(report.task)
                 self._task_ended(
                     End(time_s, report.exit_code, report.signal, node=report.node, guard_signal=self._guard_signal)

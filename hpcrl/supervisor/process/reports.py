@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Dumped", "Ended", "Gone", "Report", "Signalled", "SpawnFailed", "Started"]
+__all__ = ["Dumped", "Gone", "Report", "RoleEnded", "Signalled", "SpawnFailed", "Started"]
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="report"):
@@ -44,7 +44,7 @@ class Signalled(_Report, frozen=True, kw_only=True, tag="signalled"):
     signal: int
 
 
-class Ended(_Report, frozen=True, kw_only=True, tag="ended"):
+class RoleEnded(_Report, frozen=True, kw_only=True, tag="ended"):
     """The role has ended; one of the two is None."""
 
     exit_code: int | None
@@ -57,4 +57,4 @@ class Gone(_Report, frozen=True, kw_only=True, tag="gone"):
     left: list[int]
 
 
-Report: TypeAlias = Started | SpawnFailed | Dumped | Signalled | Ended | Gone
+Report: TypeAlias = Started | SpawnFailed | Dumped | Signalled | RoleEnded | Gone
