@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["KIND_VARIABLE", "RUN_ID_VARIABLE"]
+__all__ = ["KIND_VARIABLE", "LAUNCH_DIR_VARIABLE", "RUN_DIR_VARIABLE", "RUN_ID_VARIABLE"]
 
 RUN_ID_VARIABLE = "HPCRL_RUN_ID"
 """Marks every process of a run; its value is `hpcrl.runs.record.RunRecord.run_id`."""
 KIND_VARIABLE = "HPCRL_PROCESS"
 """``launch`` (submitit and the supervisor), ``guard`` or ``role``."""
+RUN_DIR_VARIABLE = "HPCRL_RUN_DIR"
+"""The run directory that a guard or a role works for."""
+LAUNCH_DIR_VARIABLE = "HPCRL_LAUNCH_DIR"
+"""The same of submitit and the supervisor on this machine, which are no roles."""

@@ -14,7 +14,7 @@ import json, sys, time
 ADDRESSES, AHEAD = json.loads({addresses!r}), json.loads({ahead!r})
 (names,) = [word.partition("=")[2].split(",") for word in sys.argv if word.startswith("--nodelist=")]
 def say(**words):
-    print(json.dumps(words), flush=True)
+    print("@hpcrl-line " + json.dumps(words), flush=True)
 for name in names:
     say(node=name, machine="of " + name, interfaces={{"lo": ["127.0.0.1"], "net0": [ADDRESSES[name]]}})
 for line in iter(sys.stdin.readline, ""):

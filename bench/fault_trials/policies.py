@@ -20,7 +20,8 @@ class Fault(NamedTuple):
     Attributes
     ----------
     how, what:
-        ``kill`` or ``stop`` a process of a role, ``file`` (writing fails for some seconds), or an order to Slurm.
+        ``kill`` or ``stop`` a process of a role, ``print`` into the stream of its guard, ``copy`` the run directory and
+        cancel and remove the copy, ``file`` (writing fails for some seconds), or an order to Slurm.
     policy:
         What must follow, where several are right with ``|`` between: ``restart`` in place, ``attempt`` (the next one,
         where failures are retried; else the end), ``end``, ``requeue``, or ``nothing`` (the run goes on).
@@ -79,6 +80,11 @@ _PROCESSES = (
     ),
     Fault("kill", "guard of trainer", "attempt", r"guard of trainer 0|trainer 0.*guard"),
     Fault("stop", "guard of engine", "nothing", "", 1.5 * FLOOR_S),
+    # a site's programs print into the steps of roles: nothing of it is for us
+    Fault("print", "guard of engine", "nothing", "", 2.0),
+    Fault("print", "guard of trainer", "nothing", "", 2.0),
+    # a copy of the run directory has the run's id, and nothing that is done to it is done to the run
+    Fault("copy", "run", "nothing", "", 2.0),
     Fault("kill", "supervisor", "end", r"supervisor"),
     Fault("stop", "supervisor", "nothing", "", 1.5 * FLOOR_S),
 )

@@ -23,6 +23,10 @@ from hpcrl.runs.status import ComponentStatus, RunState, RunStatus
 __all__ = ["Trial"]
 
 
+_PRINTED = b'Welcome, quota 80%\n{"a": 1}\n7\n\xff\xfe no text '
+"""What others print into a step, the last of it without an end of line."""
+
+
 class Target(NamedTuple):
     """What a fault hits."""
 
@@ -85,7 +89,7 @@ class Trial:
         of = what.removeprefix("guard ").removeprefix("of ").split()[0]
         if what == "supervisor":
             return Target("supervisor", 0, psutil.Process(before.supervisor.pid))
-        if what in ("job", "slurmctld") or (self.fault.how == "file" and not self.fault.during):
+        if what in ("job", "slurmctld", "run") or (self.fault.how == "file" and not self.fault.during):
             return Target()
         component = self.rng.choice([c for c in before.components if c.role == of])
         assert component.pid is not None
@@ -104,6 +108,12 @@ class Trial:
             self._process.kill()
         elif how == "stop":
             self._process.suspend()
+        elif how == "print":
+            # the guard's own end of its pipe, as a TaskProlog or a wrapper of srun has it
+            with open(f"/proc/{self._process.pid}/fd/1", "wb", buffering=0) as stream:
+                stream.write(_PRINTED)
+        elif how == "copy":
+            self._strike_copy()
         elif how == "srun hangs":
             self.switches.hang_srun()
             self._process.kill()
@@ -126,6 +136,15 @@ class Trial:
             self.switches.fail_files(spec)
             if fault.during:
                 self._process.kill()
+
+    def _strike_copy(self) -> None:
+        copy = self.run.path.with_name(f"{self.run.name}.bak")
+        # files of a living run come and go
+        subprocess.run(["cp", "-a", str(self.run.path), str(copy)], check=False, capture_output=True)
+        cancelled = self.lab.hpcrl("cancel", str(copy), "--yes", check=False)
+        assert "is a copy of" in cancelled.stderr, cancelled.stderr
+        self.lab.hpcrl("rm", str(copy), "--yes")
+        assert not copy.exists()
 
     def _strike_cluster(self, how: str) -> None:
         lab = self.lab

@@ -61,6 +61,7 @@ def resume(
     from hpcrl.cli.slurm import reach_slurm_of, reachable_slurm
     from hpcrl.errors import RunDirError, UsageError
     from hpcrl.runs.contents import RunContents
+    from hpcrl.runs.copies import original_of
     from hpcrl.runs.record import user_name
     from hpcrl.runs.start.claim import claimed
     from hpcrl.runs.start.resume import ResumeFrom, request_restart
@@ -88,6 +89,8 @@ def resume(
             if change is not None:
                 change.write(found)
             contents = RunContents.read(found)
+            if (original := original_of(found, contents.record)) is not None:
+                typer.echo(f"{found.name} is a copy of {original}: it goes on as a run of its own", err=True)
             keep_snapshot(found, take_snapshot(found, found.recipe(), contents.plan))
             request_restart(found, begin)
             if swept := end_leftovers(found):

@@ -12,6 +12,7 @@ import msgspec
 from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import NodeClock
+from hpcrl.runs.copies import original_of
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.job_facts import JobFact, ask
@@ -23,6 +24,8 @@ __all__ = ["RunView", "observe", "observe_all", "open_job"]
 
 _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
+_KNOWN_GRACE_S = 120.0
+"""So long Slurm may not know a job that it has just taken: answers may come from a cache, or from a backup."""
 _LOG_END_BYTES = 4096
 _UNTOLD = (
     "Slurm has requeued the job by itself, as the supervisor was lost before it could say which nodes to avoid: "
@@ -57,6 +60,9 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
         Whose weights it began with, in words; empty where ``model.path`` says it.
     clocks:
         How far the clocks of nodes are off (`hpcrl.runs.clocks`).
+    copy_of:
+        The run directory that this one is a copy of; empty where it is the run itself. Its state is what was copied:
+        processes and jobs are the original's.
     """
 
     name: str
@@ -82,6 +88,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     origin: str = ""
     clocks: dict[str, NodeClock] = {}
+    copy_of: str = ""
 
     @property
     def wall_s(self) -> float | None:
@@ -109,6 +116,12 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
 
 def _view(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float) -> RunView:
     """`observe`, by what was just read."""
+    if (original := original_of(run, record)) is not None:
+        return _view_of_copy(run, record, status, original)
+    return _view_of_run(run, record, status, now_s)
+
+
+def _view_of_run(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float) -> RunView:
     submission = record.submissions[-1] if record.submissions else None
     attempts, names = run.attempts(), run.names()
     view = RunView(
@@ -160,6 +173,36 @@ def _view(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float
     return _lost(view, run, submission)
 
 
+def _view_of_copy(run: RunDir, record: RunRecord, status: RunStatus | None, original: Path) -> RunView:
+    """The state of a copy: nobody works on it, whatever its files say, and nobody is asked about the original's job."""
+    attempts, names = run.attempts(), run.names()
+    ended = status is not None and status.state.ended
+    cause = Cause(
+        kind=CauseKind.SUPERVISOR_LOST,
+        time_s=record.created_at_s if status is None else status.heartbeat_s,
+        message=f"this is a copy of {original}, made before that had ended",
+    )
+    words = f"it is a copy of {original}; hpcrl resume makes it a run of its own"
+    return RunView(
+        name=run.name,
+        run_id=record.run_id,
+        run_dir=str(run.path),
+        recipe=names.recipe,
+        cluster=names.cluster,
+        state=status.state if status is not None and ended else RunState.LOST,
+        attempt=0 if status is None else status.attempt,
+        attempts=len(attempts),
+        created_at_s=record.created_at_s,
+        started_at_s=None if status is None else status.started_at_s,
+        heartbeat_s=None if status is None else status.heartbeat_s,
+        ended_at_s=status.ended_at_s if status is not None and ended else cause.time_s,
+        cause=status.cause if status is not None and ended else cause,
+        warnings=[words],
+        origin="" if record.origin is None else str(record.origin),
+        copy_of=str(original),
+    )
+
+
 def open_job(run: RunDir) -> Submission | None:
     """The newest submission to Slurm, where Slurm alone can say what becomes of the run.
 
@@ -174,6 +217,8 @@ def open_job(run: RunDir) -> Submission | None:
     if not record.submissions or record.submissions[-1].executor != "slurm":
         return None
     newest = record.submissions[-1]
+    if original_of(run, record) is not None:
+        return None
     return None if _has_last_word(RunStatus.read(run), newest) else newest
 
 
@@ -185,7 +230,8 @@ def observe_all(runs: Iterable[RunDir]) -> Iterator[tuple[RunDir, RunRecord, Run
         with contextlib.suppress(RunDirError):
             record, status = RunRecord.read(run), RunStatus.read(run)
             found.append((run, record, status))
-            if record.submissions and not _has_last_word(status, record.submissions[-1]):
+            theirs = original_of(run, record) is not None
+            if record.submissions and not theirs and not _has_last_word(status, record.submissions[-1]):
                 open_ends.append(record.submissions[-1])
     ask(open_ends)
     for run, record, status in found:
@@ -235,6 +281,10 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         if submission.executor == "slurm":
             # what nobody asked about, or Slurm does not answer about, may wait in the queue for days
             seen = view.job is None or not (view.job.ended or view.job.gone)
+            if not seen and view.job is not None and view.job.gone:
+                seen = now_s - submission.submitted_at_s < _KNOWN_GRACE_S
+                warning = f"Slurm does not know job {view.job.job_id} yet, which was submitted a moment ago"
+                view = msgspec.structs.replace(view, warnings=[warning]) if seen else view
         alive = seen if seen is not None else now_s - submission.submitted_at_s < _SUBMIT_GRACE_S
         ended_at_s = submission.submitted_at_s
     if alive:
@@ -243,6 +293,8 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         return msgspec.structs.replace(
             view, state=RunState.CANCELLED, ended_at_s=ended_at_s, cause=_cancelled(submission)
         )
+    if (end := _end_by_slurm(view.job, ended_at_s)) is not None:
+        return msgspec.structs.replace(view, state=end[0], ended_at_s=end[1].time_s, cause=end[1])
     cause = Cause(
         kind=CauseKind.SUPERVISOR_LOST,
         time_s=ended_at_s,
@@ -289,9 +341,8 @@ def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
     elif view.cause is not None:  # it was stopping already, and knew why
         state = RunState.CANCELLED if view.cause.kind is CauseKind.CANCELLED else RunState.FAILED
         cause = view.cause
-    elif view.job is not None and (kind := _KINDS.get(view.job.state)) is not None:
-        state = RunState.CANCELLED if kind is CauseKind.CANCELLED else RunState.FAILED
-        cause = Cause(kind=kind, time_s=view.job.end_s or ended_at_s, message=_slurm_words(view.job).removeprefix(": "))
+    elif (end := _end_by_slurm(view.job, ended_at_s)) is not None:
+        state, cause = end
     else:
         state = RunState.LOST
         cause = Cause(
@@ -316,7 +367,19 @@ _KINDS = {
     "BOOT_FAIL": CauseKind.NODE_FAIL,
     "PREEMPTED": CauseKind.PREEMPTED,
     "CANCELLED": CauseKind.CANCELLED,
+    "REVOKED": CauseKind.CANCELLED,
 }
+
+
+def _end_by_slurm(job: JobFact | None, ended_at_s: float) -> tuple[RunState, Cause] | None:
+    """State and cause of a run that Slurm itself has ended; None where its jobs ended of something else.
+
+    The one place that makes a cause of Slurm's ends, whether a supervisor had begun or not.
+    """
+    if job is None or not job.ended or (kind := _KINDS.get(job.state)) is None:
+        return None
+    state = RunState.CANCELLED if kind is CauseKind.CANCELLED else RunState.FAILED
+    return state, Cause(kind=kind, time_s=job.end_s or ended_at_s, message=_slurm_words(job).removeprefix(": "))
 
 
 def _slurm_words(job: JobFact | None) -> str:

@@ -47,6 +47,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         has ended, too.
     slurm_conf:
         ``SLURM_CONF`` of the submit (``slurm``); empty where Slurm finds its configuration by itself.
+    slurm_cluster:
+        Cluster of the job, where Slurm has several (``slurm``); empty where it was not asked for one. None in records
+        of earlier versions.
     user_id:
         Whose job it is (``slurm``): a later job of somebody else under the same number is not ours. None in records
         of earlier versions.
@@ -71,6 +74,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     components: int = 1
     requeues: bool = False
     slurm_conf: str = ""
+    slurm_cluster: str | None = None
     submitted_by: str = ""
     user_id: int | None = None
     in_job: str = ""
@@ -128,6 +132,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         In time order.
     origin:
         Whose weights it began with; None where ``model.path`` says it.
+    run_dir:
+        Where it was made or last handed over (`hpcrl.runs.copies`); empty in records of earlier versions.
     """
 
     run_id: str
@@ -144,13 +150,22 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     provenance: dict[str, str] = {}
     submissions: list[Submission] = []
     origin: Origin | None = None
+    run_dir: str = ""
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def new(cls, run: RunDir, *, name: str, provenance: Mapping[str, str], origin: Origin | None = None) -> RunRecord:
-        """The record of a run whose configuration was just written to ``run``."""
+    def new(
+        cls,
+        run: RunDir,
+        *,
+        name: str,
+        provenance: Mapping[str, str],
+        origin: Origin | None = None,
+        run_dir: Path | None = None,
+    ) -> RunRecord:
+        """The record of a run whose configuration was just written to ``run``, and which will lie in ``run_dir``."""
         return cls(
-            run_id=secrets.token_hex(_RUN_ID_BYTES),
+            run_id=cls.new_id(),
             name=name,
             created_at_s=time.time(),
             user=user_name(),
@@ -163,7 +178,13 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             cluster_sha256=hash_text(run.cluster_path.read_bytes()),
             provenance=dict(provenance),
             origin=origin,
+            run_dir="" if run_dir is None else os.path.realpath(run_dir),
         )
+
+    @staticmethod
+    def new_id() -> str:
+        """A run id that nobody has."""
+        return secrets.token_hex(_RUN_ID_BYTES)
 
     def write(self, run: RunDir) -> None:
         """Replace ``run.json``."""

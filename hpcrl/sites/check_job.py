@@ -163,6 +163,7 @@ def node_findings(cluster: SlurmCluster, partition: str, reports: list[NodeRepor
         found += _of_node(cluster, partition, report)
     for report in reports[:1]:
         found += _of_names(report, several=len(reports) > 1)
+        found += _of_step(report)
     order = list(Severity)
     merged: dict[tuple[str, str], CheckFinding] = {}
     for finding in found:  # the same on many nodes is one finding
@@ -243,6 +244,19 @@ def _hardware(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iter
         what = f"there is no {language} compiler, which {users}, needs for recipes with trainer.memory.compile"
         way = f"install {'gcc' if node.gpus else 'g++'}, or add its directory to launch.path, where recipes ask for it"
         yield "no-compiler", Severity.NOTE, "", what, way
+
+
+def _of_step(report: NodeReport) -> Iterator[CheckFinding]:
+    key, printed = "launch", "; ".join(report.step.printed)
+    if report.step.problem:
+        what = f"a small role in a step of its own was not seen to begin and end: {report.step.problem}"
+        what += f"; what was printed there: {printed}" if printed else ""
+        way = "`srun --overlap hostname` in a job shows what starts; look at TaskProlog and at wrappers of srun"
+        yield CheckFinding("step-silent", Severity.ERROR, key, what, way)
+    elif printed:
+        what = f"something prints into the output of each step: {printed}"
+        way = "nothing to do for hpcrl, which passes it over; TaskProlog or a wrapper of srun prints it"
+        yield CheckFinding("step-noise", Severity.NOTE, key, what, way)
 
 
 def _of_names(report: NodeReport, *, several: bool) -> Iterator[CheckFinding]:

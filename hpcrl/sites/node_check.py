@@ -7,6 +7,7 @@ each node connects to each other one, on the addresses that a run would use.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -24,6 +25,7 @@ from hpcrl.fs import atomic_write, write_json
 from hpcrl.interpreter import module_command
 from hpcrl.ports import is_free
 from hpcrl.sites.node_reach import RunAddresses, meet
+from hpcrl.sites.step_check import StepReport, check_step
 from hpcrl.slurm.launch_arguments import step_environment
 
 __all__ = ["REPORT_PATTERN", "NodeQuestions", "NodeReport", "look_around"]
@@ -72,6 +74,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
         Where a run would listen on the node, or why it could not.
     unreached:
         Other nodes that it cannot connect to there, each with the reason.
+    step:
+        How a small role went in a step of its own (`hpcrl.sites.step_check`).
     scratch_problem, cache_problem:
         Why the directory cannot be used; empty where it can, or none is named.
     gpus:
@@ -106,6 +110,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     address_problem: str = ""
     unreached: dict[str, str] = {}
+    step: StepReport = StepReport()
 
 
 def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeReport:
@@ -142,6 +147,7 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         address=addresses.by_node.get(host, ""),
         address_problem=addresses.problem,
         unreached=unreached,
+        step=StepReport.from_env(),
     )
 
 
@@ -234,7 +240,9 @@ def _batch(directory: Path, questions: NodeQuestions) -> int:
         *("srun", f"--nodes={questions.nodes}", f"--ntasks={questions.nodes}", "--ntasks-per-node=1", "--export=ALL"),
         *("--overlap", *module_command(sys.executable, "hpcrl.sites.node_check", "node", str(directory))),
     ]
-    env = step_environment(os.environ) | RunAddresses.ask(questions.interface).to_env()
+    env = step_environment(os.environ)
+    step = asyncio.run(check_step(directory, env))
+    env |= RunAddresses.ask(questions.interface).to_env() | step.to_env()
     return subprocess.run(command, check=False, env=env, timeout=4 * _LAG_LIMIT_S).returncode
 
 

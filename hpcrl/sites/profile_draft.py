@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 
 from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
+from hpcrl.sites.yaml_text import yaml_text
 
 __all__ = ["draft_profile"]
 
@@ -30,13 +30,13 @@ def draft_profile(facts: SiteFacts, name: str, *, runs_root: str | None = None, 
     lines = [
         f"# Drafted by `hpcrl cluster init` from Slurm {major}.{minor:02d}, cluster {facts.cluster!r}.",
         f"# Correct what is wrong, fill in what says {_UNKNOWN}, then: hpcrl cluster check {name}",
-        f"name: {name}",
+        f"name: {yaml_text(name)}",
         f"description: {json.dumps(f'{facts.cluster} (drafted, not yet checked by a person)')}",
         "kind: slurm",
         "",
         "paths:",
         "  # seen under this name by the login node and by all compute nodes, with room for checkpoints",
-        f"  runs_root: {json.dumps(runs_root) if runs_root else _UNKNOWN}",
+        f"  runs_root: {yaml_text(runs_root) if runs_root else _UNKNOWN}",
         "  # cache: /shared/cache       # downloads",
         "  # scratch: /scratch          # a disk of each node, for compile caches",
         "",
@@ -82,7 +82,7 @@ def _partition(partition: PartitionFacts, fabric: str | None) -> list[str]:
     if not partition.nodes:
         return [f"  # {partition.name}: no nodes"]
     shape, count = partition.nodes[0]
-    lines = [f"  {_key(partition.name)}:"]
+    lines = [f"  {yaml_text(partition.name)}:"]
     if len(partition.nodes) > 1:
         others = ", ".join(f"{n} with {s.gpus} GPUs and {s.cpus} CPUs" for s, n in partition.nodes[1:])
         lines += [f"    # nodes differ: these are the most frequent ones; {others} (a constraint can tell them apart)"]
@@ -93,7 +93,7 @@ def _partition(partition: PartitionFacts, fabric: str | None) -> list[str]:
         lines += [f"    # {name}: one of {', '.join(allowed)}" if allowed else f"    # {name}: ..."]
     lines += ["    node:", f"      gpus: {shape.gpus}"]
     if shape.gpu_type is not None:
-        lines += [f"      gpu_type: {shape.gpu_type}"]
+        lines += [f"      gpu_type: {yaml_text(shape.gpu_type)}"]
     lines += [
         f"      cpus: {shape.cpus}",
         # rounded down: what is asked for must be there
@@ -115,11 +115,7 @@ def _default(facts: SiteFacts) -> str:
     with_nodes = [p for p in facts.partitions if p.nodes]
     # a run needs GPUs more than it needs the site's default
     best = sorted(with_nodes, key=lambda p: (p.nodes[0][0].gpus == 0, not p.is_default))
-    return best[0].name if best else _UNKNOWN
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z][\w-]*", name) else json.dumps(name)
+    return yaml_text(best[0].name) if best else _UNKNOWN
 
 
 def _yaml(value: bool) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "read_facts"]
+from hpcrl.slurm.gres import gpus_by_type
+from hpcrl.slurm.parse import parse_duration, parse_node
 
-_DEAD = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "INVALID", "POWERED_DOWN", "MAINT")
+__all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "read_facts"]
 
 
 class SlurmFacts(Protocol):
@@ -25,7 +26,7 @@ class SlurmFacts(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a node as Slurm is configured for it."""
+    """Shape of a node as Slurm is configured for it; ``gpu_type`` is None where it has none, or GPUs of several."""
 
     gpus: int
     gpu_type: str | None
@@ -42,7 +43,7 @@ class PartitionFacts:
     nodes:
         Nodes by shape, the most frequent shape first.
     usable:
-        Nodes that could run a job now or later: not down, not drained.
+        Nodes that could run a job now or later, as a submit counts them (`hpcrl.slurm.node_states`).
     max_time_h:
         None without a limit.
     accounts, qos:
@@ -116,7 +117,7 @@ def _partition(record: Mapping[str, str], nodes: list[dict[str, str]]) -> Partit
         up=record.get("State", "UP") == "UP",
         is_default=record.get("Default", "NO") == "YES",
         nodes=tuple(shapes.most_common()),
-        usable=sum(not any(word in node.get("State", "").upper() for word in _DEAD) for node in mine),
+        usable=sum(parse_node(node).usable for node in mine),
         max_time_h=_hours(record.get("MaxTime", "UNLIMITED")),
         accounts=_list(record.get("AllowAccounts", "ALL")),
         qos=_list(record.get("AllowQos", "ALL")),
@@ -125,12 +126,10 @@ def _partition(record: Mapping[str, str], nodes: list[dict[str, str]]) -> Partit
 
 
 def _shape(node: Mapping[str, str]) -> Shape:
-    gpus, gpu_type = 0, None
-    # gpu:h200:8(S:0-1),nvme:1 or gpu:8; "(null)" without any
-    for match in re.finditer(r"\bgpu:(?:([A-Za-z][\w.-]*):)?(\d+)", node.get("Gres", "")):
-        gpus += int(match[2])
-        gpu_type = match[1] or gpu_type
-    return Shape(gpus, gpu_type, _number(node.get("CPUTot", "0")), _number(node.get("RealMemory", "0")))
+    gpus = gpus_by_type(node.get("Gres", ""))
+    # a request that names one of several types gets none of the others
+    gpu_type = next(iter(gpus)) or None if len(gpus) == 1 else None
+    return Shape(sum(gpus.values()), gpu_type, _number(node.get("CPUTot", "0")), _number(node.get("RealMemory", "0")))
 
 
 def _number(text: str) -> int:
@@ -148,9 +147,5 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _hours(text: str) -> float | None:
-    """``D-HH:MM:SS``, ``HH:MM:SS``, ``MM:SS`` or ``UNLIMITED``."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return days * 24 + hours + minutes / 60 + seconds / 3600
+    seconds = parse_duration(text)
+    return None if seconds is None else seconds / 3600

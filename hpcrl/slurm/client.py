@@ -25,7 +25,7 @@ _SETTLE_S = 10.0
 """After a lost answer the controller may still be working on the submission; only then is 'not there' believed."""
 
 
-_JOB_ID_LINE = re.compile(r"(\d+)(?:;\S+)?")
+_JOB_ID_LINE = re.compile(r"(\d+)(?:;(\S+))?")
 """What ``sbatch --parsable`` prints: the job's number, and the cluster's name where there are several."""
 
 
@@ -74,9 +74,10 @@ class SlurmClient(SlurmQueries):
             if job_id := self._found_after(name, token, ended, error):
                 return Submitted(job_id, recovered=True)
             raise
-        numbers = {match[1] for line in result.stdout.splitlines() if (match := _JOB_ID_LINE.fullmatch(line.strip()))}
-        if len(numbers) == 1:
-            return Submitted(int(numbers.pop()), recovered=False)
+        matches = [match for line in result.stdout.splitlines() if (match := _JOB_ID_LINE.fullmatch(line.strip()))]
+        if len({match[1] for match in matches}) == 1:
+            cluster = next((match[2] for match in matches if match[2]), "")
+            return Submitted(int(matches[0][1]), recovered=False, cluster=cluster)
         # sites print banners here; where they hide the number, or look like one, the job says itself which it is
         unreadable = SlurmAnswerError(
             f"sbatch ended well, but its output is not one job number: {result.stdout!r}\n"

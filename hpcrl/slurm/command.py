@@ -60,13 +60,16 @@ class Runner(Protocol):
     def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult: ...
 
 
-def command_environment(*, conf: Path | None, reading: bool) -> dict[str, str]:
+def command_environment(*, conf: Path | None, reading: bool, cluster: str | None = None) -> dict[str, str]:
     """The environment of a Slurm command.
 
     Parameters
     ----------
     conf:
         ``slurm.conf`` of the cluster; None leaves it to ``SLURM_CONF`` and Slurm's own search.
+    cluster:
+        Which of several clusters is asked; empty for the one of the configuration. None leaves it to
+        ``SLURM_CLUSTERS``.
     reading:
         The answer will be parsed: English messages, and times as seconds since the epoch. A submission must not
         have this, because ``sbatch`` hands its environment on to the job.
@@ -74,6 +77,9 @@ def command_environment(*, conf: Path | None, reading: bool) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k in CLUSTER_VARIABLES or not k.startswith(_DROPPED_PREFIXES)}
     if conf is not None:
         env["SLURM_CONF"] = str(conf)
+    if cluster is not None:
+        env.pop("SLURM_CLUSTERS", None)
+        env |= {"SLURM_CLUSTERS": cluster} if cluster else {}
     if reading:
         env |= {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
     return env

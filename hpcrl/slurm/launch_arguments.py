@@ -6,6 +6,7 @@ Above it nothing differs between a het group, a slice of one allocation, a job o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,54 +72,51 @@ class Launch:
     tasks: int
 
 
-#: srun reads these as options of every step, and sbatch leaves them behind for the whole allocation
-_STEP_VARIABLES = frozenset(
+_ALLOCATION = frozenset(
     {
-        "SLURM_CPUS_PER_TASK",
-        "SLURM_CPU_BIND",
-        "SLURM_DISTRIBUTION",
-        "SLURM_EXACT",
-        "SLURM_EXCLUSIVE",
-        "SLURM_EXPORT_ENV",
-        "SLURM_GPUS",
-        "SLURM_GPUS_ON_NODE",
-        "SLURM_GPUS_PER_NODE",
-        "SLURM_GPUS_PER_TASK",
-        "SLURM_GRES",
-        "SLURM_HET_SIZE_STEP",
-        "SLURM_HINT",
-        "SLURM_MEM_BIND",
-        "SLURM_MEM_PER_CPU",
-        "SLURM_MEM_PER_GPU",
-        "SLURM_MEM_PER_NODE",
-        "SLURM_NNODES",
-        "SLURM_NPROCS",
-        "SLURM_NTASKS",
-        "SLURM_NTASKS_PER_CORE",
-        "SLURM_NTASKS_PER_GPU",
-        "SLURM_NTASKS_PER_NODE",
-        "SLURM_NTASKS_PER_SOCKET",
-        "SLURM_OPEN_MODE",
-        "SLURM_OVERCOMMIT",
-        "SLURM_OVERLAP",
-        "SLURM_STDERRMODE",
-        "SLURM_STDINMODE",
-        "SLURM_STDOUTMODE",
-        "SLURM_THREADS_PER_CORE",
-        "SLURM_TRES_PER_TASK",
-        "SLURM_WAIT",
-        "SLURM_WHOLE",
+        "SLURMD_NODENAME",
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_CLUSTER_NAME",
+        "SLURM_CONF",
+        "SLURM_CONF_SERVER",
+        "SLURM_CPUS_ON_NODE",
+        "SLURM_HET_SIZE",
+        "SLURM_JOBID",
+        "SLURM_JWT",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_NODELIST",
+        "SLURM_NODE_ALIASES",
+        "SLURM_PROCID",
+        "SLURM_RESTART_COUNT",
+        "SLURM_SUBMIT_DIR",
+        "SLURM_SUBMIT_HOST",
+        "SLURM_TASKS_PER_NODE",
+        "SLURM_TASK_PID",
+        "SLURM_WORKING_CLUSTER",
     }
 )
+"""Variables of Slurm that describe the allocation that a process is in, and its cluster, with all of ``SLURM_JOB_*``.
+
+``srun`` reads dozens of others as options of its steps, and every version some more: what a shell, a site or ``sbatch``
+has set of those would change a step behind our back.
+"""
+_OPTIONS_OF_STEPS = frozenset({"SLURM_JOB_NAME"})
+"""Of ``SLURM_JOB_*`` what is an option all the same."""
+_SLURMS = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI_", "PMI2_", "PMIX_")
+_OF_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_\d+$")
+"""What a variable of one component of a heterogeneous job ends with."""
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for ``srun``, without what would change a step behind our back."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _STEP_VARIABLES and not name.startswith(("SRUN_", "PMIX_", "PMI_"))
-    }
+    """The environment for ``srun``: of Slurm's own variables only those that describe the allocation."""
+    return {name: value for name, value in environ.items() if not name.startswith(_SLURMS) or _describes(name)}
+
+
+def _describes(name: str) -> bool:
+    name = _OF_COMPONENT.sub("", name)
+    return name in _ALLOCATION or (name.startswith("SLURM_JOB_") and name not in _OPTIONS_OF_STEPS)
 
 
 def outside_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -129,7 +127,7 @@ def outside_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in step_environment(environ).items()
-        if name in CLUSTER_VARIABLES or not name.startswith(("SLURM_", "SLURMD_"))
+        if name in CLUSTER_VARIABLES or not name.startswith(_SLURMS)
     }
 
 

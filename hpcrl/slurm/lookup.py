@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,59 +16,77 @@ from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.records import Node
 from hpcrl.slurm.watch import JobView, JobWatcher
 
-__all__ = ["client_of", "look_up"]
+__all__ = ["ask_soon", "client_of", "look_up"]
 
 _INTERVAL_S = 2.0
 """Between two questions of one command that follows a run."""
+_WAITING_INTERVAL_S = 10.0
+"""The same while all of its jobs wait in the queue."""
 _TIMEOUT_S = 10.0
 _NODES_INTERVAL_S = 20.0
 """Between two questions about all nodes, where a job waits."""
-_nodes: dict[str, tuple[float, list[Node]]] = {}
-_watchers: dict[str, JobWatcher] = {}
+_Place = tuple[str, str | None]
+"""Where to ask: ``slurm.conf``, and the cluster where that is one of several."""
+#: when it was asked about, and the nodes; None where there was no answer
+_nodes: dict[_Place, tuple[float, list[Node] | None]] = {}
+_watchers: dict[_Place, JobWatcher] = {}
 #: components by job id, of all jobs that were ever asked about: one question is for all of them
-_watched: dict[str, dict[int, int]] = {}
+_watched: dict[_Place, dict[int, int]] = {}
 
 
 def client_of(submission: Submission, *, timeout_s: float = 30.0) -> SlurmClient:
     """A client of the Slurm that a run was submitted to, also from a shell that is set up for another one."""
-    return SlurmClient(conf=Path(submission.slurm_conf) if submission.slurm_conf else None, timeout_s=timeout_s)
+    conf = Path(submission.slurm_conf) if submission.slurm_conf else None
+    return SlurmClient(conf=conf, cluster=submission.slurm_cluster, timeout_s=timeout_s)
+
+
+def ask_soon() -> None:
+    """Let the next look ask Slurm: we have just changed a job."""
+    for watcher in _watchers.values():
+        watcher.ask_soon()
 
 
 def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
     """What Slurm says about each job, by id. A Slurm that does not answer is a warning in each fact."""
-    by_cluster: dict[str, list[Submission]] = {}
+    by_cluster: dict[_Place, list[Submission]] = {}
     for submission in submissions:
-        by_cluster.setdefault(submission.slurm_conf, []).append(submission)
+        by_cluster.setdefault((submission.slurm_conf, submission.slurm_cluster), []).append(submission)
     facts: dict[str, JobFact] = {}
-    for conf, mine in by_cluster.items():
-        if conf not in _watchers:
-            _watchers[conf] = JobWatcher(client_of(mine[0], timeout_s=_TIMEOUT_S), interval_s=_INTERVAL_S)
-        expected = _watched.setdefault(conf, {})
+    for place, mine in by_cluster.items():
+        if place not in _watchers:
+            _watchers[place] = JobWatcher(
+                client_of(mine[0], timeout_s=_TIMEOUT_S),
+                interval_s=_INTERVAL_S,
+                waiting_interval_s=_WAITING_INTERVAL_S,
+            )
+        expected = _watched.setdefault(place, {})
         expected |= {int(submission.job_id): submission.components for submission in mine}
         try:
-            views = _watchers[conf].poll(expected, expected=expected)
+            views = _watchers[place].poll(expected, expected=expected)
         except SlurmError as error:
             warning = str(error).split("\n", 1)[0]
             facts |= {s.job_id: JobFact(job_id=s.job_id, state="UNKNOWN", warning=warning) for s in mine}
             continue
         owners = {int(submission.job_id): submission.user_id for submission in mine}
         found = {str(job_id): _fact(job_id, view, owners.get(job_id)) for job_id, view in views.items()}
-        facts |= _with_usable_nodes(conf, client_of(mine[0], timeout_s=_TIMEOUT_S), found, views)
+        facts |= _with_usable_nodes(place, client_of(mine[0], timeout_s=_TIMEOUT_S), found, views)
     return facts
 
 
 def _with_usable_nodes(
-    conf: str, client: SlurmClient, facts: Mapping[str, JobFact], views: Mapping[int, JobView]
+    place: _Place, client: SlurmClient, facts: Mapping[str, JobFact], views: Mapping[int, JobView]
 ) -> dict[str, JobFact]:
     """The facts, with how many nodes waiting jobs could have; asked now and then, and only where a job waits."""
     if not any(fact.waiting for fact in facts.values()):
         return dict(facts)
-    asked = _nodes.get(conf)
+    asked = _nodes.get(place)
     if asked is None or time.monotonic() - asked[0] > _NODES_INTERVAL_S:
-        try:
-            asked = _nodes[conf] = (time.monotonic(), client.nodes())
-        except SlurmError:
-            return dict(facts)
+        nodes: list[Node] | None = None
+        with contextlib.suppress(SlurmError):
+            nodes = client.nodes()
+        asked = _nodes[place] = (time.monotonic(), nodes)
+    if asked[1] is None:
+        return dict(facts)
     counted = {}
     for job_id, fact in facts.items():
         last = views[int(job_id)].last

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.slurm.errors import SlurmAnswerError
+from hpcrl.slurm.node_states import parse_node_state
 from hpcrl.slurm.records import ExitStatus, HetComponent, Node, StartEstimate
 from hpcrl.slurm.states import JobState, parse_state
 
@@ -73,18 +74,6 @@ _SACCT_COLUMNS = (
 SACCT_FORMAT = ",".join(_SACCT_COLUMNS)
 
 _NOTHING = frozenset({"", "N/A", "NONE", "(NULL)", "UNKNOWN", "INVALID", "NOT_SET", "NONE ASSIGNED"})
-_NODE_MARKS = {
-    "*": "NOT_RESPONDING",
-    "~": "POWERED_DOWN",
-    "#": "POWERING_UP",
-    "!": "POWER_DOWN",
-    "%": "POWERING_DOWN",
-    "$": "MAINTENANCE",
-    "@": "REBOOT",
-    "^": "REBOOT_ISSUED",
-    "-": "PLANNED",
-}
-"""Signs after a node's state (sinfo(1), node state codes)."""
 
 
 # -- columns -----------------------------------------------------------------------------------------------------
@@ -110,7 +99,8 @@ def _squeue_component(row: Mapping[str, str]) -> HetComponent | None:
         comment=_word(row["Comment"]),
         partition=row["Partition"],
         reason=_word(row["Reason"]),
-        nodes=_word(row["NodeList"]),
+        # a list that was cut names other nodes, or none
+        nodes=_word(row["NodeList"]) if len(row["NodeList"]) < _SQUEUE_COLUMNS["NodeList"] else "",
         submit_time_s=_time(row["SubmitTime"]),
         start_time_s=_time(row["StartTime"]),
         end_time_s=_time(row["EndTime"]),
@@ -241,31 +231,57 @@ def _json_exit(value: Any) -> ExitStatus | None:
 # -- scontrol ----------------------------------------------------------------------------------------------------
 
 
+_RECORD = re.compile(r"(JobId|NodeName|PartitionName|ReservationName|StepId|FrontendName|LicenseName)=")
+"""How a line begins that is a record."""
+_KEY = re.compile(r"(?:^| +)([A-Z][A-Za-z0-9_/:]*)=")
+_BEHIND_NAME = re.compile(r" +(?=UserId=\S+\(\d+\) +GroupId=\S+\(\d+\) )")
+"""What follows the name of a job, which is anybody's text and may look like keys and values."""
+
+
 def parse_oneliner(text: str) -> list[dict[str, str]]:
-    """Records of ``scontrol --oneliner show …``: one a line, ``Key=Value`` with spaces allowed in values."""
-    return [
-        dict(pair.split("=", 1) for pair in re.split(r" +(?=[A-Z][A-Za-z0-9_/:]*=)", line.strip()))
-        for line in text.splitlines()
-        if "=" in line
-    ]
+    """Records of ``scontrol --oneliner show …``: one a line, ``Key=Value`` with spaces allowed in values.
+
+    Reasons, comments and names are free text. What stands in one may look like a key, or like a new line: the first
+    value of a key counts, as free text stands behind what is read here, but for the name of a job; and a line that
+    begins no record goes on with the one before.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if _RECORD.match(line):
+            lines.append(line)
+        elif lines:
+            lines[-1] += f" {line}"
+    return [_record(line.strip()) for line in lines]
+
+
+def _record(line: str) -> dict[str, str]:
+    record: dict[str, str] = {}
+    if (name := re.search(r" JobName=", line)) and (behind := _BEHIND_NAME.search(line, name.end())):
+        record["JobName"] = line[name.end() : behind.start()]
+        line = line[: name.start()] + line[behind.start() :]
+    keys = list(_KEY.finditer(line))
+    ends = [*(key.start() for key in keys[1:]), len(line)]
+    for key, end in zip(keys, ends, strict=True):
+        record.setdefault(key[1], line[key.end() : end])
+    return record
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Settings of ``scontrol show config``; ``(null)`` becomes the empty string."""
-    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
-    return {key.strip(): "" if value.strip() == "(null)" else value.strip() for key, _, value in pairs}
+    """Settings of ``scontrol show config``; ``(null)`` becomes the empty string. The first value of a key counts."""
+    config: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals:
+            config.setdefault(key.strip(), "" if value.strip() == "(null)" else value.strip())
+    return config
 
 
 def parse_node(record: Mapping[str, str]) -> Node:
     """A node from its record of ``scontrol --oneliner show node``."""
-    states: set[str] = set()
-    for part in record.get("State", "").split("+"):
-        word = part.rstrip("".join(_NODE_MARKS))
-        states |= {word, *(_NODE_MARKS[mark] for mark in part[len(word) :])}
     return Node(
         name=record["NodeName"],
         address=record.get("NodeAddr", record["NodeName"]),
-        states=frozenset(states - {""}),
+        states=parse_node_state(record.get("State", "")),
         cpus=_int(record.get("CPUTot", "")) or 0,
         memory_mib=_int(record.get("RealMemory", "")) or 0,
         gres=_word(record.get("Gres", "")),

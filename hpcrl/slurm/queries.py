@@ -48,6 +48,8 @@ class SlurmQueries:
     ----------
     conf:
         ``slurm.conf`` of the cluster; None for the one that Slurm finds by itself.
+    cluster:
+        Which of several clusters is asked (see `hpcrl.slurm.command.command_environment`).
     run:
         Runs the commands; tests put a fake here.
     timeout_s:
@@ -60,12 +62,13 @@ class SlurmQueries:
         self,
         *,
         conf: Path | None = None,
+        cluster: str | None = None,
         run: Runner = run_command,
         timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.conf = conf
+        self.conf, self.cluster = conf, cluster
         self._run_command = run
         self._timeout_s = timeout_s
         self._clock, self._sleep = clock, sleep
@@ -189,6 +192,8 @@ class SlurmQueries:
             return []
         argv = ["sacct", "--noheader", "--allocations", "--whole-hetjob=yes", "--parsable2"]
         argv += [f"--delimiter={parse.SEPARATOR}", f"--format={parse.SACCT_FORMAT}", f"--jobs={_join(job_ids)}"]
+        # the only one of Slurm's commands that does not read SLURM_CLUSTERS
+        argv += [f"--clusters={name}"] if (name := self._cluster_name()) else []
         try:
             return parse.parse_sacct(self._run(argv).stdout)
         except (NoAccountingError, SlurmMissingError):
@@ -197,8 +202,11 @@ class SlurmQueries:
             pass  # the database is away: these jobs stay unknown, the others are known
         return []
 
+    def _cluster_name(self) -> str:
+        return os.environ.get("SLURM_CLUSTERS", "") if self.cluster is None else self.cluster
+
     def _run(self, argv: Sequence[str], *, reading: bool = True, timeout_s: float | None = None) -> CommandResult:
-        env = command_environment(conf=self.conf, reading=reading)
+        env = command_environment(conf=self.conf, reading=reading, cluster=self.cluster)
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         result = self._run_command(argv, env=env, timeout_s=wait_s)
         if reading and result.exit_code == -signal.SIGTERM:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from hpcrl.slurm.hostlist import expand_hostlist
+from hpcrl.slurm.node_states import jobs_are_lost, jobs_can_run
 from hpcrl.slurm.states import JobState, fold_states
 
 __all__ = ["ExitStatus", "HetComponent", "Job", "Node", "StartEstimate", "Submitted"]
@@ -122,19 +123,12 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def down(self) -> bool:
         """Whether jobs on it are lost."""
-        return bool(self.states & _DOWN)
+        return jobs_are_lost(self.states)
 
     @property
     def usable(self) -> bool:
-        """Whether jobs run or could start on it."""
-        return bool(self.states & {"IDLE", "MIXED", "ALLOCATED"}) and not self.states & _UNUSABLE
-
-
-_DOWN = frozenset({"DOWN", "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN"})
-_UNUSABLE = frozenset(
-    {"DOWN", "DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING", "NOT_RESPONDING", "INVALID", "INVALID_REG"}
-    | {"POWERED_DOWN", "POWERING_DOWN", "POWER_DOWN", "REBOOT", "REBOOT_ISSUED", "UNKNOWN", "FUTURE"}
-)
+        """Whether jobs run on it, or could start there by and by."""
+        return jobs_can_run(self.states)
 
 
 class StartEstimate(msgspec.Struct, frozen=True):
@@ -149,3 +143,5 @@ class Submitted(msgspec.Struct, frozen=True):
 
     job_id: int
     recovered: bool
+    cluster: str = ""
+    """The cluster that it went to, as ``sbatch`` names it where there are several."""

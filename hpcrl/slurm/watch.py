@@ -49,14 +49,23 @@ class JobWatcher:
     Parameters
     ----------
     interval_s:
-        Least time between two queries, whoever asks: load on the controller is bounded.
+        Least time between the end of a query, whether it was answered or not, and the next one, whoever asks: load on
+        the controller is bounded.
+    waiting_interval_s:
+        The same while every job that is asked about waits in the queue: nothing is missed by asking more seldom.
     """
 
     def __init__(
-        self, client: SlurmClient, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+        self,
+        client: SlurmClient,
+        *,
+        interval_s: float = 10.0,
+        waiting_interval_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._interval_s = interval_s
+        self._waiting_interval_s = interval_s if waiting_interval_s is None else waiting_interval_s
         self._clock = clock
         self._asked_at: float | None = None
         self._asked: frozenset[int] = frozenset()
@@ -67,18 +76,32 @@ class JobWatcher:
     def poll(self, job_ids: Iterable[int], *, expected: Mapping[int, int] | None = None) -> dict[int, JobView]:
         """A view of each job. Asks Slurm where the last answer is older than the interval, or a job is new."""
         wanted = frozenset(job_ids)
+        since_s = None if self._asked_at is None else self._clock() - self._asked_at
+        if since_s is None or since_s >= self._pause_s(wanted) or not wanted <= self._asked:
+            self._ask(wanted, expected or {})
         now = self._clock()
-        if self._asked_at is None or now - self._asked_at >= self._interval_s or not wanted <= self._asked:
-            self._ask(wanted, expected or {}, now)
         return {job_id: self._view(job_id, now) for job_id in sorted(wanted)}
 
-    def _ask(self, wanted: frozenset[int], expected: Mapping[int, int], now: float) -> None:
-        self._asked_at, self._asked = now, wanted
+    def ask_soon(self) -> None:
+        """Let the next `poll` ask: somebody has just changed a job."""
+        self._asked_at = None
+
+    def _pause_s(self, wanted: frozenset[int]) -> float:
+        last = [self._known[job_id][0].state for job_id in wanted if job_id in self._known]
+        open_ends = [state for state in last if not state.ended or state in _REQUEUED_ENDS]
+        waits = bool(open_ends) and all(state.waiting for state in open_ends)
+        return self._waiting_interval_s if waits else self._interval_s
+
+    def _ask(self, wanted: frozenset[int], expected: Mapping[int, int]) -> None:
+        self._asked = wanted
         try:
             jobs = self._client.jobs(wanted, expected=expected)
         except SlurmUnavailableError as error:
             self._away = str(error).split("\n", 1)[0]  # without the hint
             return
+        finally:
+            # a question may take as long as a silent controller lets us wait
+            self._asked_at = now = self._clock()
         self._away, self._answered_at = "", now
         self._known |= {job_id: (job, now) for job_id, job in jobs.items()}
 

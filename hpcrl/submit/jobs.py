@@ -11,6 +11,7 @@ from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.fs import atomic_write
 from hpcrl.passing import patiently
 from hpcrl.runs.contents import RunContents
+from hpcrl.runs.copies import original_of
 from hpcrl.runs.elastic import wanted_replicas
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
@@ -18,16 +19,28 @@ from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
+from hpcrl.slurm.errors import NoSuchJobError, SlurmRejectedError
 from hpcrl.slurm.exclude import nodes_to_exclude
-from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.lookup import ask_soon, client_of
+from hpcrl.slurm.queries import job_comment
+from hpcrl.slurm.records import Submitted
 from hpcrl.slurm.render import Script, planned_parts
 from hpcrl.slurm.replica_jobs import ReplicaJobs, cancel_all
 from hpcrl.slurm.scripts import JOB_FOLDER, run_scripts, submission_id
+from hpcrl.slurm.states import parse_state
 from hpcrl.submit.slurm_executor import SlurmExecutor
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.policy.attempts import with_measured_lead
 
-__all__ = ["cancel_jobs", "cancel_replica_jobs", "find_unrecorded", "signal_job", "submit_jobs", "write_submission"]
+__all__ = [
+    "cancel_jobs",
+    "cancel_replica_jobs",
+    "find_unrecorded",
+    "hidden_job",
+    "signal_job",
+    "submit_jobs",
+    "write_submission",
+]
 
 _CANCEL_POLL_S = 0.5
 _RECORD_S = 5.0
@@ -81,20 +94,23 @@ def _submit_main(contents: RunContents, client: SlurmClient) -> Submission:
     number = len(record.submissions) + 1
     excluded = nodes_to_exclude(run, plan, client)
 
+    submitted: list[Submitted] = []
+
     def submit() -> int:
         parts = [part for part in planned_parts(plan) if part.name == "main"]
         (script,) = run_scripts(
             plan, cluster, run_id=record.run_id, run_dir=run.path, number=number, exclude=excluded, parts=parts
         )
-        return _submit_script(client, run, script, submission_id(record.run_id, number))
+        submitted.append(_submit_script(client, run, script, submission_id(record.run_id, number)))
+        return submitted[-1].job_id
 
     after_attempt = (run.attempts() or [0])[-1]
     folder = run.path / JOB_FOLDER
     job = SlurmExecutor(folder, submit=submit, time_limit_s=plan.time_limit_s).submit(Supervise(str(run.path), number))
-    return _submission(run, plan, int(job.job_id), after_attempt)
+    return _submission(run, plan, int(job.job_id), after_attempt, submitted[-1].cluster)
 
 
-def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Submission:
+def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int, cluster: str = "") -> Submission:
     return Submission(
         submitted_at_s=time.time(),
         executor="slurm",
@@ -104,6 +120,8 @@ def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int) -> Sub
         components=1 if plan.layout.kind == "elastic" else len(plan.layout.components),
         requeues=plan.attempts.requeue,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
+        # a job that was found again does not say where; of several names the shell does not say either
+        slurm_cluster=cluster or (asked if (asked := os.environ.get("SLURM_CLUSTERS", "")).count(",") == 0 else None),
         submitted_by=this_process(),
         user_id=os.getuid(),
     )
@@ -113,7 +131,7 @@ def find_unrecorded(run: RunDir) -> RunRecord:
     """The record of a run, with its first submission where the submitter died before it wrote it down."""
     record = RunRecord.read(run)
     plan = run.plan()
-    if plan.layout.kind == "local" or record.submissions:
+    if plan.layout.kind == "local" or record.submissions or original_of(run, record) is not None:
         return record
     identity = JobIdentity(run.name, submission_id(record.run_id, 1))
     jobs = [job for job in SlurmClient().find(name=identity.name, token=identity.token) if not job.state.ended]
@@ -123,11 +141,27 @@ def find_unrecorded(run: RunDir) -> RunRecord:
     return record
 
 
-def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_id: str) -> int:
+def hidden_job(record: RunRecord) -> str:
+    """The state of the newest job of a run where ``squeue`` does not know it and the controller does; else empty.
+
+    A site's ``squeue`` may answer from a cache, or from a backup that is behind; ``scontrol`` asks the controller.
+    """
+    submission = record.submissions[-1]
+    comment = job_comment(submission_id(record.run_id, len(record.submissions)))
+    try:
+        records = client_of(submission).details(int(submission.job_id))
+    except (NoSuchJobError, SlurmRejectedError):
+        return ""
+    ours = [each for each in records if comment in each.get("Comment", "")]
+    states = [each.get("JobState", "") for each in ours if not parse_state(each.get("JobState")).ended]
+    return states[0] if states else ""
+
+
+def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_id: str) -> Submitted:
     path = run.path / script.file_name
     atomic_write(path, script.text.encode())
     identity = JobIdentity(run.name, submission_id, script.part)
-    return client.submit(path, name=identity.name, token=identity.token).job_id
+    return client.submit(path, name=identity.name, token=identity.token)
 
 
 def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
@@ -150,9 +184,9 @@ def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
     SlurmError
         Slurm refused, or does not answer.
     """
-    signal_job(run, kill=False)
-    deadline = time.monotonic() + deadline_s
-    killed = False
+    # a job that waits has no supervisor that would take its time
+    killed = signal_job(run, kill=False)
+    deadline = time.monotonic() + (_KILL_DEADLINE_S if killed else deadline_s)
     while not (view := observe(run)).state.ended:
         if time.monotonic() > deadline:
             if killed:
@@ -170,19 +204,27 @@ def cancel_replica_jobs(run: RunDir) -> list[int]:
     if run.plan().layout.kind != "elastic":
         return []
     record = RunRecord.read(run)
+    if original_of(run, record) is not None:
+        return []
     client = client_of(record.submissions[-1]) if record.submissions else SlurmClient()
     return cancel_all(client, record.run_id, keep_main=True)
 
 
-def signal_job(run: RunDir, *, kill: bool) -> None:
-    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets."""
+def signal_job(run: RunDir, *, kill: bool) -> bool:
+    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets.
+
+    Returns whether the job was cancelled.
+    """
     submission = _newest(run)
     client, job_id = client_of(submission), int(submission.job_id)
     job = client.jobs([job_id]).get(job_id)
-    if kill or job is None or job.state.waiting:
+    cancels = kill or job is None or job.state.waiting
+    if cancels:
         client.cancel(job_id)
     else:
         client.cancel(job_id, signal="TERM", batch=True)
+    ask_soon()
+    return cancels
 
 
 def _newest(run: RunDir) -> Submission:

@@ -10,7 +10,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.lookup import ask_soon, client_of
 
 __all__ = ["check_requeue", "requeue"]
 
@@ -63,6 +63,7 @@ def requeue(run: RunDir) -> RunView:
     submission = RunRecord.read(run).submissions[-1]
     client, job_id = client_of(submission), int(submission.job_id)
     client.cancel(job_id, signal="USR2", batch=True)
+    ask_soon()
     lead_s = run.plan().attempts.signal_lead_s
     view = _wait(run, attempt, lead_s + _SLACK_S)
     if view is None:

@@ -93,7 +93,9 @@ def shell_in(
     job_id, het_group = _job_on(where, component, submission)
     argv = launch_shell(plan, group, job_id=job_id, het_group=het_group, node=where, command=inside, terminal=terminal)
     conf = Path(submission.slurm_conf) if submission.slurm_conf else None
-    return RoleShell(argv, command_environment(conf=conf, reading=False), f"{label}, on {where}")
+    return RoleShell(
+        argv, command_environment(conf=conf, reading=False, cluster=submission.slurm_cluster), f"{label}, on {where}"
+    )
 
 
 def _parse(run: RunDir, text: str) -> tuple[str, int]:

@@ -16,9 +16,10 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
 from hpcrl.fs import StagedDirectory, atomic_write
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.marks import KIND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
 from hpcrl.runs.contents import RunContents
+from hpcrl.runs.copies import original_of, with_own_identity
 from hpcrl.runs.known import remember
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
@@ -37,6 +38,7 @@ from hpcrl.submit.jobs import (
     cancel_jobs,
     cancel_replica_jobs,
     find_unrecorded,
+    hidden_job,
     signal_job,
     submit_jobs,
     write_submission,
@@ -99,7 +101,7 @@ def create_run(
         run.write_configuration(recipe, cluster, plan)
         ensure_token(run.path)
         origin = None if source is None else source.origin
-        record = RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin)
+        record = RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin, run_dir=target)
         record.write(run)
         if source is not None:
             make_start_model(source, run.path / START_MODEL)
@@ -143,7 +145,8 @@ def submit_attempt(contents: RunContents, *, in_job: InJob | None = None) -> Sub
     """
     with files_as(contents.run.path):  # submitit's files, and those of its controller and of the job
         keep_start_reserve(contents.run)
-        return _submit_attempt(contents, in_job)
+        record = with_own_identity(contents.run, contents.record)
+        return _submit_attempt(contents._replace(record=record), in_job)
 
 
 def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
@@ -159,7 +162,11 @@ def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
     executor = DetachedLocalExecutor(
         run.path / JOB_FOLDER,
         time_limit_s=plan.time_limit_s,
-        environment={RUN_ID_VARIABLE: record.run_id, KIND_VARIABLE: "launch"},
+        environment={
+            RUN_ID_VARIABLE: record.run_id,
+            KIND_VARIABLE: "launch",
+            LAUNCH_DIR_VARIABLE: str(run.path.resolve()),
+        },
         command=command,
     )
     after_attempt = (run.attempts() or [0])[-1]
@@ -211,12 +218,19 @@ def prepare_resume(run: RunDir, begin: ResumeFrom | None = None, *, steps: int |
             f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
             f"    hint: end it first: hpcrl cancel {reference(run)}"
         )
+    if view.job is not None and view.job.gone and (state := hidden_job(record)):
+        raise RunDirError(
+            f"squeue does not know job {view.job.job_id} of {run.name}, and the controller says that it is {state}; "
+            "nothing was changed\n"
+            f"    hint: wait until both say the same, or end it: scancel {view.job.job_id}"
+        )
     return plan_resume(run, begin or ResumeFrom(), completed=view.state is RunState.COMPLETED, steps=steps)
 
 
 def end_leftovers(run: RunDir) -> int:
     """End processes of a run that has no supervisor any more; returns how many there were on this machine."""
-    return len(sweep(RunRecord.read(run).run_id))
+    record = RunRecord.read(run)
+    return 0 if original_of(run, record) is not None else len(sweep(record.run_id, run_dir=run.path))
 
 
 def cancel(run: RunDir, *, user: str) -> RunView:
@@ -239,6 +253,12 @@ def cancel(run: RunDir, *, user: str) -> RunView:
         machine.
     """
     record = find_unrecorded(run)
+    if (original := original_of(run, record)) is not None:
+        raise RunDirError(
+            f"{run.path} is a copy of the run in {original}, which it does not touch; nothing was changed\n"
+            f"    hint: end that run: hpcrl cancel {original}\n"
+            f"    hint: make the copy a run of its own: hpcrl resume {run.path}; or remove it: hpcrl rm {run.path}"
+        )
     view = observe(run)
     if view.state.ended:
         count, jobs = end_leftovers(run), cancel_replica_jobs(run)
@@ -258,7 +278,7 @@ def cancel(run: RunDir, *, user: str) -> RunView:
     deadline = time.monotonic() + _stop_deadline_s(run)
     while not (view := observe(run)).state.ended:
         if time.monotonic() > deadline:
-            kill_launch(record.run_id)
+            kill_launch(record.run_id, run)
             break
         time.sleep(_CANCEL_POLL_S)
     end_leftovers(run)
@@ -301,9 +321,10 @@ def request_stop(process: ProcessId) -> None:
         procfs.send_signal([found], signal.SIGTERM)
 
 
-def kill_launch(run_id: str) -> None:
+def kill_launch(run_id: str, run: RunDir | None = None) -> None:
     """SIGKILL supervisor and controller; the guards see their pipes close and end the roles."""
-    procfs.send_signal(find_leftovers(run_id, kinds=("launch",)), signal.SIGKILL)
+    found = find_leftovers(run_id, kinds=("launch",), run_dir=None if run is None else run.path)
+    procfs.send_signal(found, signal.SIGKILL)
 
 
 def interrupt(run: RunDir, count: int) -> str:
@@ -327,7 +348,7 @@ def interrupt(run: RunDir, count: int) -> str:
         signal_job(run, kill=count > 2)
         return "stopping; Ctrl-C again kills at once" if count == 1 else "killing the roles; Ctrl-C again kills all"
     if count > 2:
-        kill_launch(record.run_id)
+        kill_launch(record.run_id, run)
         return "killing the supervisor"
     process = _whom_to_ask(run, record, view)
     if process.alive() is None:

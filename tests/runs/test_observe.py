@@ -195,3 +195,46 @@ def test_a_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path: Path) -
     point = find_resume_point(run)
     assert point.step is None
     assert point.skipped[0][0] == 10
+
+
+SLURMS_ENDS = [
+    ("CANCELLED", RunState.CANCELLED, CauseKind.CANCELLED),
+    ("REVOKED", RunState.CANCELLED, CauseKind.CANCELLED),
+    ("NODE_FAIL", RunState.FAILED, CauseKind.NODE_FAIL),
+    ("BOOT_FAIL", RunState.FAILED, CauseKind.NODE_FAIL),
+    ("DEADLINE", RunState.FAILED, CauseKind.TIME_LIMIT),
+    ("TIMEOUT", RunState.FAILED, CauseKind.TIME_LIMIT),
+    ("PREEMPTED", RunState.FAILED, CauseKind.PREEMPTED),
+    ("FAILED", RunState.LOST, CauseKind.SUPERVISOR_LOST),
+    ("OUT_OF_MEMORY", RunState.LOST, CauseKind.SUPERVISOR_LOST),
+    ("COMPLETED", RunState.LOST, CauseKind.SUPERVISOR_LOST),
+]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("end", SLURMS_ENDS, ids=lambda end: end[0])
+def test_an_end_by_slurm_has_one_cause_whether_a_supervisor_had_begun_or_not(
+    end: tuple[str, RunState, CauseKind], begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word, state, kind = end
+    run = make_run(tmp_path)
+    resubmit(run, executor="slurm", job_id="7", process=None)
+    if begun:
+        write_status(run, RunState.RUNNING)
+    fact = JobFact(job_id="7", state=word, ended=True, reason="why", end_s=START_S + 99)
+    monkeypatch.setattr(job_facts, "_sources", [lambda submissions: {"7": fact}])
+    view = observe(run, now_s=START_S + 1e6)
+    assert view.cause is not None
+    assert (view.state, view.cause.kind) == (state, kind)
+    assert f"job 7 is {word} (why)" in view.cause.message
+
+
+def test_a_job_that_slurm_does_not_know_yet_is_no_lost_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    resubmit(run, executor="slurm", job_id="7", process=None, submitted_at_s=START_S)
+    fact = JobFact(job_id="7", state="UNKNOWN", gone=True)
+    monkeypatch.setattr(job_facts, "_sources", [lambda submissions: {"7": fact}])
+    view = observe(run, now_s=START_S + 60)
+    assert view.state is RunState.SUBMITTED
+    assert "does not know job 7 yet" in view.warnings[0]
+    assert observe(run, now_s=START_S + 600).state is RunState.LOST

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 from patience import patience, wait_for
@@ -29,6 +30,7 @@ from hpcrl.slurm.errors import (
     SubmitUnclearError,
     classify,
 )
+from hpcrl.slurm.records import HetComponent, Job
 from hpcrl.slurm.states import JobState
 from hpcrl.slurm.watch import JobWatcher
 
@@ -510,3 +512,65 @@ def test_ends_are_remembered_unless_slurm_may_requeue(slurm: FakeSlurm, end: str
     assert watch.poll([1])[1].state == end
     slurm.queue, slurm.now = {}, 20.0
     assert watch.poll([1])[1].state == later
+
+
+class SlowSlurm:
+    """A controller whose every question takes a while; answers are given, or None for silence."""
+
+    def __init__(self, takes_s: float, state: JobState | None) -> None:
+        self.now, self.asked, self._takes_s, self._state = 0.0, 0, takes_s, state
+
+    def clock(self) -> float:
+        return self.now
+
+    def jobs(self, ids: Iterable[int], expected: Mapping[int, int] | None = None) -> dict[int, Job]:
+        self.asked += 1
+        self.now += self._takes_s
+        if self._state is None:
+            raise SlurmUnavailableError("no answer")
+        return {
+            each: Job.of([HetComponent(job_id=each, leader_id=each, offset=0, state=self._state, source="squeue")])
+            for each in ids
+        }
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "state", "in_a_minute"),
+    [(10.0, None, 5), (3.0, JobState.RUNNING, 12), (0.0, JobState.RUNNING, 30), (0.0, JobState.PENDING, 6)],
+)
+def test_the_pause_between_questions_begins_when_one_has_ended(
+    takes_s: float, state: JobState | None, in_a_minute: int
+) -> None:
+    slurm = SlowSlurm(takes_s, state)
+    watcher = JobWatcher(cast("SlurmClient", slurm), interval_s=2.0, waiting_interval_s=10.0, clock=slurm.clock)
+    while slurm.now < 60.0:
+        for _ in range(6):
+            watcher.poll([1, 2, 3])
+        slurm.now += 0.5
+    assert slurm.asked <= in_a_minute + 1
+    asked = slurm.asked
+    watcher.poll([1, 2, 3])
+    watcher.ask_soon()
+    watcher.poll([1, 2, 3])
+    assert slurm.asked - asked in (1, 2)
+
+
+def test_a_run_is_asked_about_on_the_cluster_that_took_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[list[str], str | None]] = []
+
+    def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        said.append((list(argv), env.get("SLURM_CLUSTERS")))
+        return CommandResult(0, "110;beta\n" if argv[0] == "sbatch" else "", "")
+
+    monkeypatch.setenv("SLURM_CLUSTERS", "alpha")
+    assert SlurmClient(run=run).submit(Path("x"), name="n", token="t").cluster == "beta"
+    for kept, asked in (("beta", "beta"), ("", None), (None, "alpha")):
+        said.clear()
+        client = SlurmClient(cluster=kept, run=run)
+        client.jobs([110])
+        client.cancel(110)
+        client.details(110)
+        assert [argv[0] for argv, _ in said] == ["squeue", "sacct", "scancel", "scontrol"]
+        assert {cluster for _, cluster in said} == {asked}
+        # sacct does not read the variable
+        assert (f"--clusters={asked}" in said[1][0]) == (asked is not None)

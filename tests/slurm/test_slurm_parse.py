@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from hpcrl.sites.site_facts import read_facts
 from hpcrl.slurm import parse
 from hpcrl.slurm.errors import SlurmAnswerError
 from hpcrl.slurm.hostlist import expand_hostlist
@@ -241,16 +242,70 @@ def test_nodes_of_scontrol() -> None:
     assert (second.address, second.gres) == ("dev-002", "")
 
 
-@pytest.mark.parametrize(
-    "state", ["IDLE*", "IDLE+DRAIN", "MIXED+PLANNED+NOT_RESPONDING", "UNKNOWN", "IDLE+CLOUD~", "ALLOCATED@", ""]
-)
-def test_unusable_nodes(state: str) -> None:
-    assert not parse.parse_node({"NodeName": "n", "State": state}).usable
+#: state, whether jobs can run there by and by, whether what ran there is lost: sinfo(1), and real Slurm 22.05
+STATES = [
+    ("IDLE", True, False),
+    ("MIXED", True, False),
+    ("ALLOCATED", True, False),
+    ("idle", True, False),
+    ("mix-", True, False),
+    ("IDLE+PLANNED", True, False),
+    ("ALLOCATED+COMPLETING", True, False),
+    ("IDLE+MAINTENANCE", True, False),
+    ("IDLE$", True, False),
+    ("IDLE+RESERVED", True, False),
+    ("RESERVED", True, False),
+    ("IDLE+CLOUD", True, False),
+    ("IDLE+CLOUD~", True, False),
+    ("idle~", True, False),
+    ("IDLE+POWERED_DOWN", True, False),
+    ("IDLE+CLOUD+NOT_RESPONDING+POWERED_DOWN", True, False),
+    ("IDLE+CLOUD+NOT_RESPONDING+POWERING_UP", True, False),
+    ("MIXED#*", True, False),
+    ("ALLOCATED+CLOUD+POWERING_UP", True, False),
+    ("IDLE+POWERING_DOWN", True, False),
+    ("IDLE%", True, False),
+    ("MIXED!", True, False),
+    ("IDLE+DYNAMIC_NORM", True, False),
+    ("IDLE*", False, True),
+    ("MIXED+PLANNED+NOT_RESPONDING", False, True),
+    ("DOWN", False, True),
+    ("DOWN*", False, True),
+    ("down~", False, True),
+    ("DOWN+CLOUD+POWERED_DOWN+NOT_RESPONDING", False, True),
+    ("DOWN+MAINTENANCE", False, True),
+    ("FAIL", False, True),
+    ("FAILING", False, True),
+    ("IDLE+DRAIN", False, False),
+    ("MIXED+DRAIN", False, False),
+    ("DRAINING", False, False),
+    ("drng", False, False),
+    ("DRAINED", False, False),
+    ("IDLE+CLOUD+DRAIN+POWERED_DOWN", False, False),
+    ("IDLE+DRAIN+MAINTENANCE", False, False),
+    ("IDLE+INVALID_REG", False, False),
+    ("inval", False, False),
+    ("ALLOCATED@", False, False),
+    ("FUTURE", False, False),
+    ("UNKNOWN", False, False),
+    ("", False, False),
+]
 
 
-@pytest.mark.parametrize("state", ["IDLE", "MIXED", "ALLOCATED", "IDLE+PLANNED", "MIXED-", "IDLE+CLOUD"])
-def test_usable_nodes(state: str) -> None:
-    assert parse.parse_node({"NodeName": "n", "State": state}).usable
+@pytest.mark.parametrize(("state", "usable", "down"), STATES)
+def test_every_reader_of_node_states_says_the_same(state: str, usable: bool, down: bool) -> None:
+    record = {"NodeName": "n", "State": state, "Partitions": "gpu", "CPUTot": "8", "RealMemory": "1", "Gres": "gpu:8"}
+
+    class Site:
+        def config(self) -> dict[str, str]:
+            return {"SLURM_VERSION": "22.05.8"}
+
+        def show(self, kind: str, name: str | None = None) -> list[dict[str, str]]:
+            return [record] if kind == "node" else [{"PartitionName": "gpu", "State": "UP"}]
+
+    node = parse.parse_node(record)
+    assert (node.usable, node.down) == (usable, down)
+    assert read_facts(Site()).partitions[0].usable == usable
 
 
 def test_other_answers() -> None:

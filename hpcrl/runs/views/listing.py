@@ -97,7 +97,7 @@ def list_rows(
                 wall_s=view.wall_s,
                 steps=last.step if last is not None else 0,
                 reward_mean=None if last is None else last.reward_mean,
-                cause="" if view.cause is None else view.cause.message,
+                cause=f"a copy of {view.copy_of}" if view.copy_of else "" if view.cause is None else view.cause.message,
                 reward_count=0 if last is None else last.reward_count,
                 failed_share=max((each.share for each in rollouts if each.total), default=None),
             )

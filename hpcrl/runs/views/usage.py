@@ -21,6 +21,7 @@ __all__ = ["STATUS_SCHEMA", "Usage", "read_usage", "status_document"]
 
 STATUS_SCHEMA = "hpcrl.status/1"
 _TAIL_BYTES = 65536
+_HOLDING = frozenset({RunState.STARTING, RunState.RUNNING, RunState.STOPPING})
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +55,14 @@ def read_usage(run: RunDir, view: RunView, *, now_s: float | None = None) -> Usa
             continue
         begin_s, end_s = span
         if attempt == view.attempt:
-            end_s = max(end_s, (view.heartbeat_s or 0.0) if view.state.ended or view.state == "REQUEUED" else now_s)
+            end_s = max(end_s, now_s if _holds(view) else view.heartbeat_s or 0.0)
         hours += max(0.0, end_s - begin_s) / 3600.0
     return Usage(wall_h=hours, gpu_hours=hours * run.plan().layout.gpus, gpu_hours_by_role=_by_role(run.plan(), hours))
+
+
+def _holds(view: RunView) -> bool:
+    """Whether the newest attempt holds nodes now: not while the next one waits, and by Slurm's word if there is one."""
+    return view.state in _HOLDING and (view.job is None or view.job.holding)
 
 
 def _by_role(plan: Plan, hours: float) -> dict[str, float]:

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl import procfs
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.ours import read_secret, umask_of
 from hpcrl.supervisor.process.leftovers import Scratch
 from hpcrl.supervisor.process.node_values import fill_node, fill_node_rank, own_caches
@@ -326,11 +326,13 @@ class Guard:
 
     def _unguarded(self) -> list[procfs.Process]:
         """Role processes of this run on this machine that no living guard is above."""
-        run_id = self._spec["env"][RUN_ID_VARIABLE]
+        run_id, run_dir = (self._spec["env"].get(name) for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE))
         return [
             process
             for process in procfs.with_environ(RUN_ID_VARIABLE, run_id)
             if procfs.read_environ(process.pid).get(KIND_VARIABLE) == "role"
+            # a copy of the run directory has the same id
+            and procfs.read_environ(process.pid).get(RUN_DIR_VARIABLE) == run_dir
             and not any(procfs.read_environ(pid).get(KIND_VARIABLE) == "guard" for pid in procfs.ancestors(process.pid))
         ]
 

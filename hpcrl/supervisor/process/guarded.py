@@ -15,15 +15,16 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from hpcrl.interpreter import module_command, with_safe_path
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clocks
 from hpcrl.supervisor.process.dumps import Dump, join_dumps
 from hpcrl.supervisor.process.report_lines import LineSplitter, find_lines
-from hpcrl.supervisor.process.reports import Dumped, Ended, Gone, Report, Signalled, SpawnFailed, Started
+from hpcrl.supervisor.process.reports import Dumped, Gone, Report, RoleEnded, Signalled, SpawnFailed, Started
 
 __all__ = ["End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
 
 _log = logging.getLogger(__name__)
+_MARKS = (RUN_ID_VARIABLE, RUN_DIR_VARIABLE)
 _ANSWER_S = 30.0
 """What guards get beyond the grace to end their roles and report, before it is done over their heads."""
 _PIPE_S = 5.0
@@ -173,7 +174,11 @@ async def start_guarded(
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**with_safe_path(env), KIND_VARIABLE: "guard", RUN_ID_VARIABLE: spec.env[RUN_ID_VARIABLE]},
+        env={
+            **with_safe_path(env),
+            KIND_VARIABLE: "guard",
+            **{name: spec.env[name] for name in _MARKS if name in spec.env},
+        },
         start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
     )
     loop = asyncio.get_running_loop()
@@ -211,6 +216,8 @@ class GuardedProcess:
         self._told: set[int] = set()
         self._clean_ends = 0
         self._guard_signal: int | None = None
+        #: the first lines that others have printed into its step
+        self.foreign: list[str] = []
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[int | None] = loop.create_future()
         self._ended: asyncio.Future[End] = loop.create_future()
@@ -331,7 +338,7 @@ class GuardedProcess:
             self._started.set_result(None)
 
     async def _read_reports(self) -> None:
-        splitter, foreign, ended = LineSplitter(), 0, False
+        splitter, ended = LineSplitter(), False
         while not ended:
             data = await self._reports.read(_PIECE)
             ended = not data
@@ -339,9 +346,9 @@ class GuardedProcess:
                 found = find_lines(line)
                 for said in found:
                     self._take(msgspec.convert(said, Report))
-                if not found and foreign < _FOREIGN_LINES:
-                    foreign += 1
-                    _log.info("%s: not from its guard: %s", self._who, line[:_FOREIGN_BYTES].decode(errors="replace"))
+                if not found and len(self.foreign) < _FOREIGN_LINES:
+                    self.foreign.append(line[:_FOREIGN_BYTES].decode(errors="replace"))
+                    _log.info("%s: not from its guard: %s", self._who, self.foreign[-1])
 
     def _take(self, report: Report) -> None:
         if not 0 <= report.task < self._tasks:
@@ -361,7 +368,7 @@ class GuardedProcess:
                     self._dumped.set_result(None)
             case Signalled():
                 self._guard_signal = report.signal
-            case Ended():
+            case RoleEnded():
                 self._told.add(report.task)
                 self._task_ended(
                     End(time_s, report.exit_code, report.signal, node=report.node, guard_signal=self._guard_signal)

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Dumped", "Ended", "Gone", "Report", "Signalled", "SpawnFailed", "Started"]
+__all__ = ["Dumped", "Gone", "Report", "RoleEnded", "Signalled", "SpawnFailed", "Started"]
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="report"):
@@ -17,19 +17,19 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="report"):
     time_s: float
 
 
-class Started(_Report, tag="started"):
+class Started(_Report, frozen=True, kw_only=True, tag="started"):
     """The role runs."""
 
     pid: int
 
 
-class SpawnFailed(_Report, tag="spawn_failed"):
+class SpawnFailed(_Report, frozen=True, kw_only=True, tag="spawn_failed"):
     """The role could not be started."""
 
     error: str
 
 
-class Dumped(_Report, tag="dumped"):
+class Dumped(_Report, frozen=True, kw_only=True, tag="dumped"):
     """Stacks were taken, or could not be."""
 
     path: str
@@ -38,23 +38,23 @@ class Dumped(_Report, tag="dumped"):
     problem: str
 
 
-class Signalled(_Report, tag="signalled"):
+class Signalled(_Report, frozen=True, kw_only=True, tag="signalled"):
     """Somebody else than the supervisor wants the role to end."""
 
     signal: int
 
 
-class Ended(_Report, tag="ended"):
+class RoleEnded(_Report, frozen=True, kw_only=True, tag="ended"):
     """The role has ended; one of the two is None."""
 
     exit_code: int | None
     signal: int | None
 
 
-class Gone(_Report, tag="gone"):
+class Gone(_Report, frozen=True, kw_only=True, tag="gone"):
     """Nothing of the role is left but what hangs in the kernel."""
 
     left: list[int]
 
 
-Report: TypeAlias = Started | SpawnFailed | Dumped | Signalled | Ended | Gone
+Report: TypeAlias = Started | SpawnFailed | Dumped | Signalled | RoleEnded | Gone

@@ -6,10 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Collection
+from pathlib import Path
 
 from hpcrl import procfs
 from hpcrl.left_memory import remove_dead
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.marks import KIND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.runs.copies import belongs_elsewhere
 from hpcrl.supervisor.process.guard import end_processes
 
 __all__ = ["end_orphans", "find_leftovers", "reap", "sweep"]
@@ -17,24 +19,37 @@ __all__ = ["end_orphans", "find_leftovers", "reap", "sweep"]
 _GRACE_S = 1.0
 
 
-def find_leftovers(run_id: str, *, kinds: tuple[str, ...] = ("role", "guard")) -> list[procfs.Process]:
-    """Guards and roles of a run that live on this machine, except ourselves and those above us."""
+def find_leftovers(
+    run_id: str, *, kinds: tuple[str, ...] = ("role", "guard"), run_dir: Path | None = None
+) -> list[procfs.Process]:
+    """Guards and roles of a run that live on this machine, except ourselves and those above us.
+
+    With ``run_dir`` none of a copy of the run, nor of the run that this one is a copy of.
+    """
     spared = {os.getpid(), *procfs.ancestors(os.getpid())}
-    return [
-        process
-        for process in procfs.with_environ(RUN_ID_VARIABLE, run_id)
-        if process.pid not in spared and procfs.read_environ(process.pid).get(KIND_VARIABLE) in kinds
-    ]
+    found = []
+    for process in procfs.with_environ(RUN_ID_VARIABLE, run_id):
+        environ = procfs.read_environ(process.pid)
+        place = environ.get(RUN_DIR_VARIABLE) or environ.get(LAUNCH_DIR_VARIABLE, "")
+        elsewhere = run_dir is not None and belongs_elsewhere(place, run_dir)
+        if process.pid not in spared and environ.get(KIND_VARIABLE) in kinds and not elsewhere:
+            found.append(process)
+    return found
 
 
-def sweep(run_id: str) -> list[procfs.Process]:
+def sweep(run_id: str, *, run_dir: Path | None = None) -> list[procfs.Process]:
     """End all guards and roles of a run; returns what was found. Blocks for up to the grace and a moment.
 
-    For use when no attempt of the run is alive, or by its supervisor after the guards are gone.
+    For use when no attempt of the run is alive, or by its supervisor after the guards are gone. ``run_dir``: see
+    `find_leftovers`.
     """
-    found = find_leftovers(run_id)
+    found = find_leftovers(run_id, run_dir=run_dir)
     if found:
-        end_processes(lambda: find_leftovers(run_id), kill_at=time.monotonic() + _GRACE_S, between=lambda: reap(found))
+        end_processes(
+            lambda: find_leftovers(run_id, run_dir=run_dir),
+            kill_at=time.monotonic() + _GRACE_S,
+            between=lambda: reap(found),
+        )
     remove_dead()  # guards do it, but they may have been killed
     return found
 

@@ -8,12 +8,15 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from runs_testing import START_S, make_run, write_event, write_status
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.config.layout import JobComponent, Layout
+from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.observe import observe
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -79,3 +82,26 @@ def test_status_shows_hours_and_the_age_of_the_checkpoint(run: RunDir) -> None:
     view = observe(run)
     console.print(render(view, read_progress(run), [], read_usage(run, view)))
     assert "60.0 GPU-hours" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_queue_of_a_resumed_run_is_held_by_nobody(run: RunDir) -> None:
+    """It shows the attempt before as its newest one until the next begins."""
+    write_status(run, RunState.FAILED)
+    record = RunRecord.read(run)
+    again = replace(record.submissions[-1], executor="slurm", job_id="7", process=None, after_attempt=99)
+    record.with_submission(again).write(run)
+    view = observe(run)
+    assert view.state is RunState.SUBMITTED
+    assert read_usage(run, replace(view, attempt=2), now_s=START_S + 1000 * HOUR).wall_h == pytest.approx(3.0)
+
+
+def test_slurm_says_whether_a_run_holds_its_nodes(run: RunDir) -> None:
+    write_status(run, RunState.RUNNING)
+    alive = replace(observe(run), state=RunState.RUNNING, attempt=2)
+    for job, hours in (
+        (JobFact(job_id="7", state="RUNNING", holding=True), 1.0 + 10.0),
+        (JobFact(job_id="7", state="PENDING", waiting=True), 3.0),
+        (JobFact(job_id="7", state="UNKNOWN"), 3.0),
+    ):
+        usage = read_usage(run, replace(alive, job=job), now_s=START_S + 30 * HOUR)
+        assert usage.wall_h == pytest.approx(hours), job.state
