@@ -258,6 +258,6 @@ class _Problems:
         except UsageError as error:
             what, _, hint = str(error).partition("\n    hint: ")
             found = [Finding(str(self._recipe.source), "", what, hint)]
-        known = {(each.key, each.what) for each in self.found}
-        self.found += [each for each in found if each.key != unless and (each.key, each.what) not in known]
+        known = {each.what for each in self.found}
+        self.found += [each for each in found if each.key != unless and each.what not in known]
         return None
