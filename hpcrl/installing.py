@@ -7,8 +7,16 @@ import shlex
 import sys
 from pathlib import Path
 
-__all__ = ["extra_of", "install_command", "source_of_hpcrl"]
+__all__ = ["ROLE_IMPORTS", "extra_of", "install_command", "source_of_hpcrl"]
 
+_TRAINING = ("torch", "numpy", "safetensors", "tokenizers")
+ROLE_IMPORTS = {
+    "trainer": _TRAINING,
+    "engine": _TRAINING,
+    "orchestrator": ("numpy", "tokenizers"),
+    "vllm": ("vllm", "torch"),
+}
+"""What a role imports beside the core of hpcrl; ``vllm`` is an engine of that backend."""
 _EXTRAS = {
     "torch": "trainer",
     "safetensors": "trainer",

@@ -67,7 +67,7 @@ def call(words: list[str]) -> dict[str, Any]:
             main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(bool(end.code))
-        except BaseException:
+        except Exception:  # noqa: BLE001 - a traceback is what is looked for
             failed = traceback.format_exc()
     return {"words": words, "code": code, "traceback": failed, "out": out.getvalue(), "err": err.getvalue()}
 

@@ -92,7 +92,9 @@ class LogFilter(NamedTuple):
         grep: str | None = None,
         since: str | None = None,
     ) -> LogFilter:
-        """Make a filter from what a person says; ``role`` may name a replica, too (``engine/0``), ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
+        """Make a filter from what a person says.
+
+        ``role`` may name a replica, too (``engine/0``); ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
 
         Raises
         ------
