@@ -106,7 +106,7 @@ def _questions(cluster: SlurmCluster, site: PartitionConfig, nodes: int) -> Node
 
 
 def _pythons(cluster: SlurmCluster) -> dict[str, str]:
-    """Interpreters that the profile names, by role, and ``vllm`` for those of vLLM's engines; as a submit makes them."""
+    """Return the interpreters that a profile names, by role, absolute; ``vllm`` is for engines of that backend."""
     named = {str(role): python for role, python in cluster.python_by_role.items()}
     if cluster.vllm_python is not None:
         named["vllm"] = cluster.vllm_python

@@ -149,7 +149,7 @@ def _pythons(python: str | None) -> list[str]:
         f"  trainer: {word}",
         f"  orchestrator: {word}",
         f"  engine: {word}",
-        "# vLLM engines have an environment of their own (`pip install '/path/to/hpcrl[vllm]'`): then no `engine:` above",
+        "# vLLM engines have an environment of their own (`pip install '/path/to/hpcrl[vllm]'`), and no `engine` above",
         "# vllm_python: /shared/envs/vllm/bin/python",
         "",
     ]
