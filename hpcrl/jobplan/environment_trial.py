@@ -37,7 +37,7 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
     Returns
     -------
     list of str
-        Why they could not be tried from here, for the user to read; empty where all could be made.
+        Why they could not be tried from here, or what is odd about them, for the user to read.
 
     Raises
     ------
@@ -56,7 +56,8 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
     answer = _ask("check", {}, recipe, plan, site, timeout_s=timeout_s)
     if answer["findings"]:
         raise ConfigError(_findings(recipe, answer, site))
-    return []
+    # an earlier hpcrl of that interpreter has no notes
+    return [str(note) for note in answer.get("notes", ())]
 
 
 def try_environment(
