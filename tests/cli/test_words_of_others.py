@@ -36,7 +36,13 @@ def hpcrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         *[(word, "submit") for word in ("launch", "run", "start", "exec")],
         *[(word, "cancel") for word in ("stop", "kill")],
         *[(word, "ls") for word in ("queue", "list", "ps")],
-        *[("describe", "status"), ("delete", "rm"), ("attach", "status"), ("version", "--version"), ("sumbit", "submit")],
+        *[
+            ("describe", "status"),
+            ("delete", "rm"),
+            ("attach", "status"),
+            ("version", "--version"),
+            ("sumbit", "submit"),
+        ],
     ],
 )
 def test_commands_of_other_tools(hpcrl: Hpcrl, word: str, meant: str) -> None:
