@@ -129,6 +129,18 @@ class LogFilter(NamedTuple):
         return all(want is None or want == have for want, have in wanted)
 
 
+def _role_and_replica(role: str | None, replica: int | None) -> tuple[str | None, int | None]:
+    """Read ``engine/0`` as `hpcrl shell` does (UsageError where the number is none, or another one was given)."""
+    name, slash, number = (role or "").partition("/")
+    if not slash:
+        return role, replica
+    if not number.isdecimal():
+        raise UsageError(f"--role {role}: write a role, or a role and the number of a replica, such as {name}/0")
+    if replica not in (None, int(number)):
+        raise UsageError(f"--role {role} and --replica {replica} name two replicas\n    hint: give one of them")
+    return name, int(number)
+
+
 def _since_s(text: str) -> float:
     """An age (``90s``, ``10m``, ``2h``, ``1d``) or a local time, as seconds since the epoch."""
     if match := _AGE.fullmatch(text):
@@ -261,15 +273,3 @@ def format_line(line: LogLine, *, as_json: bool) -> str:
         return msgspec.json.encode(line).decode()
     rank = f".{line.rank}" if line.rank else ""
     return f"{line.role} {line.replica}{rank} | {line.line}"
-
-
-def _role_and_replica(role: str | None, replica: int | None) -> tuple[str | None, int | None]:
-    """Read ``engine/0`` as `hpcrl shell` does (UsageError where the number is none, or another one was given)."""
-    name, slash, number = (role or "").partition("/")
-    if not slash:
-        return role, replica
-    if not number.isdecimal():
-        raise UsageError(f"--role {role}: write a role, or a role and the number of a replica, such as {name}/0")
-    if replica not in (None, int(number)):
-        raise UsageError(f"--role {role} and --replica {replica} name two replicas\n    hint: give one of them")
-    return name, int(number)
