@@ -5,11 +5,32 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
-__all__ = ["install_command", "source_of_hpcrl"]
+__all__ = ["ROLE_IMPORTS", "extra_of", "install_command", "source_of_hpcrl"]
+
+_TRAINING = ("torch", "numpy", "safetensors", "tokenizers")
+ROLE_IMPORTS = {
+    "trainer": _TRAINING,
+    "engine": _TRAINING,
+    "orchestrator": ("numpy", "tokenizers"),
+    "vllm": ("vllm", "torch"),
+}
+"""What a role imports beside the core of hpcrl; ``vllm`` is an engine of that backend."""
+_EXTRAS = {
+    "torch": "trainer",
+    "safetensors": "trainer",
+    "numpy": "rollouts",
+    "tokenizers": "rollouts",
+    "matplotlib": "report",
+    "pyarrow": "export",
+    "mooncake": "store",
+    "vllm": "vllm",
+    "vllm_router": "vllm",
+    "dynamo": "dynamo",
+    "zmq": "dynamo",
+}
+"""By top-level package: the extra of ``pyproject.toml`` that brings it."""
 
 _SOMEWHERE = "/path/to/hpcrl"
 """Stands for the checkout, or the wheel, where nobody knows any more where it was."""
@@ -29,11 +50,20 @@ def install_command(*extras: str, python: str | None = None) -> str:
     return f"{shlex.quote(python or sys.executable)} -m pip install '{wanted}'"
 
 
+def extra_of(error: ImportError) -> str | None:
+    """Return the extra that brings what could not be imported; None where none does."""
+    return _EXTRAS.get((error.name or "").partition(".")[0])
+
+
 def source_of_hpcrl() -> str:
     """Return the checkout or the wheel that hpcrl was installed from; a stand-in where that is not there any more."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         return str(checkout)
+    # these take as long as all else that a command imports
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
+    from urllib.parse import unquote, urlparse  # noqa: PLC0415
+
     try:
         recorded = json.loads(distribution("hpcrl").read_text("direct_url.json") or "{}")
         source = Path(unquote(urlparse(str(recorded["url"])).path))

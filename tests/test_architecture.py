@@ -48,6 +48,8 @@ ARROWS: dict[str, set[str]] = {
 }
 #: single modules that a room may import from another, with the reason
 EXCEPTIONS = {
+    # `python -m hpcrl` is the command line
+    "__main__": {"hpcrl.cli.main"},
     # the simulator decides by the scheduler's own policy and account, which import nothing else
     "simulation": {"hpcrl.rollouts.sampling.policy", "hpcrl.rollouts.sampling.staleness"},
     # the warm-up takes demonstrations from the environments of the recipe

@@ -45,15 +45,21 @@ def try_(
     made.
     """
     import os
+    from contextlib import suppress
 
     from hpcrl.cli.configuration import plan_from_here
     from hpcrl.cli.progress import working
     from hpcrl.config.joined import load_both
-    from hpcrl.errors import ExitCode
-    from hpcrl.jobplan.environment_trial import try_environment
+    from hpcrl.errors import ExitCode, HpcrlError
+    from hpcrl.jobplan.environment_trial import check_environments, try_environment
 
     loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
     plan = plan_from_here(loaded.value, site.value)
+    notes: list[str] = []
+    with working("making the recipe's environments"), suppress(HpcrlError):  # trying it says more
+        notes = check_environments(loaded, plan, site.value)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
     with working("trying the recipe's environments"):
         found = {
             each: try_environment(loaded, plan, site.value, name=each, task=task, timeout_s=timeout_s)

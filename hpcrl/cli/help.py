@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -24,8 +24,43 @@ class PlainCommand(TyperCommand):
         return [_plain(piece) for piece in super().collect_usage_pieces(ctx)]
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("launch", "run", "start", "train", "exec", "create", "apply"), "submit"),
+    **dict.fromkeys(("stop", "kill", "end", "abort", "down", "scancel"), "cancel"),
+    **dict.fromkeys(("queue", "list", "runs", "ps", "jobs", "squeue"), "ls"),
+    **dict.fromkeys(("describe", "get", "info", "show", "top", "watch", "attach", "follow", "progress"), "status"),
+    **dict.fromkeys(("delete", "remove", "destroy", "purge", "clean"), "rm"),
+    **dict.fromkeys(("log", "tail", "output"), "logs"),
+    **dict.fromkeys(("restart", "continue", "retry"), "resume"),
+    **dict.fromkeys(("explain", "diagnose", "events", "debug"), "why"),
+    **dict.fromkeys(("ssh", "connect", "login"), "shell"),
+    **dict.fromkeys(("validate", "lint", "check"), "recipe check"),
+    **dict.fromkeys(("init", "new"), "cluster init"),
+    **dict.fromkeys(("plot", "metrics", "curves"), "report"),
+    **dict.fromkeys(("estimate", "forecast", "dry-run"), "plan"),
+    **dict.fromkeys(("version",), "--version"),
+}
+"""What other tools call a command."""
+
+
 class PlainGroup(TyperGroup):
-    """A group of commands whose own help looks like that of `PlainCommand`."""
+    """A group of commands whose own help looks like that of `PlainCommand`, and that knows words of other tools."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that ``args`` begin with; ``help`` shows the help of what follows it."""
+        word = args[0]
+        if word not in self.commands:
+            if word == "help" and ctx.parent is None:
+                return super().resolve_command(ctx, [*args[1:], "--help"]) if args[1:] else self._own_help(ctx)
+            wanted = _ELSEWHERE.get(word)
+            if wanted is not None and (wanted.startswith("-") or wanted.split()[0] in self.commands):
+                ctx.fail(f"No such command {word!r}. Did you mean {wanted!r}?")
+        return super().resolve_command(ctx, args)
+
+    def _own_help(self, ctx: Any) -> NoReturn:
+        """Print the help of all commands."""
+        typer.echo(ctx.get_help())
+        raise typer.Exit
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Options, those of help included."""

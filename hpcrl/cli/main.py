@@ -37,7 +37,8 @@ from hpcrl.cli import (
 from hpcrl.cli.completion import bash_values
 from hpcrl.cli.help import make_plain
 from hpcrl.cli.streams import fill_standard_streams
-from hpcrl.errors import ExitCode, HpcrlError, refusal
+from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError, refusal
+from hpcrl.installing import extra_of
 
 __all__ = ["app", "main"]
 
@@ -122,6 +123,12 @@ def main() -> None:
     except HpcrlError as error:
         typer.echo(f"hpcrl: {error}", err=True)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        if (extra := extra_of(error)) is None:
+            raise
+        missing = MissingExtraError(extra, error.name or extra)
+        typer.echo(f"hpcrl: {missing}", err=True)
+        sys.exit(missing.exit_code)
     except BrokenPipeError:
         # the reader of our output went away (`hpcrl logs | head`): not our failure
         sys.stderr.close()

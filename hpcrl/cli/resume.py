@@ -85,7 +85,7 @@ def resume(
             for step, reason in point.skipped:
                 typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
             _say_changes(found, accept=accept_changes)
-            _try_environments(found, change)
+            _try_programs(found, change)
             if change is not None:
                 change.write(found)
             contents = RunContents.read(found)
@@ -104,15 +104,15 @@ def resume(
     follow_or_tell(found, follow)
 
 
-def _try_environments(run: RunDir, change: _Change | None) -> None:
-    """Import and make environments of one's own as the next attempt will (ConfigError where one cannot be made)."""
+def _try_programs(run: RunDir, change: _Change | None) -> None:
+    """Try what roles of the next attempt execute (ConfigError with all that cannot be started)."""
     from hpcrl.cli.progress import working
     from hpcrl.config.load import Loaded
-    from hpcrl.jobplan.environment_trial import check_environments
+    from hpcrl.submit.prepare import check_programs
 
     recipe, cluster, plan = (run.recipe(), run.cluster(), run.plan()) if change is None else change[:3]
-    with working("trying the recipe's environments"):
-        notes = check_environments(Loaded(recipe, run.recipe_path, {}), plan, cluster)
+    with working("looking whether it would start"):
+        notes = check_programs(Loaded(recipe, run.recipe_path, {}), Loaded(cluster, run.cluster_path, {}), plan)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
 

@@ -141,7 +141,12 @@ def list_runs(
 def logs(
     run: OptionalRunArgument = None,
     role: Annotated[
-        str | None, typer.Option(help="Only this role; also `supervisor`.", autocompletion=complete_roles)
+        str | None,
+        typer.Option(
+            metavar="ROLE[/REPLICA]",
+            help="Only this role, such as `trainer`, or one replica of it, such as `engine/0`; also `supervisor`.",
+            autocompletion=complete_roles,
+        ),
     ] = None,
     replica: Annotated[int | None, typer.Option(help="Only this replica.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,

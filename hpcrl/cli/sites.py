@@ -37,8 +37,18 @@ def init(
     fabric: Annotated[
         str | None, typer.Option("--fabric", metavar="KIND", help="infiniband, roce or ethernet.")
     ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", metavar="PATH", help="Interpreter of roles on nodes; this one where it has torch."),
+    ] = None,
 ) -> None:
-    """Draft a cluster profile from the Slurm of this machine. Overwrites nothing."""
+    """Draft a cluster profile from the Slurm of this machine. Overwrites nothing.
+
+    What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in.
+    """
+    import importlib.util
+    import sys
+
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
     from hpcrl.sites.profile_draft import draft_profile
@@ -47,7 +57,9 @@ def init(
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
         raise UsageError(f"{path} exists already\n    hint: choose another name, or move it away")
-    text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric)
+    if python is None and importlib.util.find_spec("torch") is not None:
+        python = sys.executable
+    text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric, python=python)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     typer.echo(path)

@@ -72,7 +72,10 @@ _ADVANTAGES = {
     "gae": "there is no critic: advantages are those of groups",
     "ppo": "there is no critic: advantages are those of groups; the loss is algorithm.loss.kind: ppo_clip",
 }
-_VALUES = {("algorithm", "loss", "kind"): _LOSSES, ("algorithm", "advantage"): _ADVANTAGES}
+_VALUES: dict[tuple[str | int, ...], dict[str, str]] = {
+    ("algorithm", "loss", "kind"): _LOSSES,
+    ("algorithm", "advantage"): _ADVANTAGES,
+}
 
 
 def called_elsewhere(path: tuple[str | int, ...], value: object) -> str:

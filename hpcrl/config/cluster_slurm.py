@@ -181,7 +181,7 @@ class LaunchConfig(StrictModel):
     """The environment of a job. It starts clean: of the submitter's variables only login and locale are kept."""
 
     inherit: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], Field(strict=False)] = ()
-    """Variables of the submitter that jobs get as well, for example ``WANDB_API_KEY``."""
+    """Variables of the submitter that jobs get as well, for example ``HF_TOKEN``."""
     path: Annotated[tuple[Annotated[str, Field(pattern=r"^/[^:\n]*$")], ...], Field(strict=False)] = ()
     """Directories before the system's own in ``PATH``, for example ``/opt/slurm/bin``: ``srun`` must be found."""
     module_init: str | None = None

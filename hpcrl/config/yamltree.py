@@ -188,7 +188,8 @@ class _Builder:
         """A value without parts; what YAML takes for a number or a date and is none is named (None instead)."""
         try:
             value = self._loader.construct_object(node)
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, AttributeError, LookupError, TypeError) as error:
+            # with a tag of its own a text may be anything but what its tag says
             kind = node.tag.rpartition(":")[2]
             dotted = ".".join(str(part) for part in path)
             shown = f"{node.value[:20]}…" if len(node.value) > 20 else node.value

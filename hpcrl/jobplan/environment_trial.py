@@ -21,6 +21,7 @@ from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.jobplan.packages import check_trial_packages
 
 __all__ = ["check_environments", "try_environment"]
 
@@ -36,7 +37,7 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
     Returns
     -------
     list of str
-        Why they could not be tried from here, for the user to read; empty where all could be made.
+        Why they could not be tried from here, or what is odd about them, for the user to read.
 
     Raises
     ------
@@ -50,11 +51,13 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
         return []
     if reason := _hidden(plan, site):
         return [f"{_NOT_HERE}: {reason}"]
+    check_trial_packages(plan, _interpreter(plan))
     timeout_s = _START_S + sum(each.start_timeout_s for each in wanted)
     answer = _ask("check", {}, recipe, plan, site, timeout_s=timeout_s)
     if answer["findings"]:
         raise ConfigError(_findings(recipe, answer, site))
-    return []
+    # an earlier hpcrl of that interpreter has no notes
+    return [str(note) for note in answer.get("notes", ())]
 
 
 def try_environment(
@@ -71,6 +74,7 @@ def try_environment(
     """
     if reason := _hidden(plan, site):
         raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or on a node")
+    check_trial_packages(plan, _interpreter(plan))
     answer = _ask("try", {"name": name, "task": task}, recipe, plan, site, timeout_s=timeout_s)
     if answer.get("findings"):
         raise ConfigError(_findings(recipe, answer, site))

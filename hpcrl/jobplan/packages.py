@@ -14,16 +14,15 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.errors import ConfigError, Finding
-from hpcrl.installing import install_command
+from hpcrl.errors import ConfigError, Finding, UsageError
+from hpcrl.installing import ROLE_IMPORTS, install_command
 
-__all__ = ["check_compiler", "check_role_packages", "has_package", "role_packages"]
+__all__ = ["check_compiler", "check_role_packages", "check_trial_packages", "has_package", "role_packages"]
 
-_TRAINING = ("torch", "numpy", "safetensors", "tokenizers")
 _ROLES = {
-    Role.TRAINER: ("trainer", _TRAINING),
-    Role.ORCHESTRATOR: ("rollouts", ("numpy", "tokenizers")),
-    **dict.fromkeys((Role.ENGINE, Role.PREFILL, Role.DECODE), ("engine", _TRAINING)),
+    Role.TRAINER: ("trainer", ROLE_IMPORTS["trainer"]),
+    Role.ORCHESTRATOR: ("rollouts", ROLE_IMPORTS["orchestrator"]),
+    **dict.fromkeys((Role.ENGINE, Role.PREFILL, Role.DECODE), ("engine", ROLE_IMPORTS["engine"])),
 }
 """The extra of hpcrl that a role is started from, and what it imports of it."""
 
@@ -92,7 +91,7 @@ def role_packages(role: Role, backend: str) -> tuple[str, tuple[str, ...]] | Non
         ``engine.backend`` of the recipe: engines of vLLM have an environment of their own.
     """
     if role in (Role.ENGINE, Role.PREFILL, Role.DECODE) and backend == "vllm":
-        return "vllm", ("vllm", "torch")
+        return "vllm", ROLE_IMPORTS["vllm"]
     return _ROLES.get(role)
 
 
@@ -128,6 +127,17 @@ def check_role_packages(recipe: Loaded[Recipe], plan: Plan, site: Loaded[Cluster
     if findings:
         raise ConfigError(findings)
     return notes
+
+
+def check_trial_packages(plan: Plan, python: str) -> None:
+    """Check that an interpreter can try environments (UsageError with what it lacks)."""
+    extra, packages = _ROLES[Role.ORCHESTRATOR]
+    found = _lacking(plan, python, ("hpcrl", *packages))
+    if found and not isinstance(found, str):
+        raise UsageError(
+            f"{python}, the interpreter of orchestrator, has no {', '.join(found)}\n"
+            f"    hint: {install_command(extra, python=python)}, or name another in cluster.python_by_role.orchestrator"
+        )
 
 
 def _python_key(role: Role, site: ClusterProfile) -> str:

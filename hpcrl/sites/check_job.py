@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.cluster_slurm import PartitionConfig
+from hpcrl.config.cluster_slurm import NoContainer, PartitionConfig
 from hpcrl.decoding import prepared
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.fs import atomic_write, write_json
+from hpcrl.installing import ROLE_IMPORTS, install_command
 from hpcrl.interpreter import module_command
 from hpcrl.sites.node_check import QUESTIONS, REPORT_PATTERN, NodeQuestions, NodeReport
 from hpcrl.sites.profile_check import CheckFinding, Severity
@@ -99,7 +101,39 @@ def _questions(cluster: SlurmCluster, site: PartitionConfig, nodes: int) -> Node
         nics=tuple(nic.name for nic in site.node.nics),
         scratch=cluster.paths.scratch,
         cache=cluster.paths.cache,
+        imports=role_imports(cluster),
     )
+
+
+def _pythons(cluster: SlurmCluster) -> dict[str, str]:
+    """Return the interpreters that a profile names, by role, absolute; ``vllm`` is for engines of that backend."""
+    named = {str(role): python for role, python in cluster.python_by_role.items()}
+    if cluster.vllm_python is not None:
+        named["vllm"] = cluster.vllm_python
+    return {role: os.path.abspath(os.path.expanduser(os.path.expandvars(python))) for role, python in named.items()}
+
+
+def role_imports(cluster: SlurmCluster) -> dict[str, tuple[str, ...]]:
+    """Return what roles import on nodes, by the interpreter that the profile gives them; nothing in containers.
+
+    Roles that it gives none have that of the command line.
+    """
+    if not isinstance(cluster.container, NoContainer):
+        return {}
+    by_role = _pythons(cluster)
+    wanted: dict[str, dict[str, None]] = {}
+    for role in ("trainer", "orchestrator", "engine"):
+        if role == "engine" and role not in by_role and "vllm" in by_role:
+            continue
+        modules = wanted.setdefault(by_role.get(role, sys.executable), {})
+        modules |= dict.fromkeys(("hpcrl", *ROLE_IMPORTS[role]))
+    # an environment of engines alone is vLLM's
+    others = {by_role.get(role, sys.executable) for role in ("trainer", "orchestrator")}
+    if (engine := by_role.get("engine")) is not None and engine not in others:
+        wanted[engine] = dict.fromkeys(("hpcrl", "torch"))
+    if "vllm" in by_role:
+        wanted[by_role["vllm"]] = dict.fromkeys(("hpcrl", *ROLE_IMPORTS["vllm"]))
+    return {python: tuple(modules) for python, modules in wanted.items()}
 
 
 def _render(cluster: SlurmCluster, partition: str, site: PartitionConfig, nodes: int, work: Path) -> str:
@@ -176,6 +210,7 @@ def _of_node(cluster: SlurmCluster, partition: str, report: NodeReport) -> Itera
     for code, severity, where, what, hint in (
         *_limits(cluster, partition, report),
         *_services(cluster, report),
+        *_imports(cluster, report),
         *_hardware(cluster, partition, report),
     ):
         yield CheckFinding(code, severity, where or key, f"{report.host}: {what}", hint)
@@ -216,6 +251,18 @@ def _services(cluster: SlurmCluster, report: NodeReport) -> Iterator[_Row]:
     if abs(report.clock_ahead_s) > _FAR_CLOCK_S:
         what = f"its clock differs from the filesystem's by {report.clock_ahead_s:+.1f} s"
         yield "clock", Severity.WARNING, "paths.runs_root", what, "run chrony or ntpd; merged logs would mislead"
+
+
+def _imports(cluster: SlurmCluster, report: NodeReport) -> Iterator[_Row]:
+    by_role = _pythons(cluster)
+    for python, problem in report.failed_imports.items():
+        roles = [role for role in ("trainer", "orchestrator", "engine") if by_role.get(role, sys.executable) == python]
+        vllm = python == by_role.get("vllm")
+        key = "vllm_python" if vllm else f"python_by_role.{roles[0]}" if roles else "python_by_role"
+        whose = "vLLM engines" if vllm else " and ".join(roles) or "engines"
+        what = f"{python} cannot import what {whose} need: {problem}"
+        way = f"{install_command('vllm' if vllm else 'all', python=python)}, or name another interpreter in {key}"
+        yield "imports", Severity.ERROR, key, what, way
 
 
 def _hardware(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[_Row]:

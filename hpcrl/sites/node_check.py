@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,8 @@ _PROBE, _ASKED = "probe", "asked"
 _LAG_LIMIT_S = 120.0
 """Longest wait for a name; NFS forgets a negative entry after a minute by default."""
 _POLL_S = 0.05
+_IMPORT_TIMEOUT_S = 240.0
+"""Longest import of torch and vLLM from a busy shared filesystem."""
 _PORT_SAMPLE = 200
 
 
@@ -49,6 +52,8 @@ class NodeQuestions(msgspec.Struct, frozen=True, kw_only=True):
     nics: tuple[str, ...]
     scratch: str | None
     cache: str | None
+    imports: dict[str, tuple[str, ...]] = {}
+    """What roles import, by their interpreter."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +116,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     address_problem: str = ""
     unreached: dict[str, str] = {}
     step: StepReport = StepReport()
+    failed_imports: dict[str, str] = {}
+    """By interpreter: why what its roles import cannot be imported there."""
 
 
 def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeReport:
@@ -148,6 +155,11 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         address_problem=addresses.problem,
         unreached=unreached,
         step=StepReport.from_env(),
+        failed_imports={
+            python: problem
+            for python, modules in questions.imports.items()
+            if (problem := import_problem(python, modules))
+        },
     )
 
 
@@ -225,6 +237,32 @@ def _clock_ahead_s(directory: Path, index: int) -> float:
     stamp = path.stat().st_mtime
     # inside of the write nothing can be said
     return before - stamp if stamp < before else min(0.0, after - stamp)
+
+
+def import_problem(python: str, modules: Sequence[str]) -> str:
+    """Import modules with an interpreter, and return why that failed; empty where it did not.
+
+    They are imported and not only looked for: a package for another processor or driver is there, and does not load.
+    """
+    if shutil.which(python) is None:
+        return "there is no such program"
+    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    try:
+        result = subprocess.run(
+            [python, "-P", "-c", code, *modules],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_IMPORT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing {', '.join(modules)} takes longer than {_IMPORT_TIMEOUT_S:g} s"
+    except OSError as error:
+        return str(error)
+    if not result.returncode:
+        return ""
+    return (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
 
 
 def _answers(*command: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hpcrl.sites.gpu_models import gpu_model
 from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
 from hpcrl.sites.yaml_text import yaml_text
 
@@ -13,8 +14,10 @@ _UNKNOWN = "CHANGE_ME"
 """Refused by the schema: a draft is no profile until somebody has looked at it."""
 
 
-def draft_profile(facts: SiteFacts, name: str, *, runs_root: str | None = None, fabric: str | None = None) -> str:
-    """The text of ``clusters/<name>.yaml``.
+def draft_profile(
+    facts: SiteFacts, name: str, *, runs_root: str | None = None, fabric: str | None = None, python: str | None = None
+) -> str:
+    """Return the text of ``clusters/<name>.yaml``.
 
     Parameters
     ----------
@@ -22,7 +25,7 @@ def draft_profile(facts: SiteFacts, name: str, *, runs_root: str | None = None, 
         What Slurm says.
     name:
         Name of the profile.
-    runs_root, fabric:
+    runs_root, fabric, python:
         What only a person knows; left open where not given.
     """
     major, minor = facts.version
@@ -69,6 +72,7 @@ def draft_profile(facts: SiteFacts, name: str, *, runs_root: str | None = None, 
         f"  preempt_signal: {_yaml(facts.preempt_signal)}",
         f"  segment: {_yaml(facts.segment)}",
         "",
+        *_pythons(python),
         "# launch:",
         "#   inherit: [HF_TOKEN]",
         "#   module_init: /etc/profile.d/lmod.sh",
@@ -103,12 +107,52 @@ def _partition(partition: PartitionFacts, fabric: str | None) -> list[str]:
         "      # interface: bond0",
     ]
     if shape.gpus:
+        lines += _gpu(shape.gpu_type)
         lines += [
             "      # adapters that GPUs talk through, from `nvidia-smi topo -m` on a node",
             "      # nics:",
             "      #   - {name: mlx5_0, gpus: [0]}",
         ]
     return lines
+
+
+def _gpu(gpu_type: str | None) -> list[str]:
+    """Numbers that the planner needs of a GPU: from a data sheet where the type is known."""
+    model = gpu_model(gpu_type)
+    if model is None:
+        return [
+            "      # what the planner must know of a GPU (docs/configuration.md); runs do without",
+            "      # gpu: {memory_gib: ..., memory_gb_s: ..., tflops: {float32: ..., bfloat16: ...}, pcie_gb_s: ...}",
+        ]
+    fp8 = "" if model.fp8 is None else f", fp8: {model.fp8:g}"
+    nvlink = [] if model.nvlink_gb_s is None else [f"        nvlink_gb_s: {model.nvlink_gb_s:g}"]
+    return [
+        f"      # data sheet of {model.name}, dense rates, links each way: correct them where yours is another variant",
+        "      gpu:",
+        f"        memory_gib: {model.memory_gib:g}",
+        f"        memory_gb_s: {model.memory_gb_s:g}",
+        f"        tflops: {{float32: {model.float32:g}, bfloat16: {model.bfloat16:g}{fp8}}}",
+        *nvlink,
+        f"        pcie_gb_s: {model.pcie_gb_s:g}",
+        "      # bandwidth of the host's memory: sockets x channels x rate of a channel",
+        "      # memory_gb_s: 614",
+    ]
+
+
+def _pythons(python: str | None) -> list[str]:
+    """Interpreters of the roles on nodes: without them, roles would have that of the command line."""
+    word = json.dumps(python) if python else _UNKNOWN
+    return [
+        "# interpreters that all nodes see under these names, with hpcrl and its extras trainer, engine and rollouts",
+        "# (`pip install '/path/to/hpcrl[all]'`); `hpcrl cluster check --job` imports them on a node",
+        "python_by_role:",
+        f"  trainer: {word}",
+        f"  orchestrator: {word}",
+        f"  engine: {word}",
+        "# vLLM engines have an environment of their own (`pip install '/path/to/hpcrl[vllm]'`), and no `engine` above",
+        "# vllm_python: /shared/envs/vllm/bin/python",
+        "",
+    ]
 
 
 def _default(facts: SiteFacts) -> str:

@@ -39,7 +39,7 @@ from hpcrl.jobplan.start_model import ModelReport, report_model
 from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
 
-__all__ = ["PreparedRun", "RunPlace", "examine", "prepare"]
+__all__ = ["PreparedRun", "RunPlace", "check_programs", "examine", "prepare"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +203,22 @@ def examine(
     return replace(prepared, problems=tuple(problems.found), notes=tuple(notes))
 
 
+def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> list[str]:
+    """Check what roles of a plan execute and read, of a run that exists (ConfigError with all problems).
+
+    Returns
+    -------
+    list of str
+        What could not be seen from here.
+    """
+    problems = _Problems(recipe)
+    problems.of(lambda: check_secrets(plan, site))
+    notes = list(_try_programs(problems, recipe, site, plan)) if recipe.value.job.payload == "roles" else []
+    if problems.found:
+        raise ConfigError(problems.found)
+    return notes
+
+
 def _try_programs(
     problems: _Problems, loaded: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan
 ) -> Iterator[str]:
@@ -258,6 +274,6 @@ class _Problems:
         except UsageError as error:
             what, _, hint = str(error).partition("\n    hint: ")
             found = [Finding(str(self._recipe.source), "", what, hint)]
-        known = {(each.key, each.what) for each in self.found}
-        self.found += [each for each in found if each.key != unless and (each.key, each.what) not in known]
+        known = {each.what for each in self.found}
+        self.found += [each for each in found if each.key != unless and each.what not in known]
         return None

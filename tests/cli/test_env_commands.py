@@ -226,3 +226,13 @@ def test_a_rollout_that_never_ends_by_itself_is_cut_off(hpcrl: Hpcrl) -> None:
     code, out = hpcrl("env", "try", "recipe.yaml", "--json", args="{limit: 9, broken: endless}")
     assert code == 0
     assert len(json.loads(out)["environments"]["count"]["conversation"]) == 2 * 65
+
+
+def test_held_out_tasks_that_are_those_of_training_are_said(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    said = "32 of the first 32 held-out prompts are training prompts as well"
+    assert "held-out prompts" not in hpcrl("recipe", "check", "recipe.yaml")[1]
+    module = tmp_path / "modules/counting_tasks.py"
+    module.write_text(MODULE.replace('f"{split} {index}"', 'f"task {index}"'))
+    code, out = hpcrl("recipe", "check", "recipe.yaml")
+    assert (code, f"environment count: {said}" in out) == (0, True), out
+    assert said in hpcrl("env", "try", "recipe.yaml")[1]

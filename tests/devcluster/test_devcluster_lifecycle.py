@@ -107,6 +107,14 @@ def test_two_at_once(make_cluster: Make, home: Path) -> None:
     assert two.status().controller == "answers"
 
 
+def test_up_in_a_shell_of_a_cluster_that_is_gone(
+    make_cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind `eval "$(hpcrl devcluster env)"`, submit and down."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "gone/slurm.conf"))
+    assert make_cluster("anew", nodes=1).client().answers()
+
+
 def test_up_twice_is_refused(make_cluster: Make, home: Path) -> None:
     cluster = make_cluster("again", nodes=1)
     with pytest.raises(UsageError, match="is up already"):

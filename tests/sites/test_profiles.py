@@ -17,6 +17,7 @@ from hpcrl.config.cluster import CLUSTER_KINDS, SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.config.rules.table import check_cluster
 from hpcrl.errors import ConfigError
+from hpcrl.sites.gpu_models import gpu_model
 from hpcrl.sites.profile_check import Severity, check_profile
 from hpcrl.sites.profile_draft import draft_profile
 from hpcrl.sites.site_facts import PartitionFacts, Shape, SiteFacts, read_facts
@@ -116,7 +117,7 @@ def test_capabilities_are_found(changes: dict[str, str], name: str, value: objec
 
 def test_draft_of_a_real_slurm_is_a_profile_that_fits_it(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(draft_profile(facts(), "mine", runs_root="/shared/it's runs", fabric="ethernet"))
+    path.write_text(draft_profile(facts(), "mine", runs_root="/shared/it's runs", fabric="ethernet", python="/p"))
     loaded = load_cluster(str(path))
     check_cluster(loaded)
     assert isinstance(loaded.value, SlurmCluster)
@@ -126,8 +127,8 @@ def test_draft_of_a_real_slurm_is_a_profile_that_fits_it(tmp_path: Path) -> None
 
 def test_draft_without_what_only_a_person_knows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(draft_profile(facts(), "mine", runs_root="/shared"))
-    with pytest.raises(ConfigError, match=r"fabric.*CHANGE_ME"):
+    path.write_text(draft_profile(facts(), "mine", runs_root="/shared", python="/p"))
+    with pytest.raises(ConfigError, match=r"fabric.*still to be filled in \('CHANGE_ME'\)"):
         load_cluster(str(path))
 
 
@@ -137,7 +138,9 @@ def test_draft_of_mixed_partitions(tmp_path: Path) -> None:
     )
     odd = partition(name="00-gpu", is_default=False, accounts=("a", "b"))
     path = tmp_path / "mine.yaml"
-    text = draft_profile(facts(partitions=(cpu, odd)), "mine", runs_root="/shared", fabric="infiniband")
+    text = draft_profile(
+        facts(partitions=(cpu, odd)), "mine", runs_root="/shared", fabric="infiniband", python="/shared/bin/python"
+    )
     path.write_text(text)
     value = load_cluster(str(path)).value
     assert isinstance(value, SlurmCluster)
@@ -226,3 +229,47 @@ def test_list_survives_a_draft(
     rows = {row["name"]: row["description"] for row in json.loads(capsys.readouterr().out)}
     assert "not valid" in rows["mine"]
     assert "Slurm cluster" in rows["devcluster"]
+
+
+def test_draft_knows_gpus_of_data_sheets(tmp_path: Path) -> None:
+    """And a plan on it lacks nothing of a GPU; the numbers are those of the packaged site."""
+    named = partition(nodes=((Shape(8, "nvidia_h200", 192, 2063000), 4),))
+    path = tmp_path / "mine.yaml"
+    path.write_text(draft_profile(facts(partitions=(named,)), "mine", runs_root="/s", fabric="infiniband", python="/p"))
+    drafted, packaged = load_cluster(str(path)).value, load_cluster("h200-28").value
+    assert isinstance(drafted, SlurmCluster)
+    assert isinstance(packaged, SlurmCluster)
+    (part,) = drafted.partitions.values()
+    assert part.node.gpu == packaged.partitions["gpu"].node.gpu
+    assert {str(role): python for role, python in drafted.python_by_role.items()} == dict.fromkeys(
+        ("trainer", "orchestrator", "engine"), "/p"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu_type", "name"),
+    [
+        ("h100", "NVIDIA H100 SXM"),
+        ("nvidia_h100_80gb_hbm3", "NVIDIA H100 SXM"),
+        ("nvidia_h100_pcie", "NVIDIA H100 PCIe"),
+        ("H200", "NVIDIA H200 SXM"),
+        ("h20", "NVIDIA H20"),
+        ("a100-sxm4-40gb", "NVIDIA A100 40 GB SXM"),
+        ("a100", "NVIDIA A100 80 GB SXM"),
+        ("gb200", "NVIDIA GB200"),
+        ("b200", "NVIDIA B200 SXM"),
+        ("mi300x", None),
+        ("graph100", None),
+        (None, None),
+    ],
+)
+def test_types_of_gpus(gpu_type: str | None, name: str | None) -> None:
+    found = gpu_model(gpu_type)
+    assert (None if found is None else found.name) == name
+
+
+def test_draft_without_an_interpreter_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(draft_profile(facts(), "mine", runs_root="/shared", fabric="ethernet"))
+    with pytest.raises(ConfigError, match=r"python_by_role\.trainer: is still to be filled in"):
+        load_cluster(str(path))

@@ -219,15 +219,15 @@ def test_nasty_paths(name: str, tmp_path: Path) -> None:
 
 def test_clean_environment(tmp_path: Path) -> None:
     plan, site = plan_for("quickstart", "devcluster")
-    site = site.model_copy(update={"launch": site.launch.model_copy(update={"inherit": ("WANDB_API_KEY",)})})
+    site = site.model_copy(update={"launch": site.launch.model_copy(update={"inherit": ("JUDGE_API_KEY",)})})
     (script,) = render(plan, site, command=lambda part: ["env", "-0"])
     path = tmp_path / "job.sbatch"
     path.write_text(script.text)
-    given = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": "/stale", "SLURM_JOB_ID": "7", "WANDB_API_KEY": "key"}
+    given = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": "/stale", "SLURM_JOB_ID": "7", "JUDGE_API_KEY": "key"}
     given |= {"LC_ALL": "C.UTF-8", "MULTI": "a\nb", "USER": "ada"}
     out = subprocess.run(["bash", path], env=given, check=True, capture_output=True, text=True).stdout
     found = dict(item.split("=", 1) for item in out.split("\0") if item)
-    kept = {"SLURM_JOB_ID", "WANDB_API_KEY", "LC_ALL", "USER"}
+    kept = {"SLURM_JOB_ID", "JUDGE_API_KEY", "LC_ALL", "USER"}
     assert set(found) - {"PWD", "SHLVL", "OLDPWD", "_"} == kept | {"PATH", "HOME", "PYTHONSAFEPATH"}
     assert {name: found[name] for name in kept} == {name: given[name] for name in kept}
     # what the script finds out where it has none, not what these tests have

@@ -22,6 +22,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.rollouts.environments.base import Environment, Message, Reply, prompt_of
 from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.environments.registry import build_environments, hosted
+from hpcrl.rollouts.environments.splits import shared_tasks
 
 __all__ = ["NullPolicy", "ScriptedPolicy", "check", "try_environment"]
 
@@ -80,19 +81,20 @@ def check(recipe: Recipe) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``findings``: ``key``, ``what`` and ``hint`` of each that cannot be made.
+        ``findings``: ``key``, ``what`` and ``hint`` of each that cannot be made. ``notes``: what is odd about others.
     """
     wanted = [each for each in recipe.environments if isinstance(each, CustomEnv) and each.try_before_submit]
-    findings = []
+    findings, notes = [], []
     for config in wanted:
         try:
             made = build_environments(recipe.model_copy(update={"environments": (config,)}))
         except ConfigError as error:
             findings += [{"key": f.key, "what": f.what, "hint": f.hint} for f in error.findings]
             continue
+        notes += [f"environment {each.name}: {note}" for each in made if (note := shared_tasks(each))]
         for environment in hosted(made):
             environment.close()
-    return {"findings": findings}
+    return {"findings": findings, "notes": notes}
 
 
 def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:

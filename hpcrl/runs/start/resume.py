@@ -97,7 +97,7 @@ def _check_not_behind(run: RunDir, steps: int) -> None:
     raise RunDirError(
         f"the run {run.name} has done {reached} steps, trainer.steps={steps} asks for fewer; nothing was changed\n"
         f"    hint: more steps: hpcrl resume {reference(run)} --set trainer.steps={2 * reached}\n{back}"
-        f"    hint: it is done as it is: hpcrl checkpoint export {reference(run)}"
+        f"    hint: it is done as it is: hpcrl checkpoint export {reference(run)} --output DIRECTORY"
     )
 
 

@@ -107,7 +107,9 @@ class LogFilter(NamedTuple):
         grep: str | None = None,
         since: str | None = None,
     ) -> LogFilter:
-        """A filter from what a person says; ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
+        """Make a filter from what a person says.
+
+        ``role`` may name a replica, too (``engine/0``); ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
 
         Raises
         ------
@@ -121,6 +123,7 @@ class LogFilter(NamedTuple):
             known = ", ".join(map(str, attempts)) or "none yet"
             raise UsageError(f"{run.name} has no attempt {attempt}; attempts: {known}")
         roles = [group.role.value for group in run.plan().groups]
+        role, replica = _role_and_replica(role, replica)
         if role is not None and role not in (*roles, SUPERVISOR):
             raise UsageError(f"{run.name} has no role {role}\n    hint: it has {', '.join((*roles, SUPERVISOR))}")
         try:
@@ -137,6 +140,18 @@ class LogFilter(NamedTuple):
         """Whether lines of this file are wanted."""
         wanted = ((self.role, file.role), (self.replica, file.replica), (self.rank, file.rank))
         return all(want is None or want == have for want, have in wanted)
+
+
+def _role_and_replica(role: str | None, replica: int | None) -> tuple[str | None, int | None]:
+    """Read ``engine/0`` as `hpcrl shell` does (UsageError where the number is none, or another one was given)."""
+    name, slash, number = (role or "").partition("/")
+    if not slash:
+        return role, replica
+    if not number.isdecimal():
+        raise UsageError(f"--role {role}: write a role, or a role and the number of a replica, such as {name}/0")
+    if replica not in (None, int(number)):
+        raise UsageError(f"--role {role} and --replica {replica} name two replicas\n    hint: give one of them")
+    return name, int(number)
 
 
 def _since_s(text: str) -> float:

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -158,9 +159,17 @@ def _write_shards(
                 kind = tensor.dtype if name in buffers else dtype
                 tensors[hf_name] = tensor.to(kind, copy=True).contiguous()
         file = f"model-{number:05d}.safetensors"
-        save_file(tensors, directory / file, metadata={"format": "pt"})
+        _save(tensors, directory / file)
         _fsync(directory / file)
         yield file, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file with the mode that the umask gives it: ``save_file`` lets nobody else read it."""
+    path.touch(exist_ok=False)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _metadata(entry: CheckpointEntry) -> dict[str, Any]:

@@ -42,6 +42,9 @@ def test_filters(run: RunDir) -> None:
     assert [t.split()[-1] for t in texts(run, grep="t(wo|hree)")] == ["two", "three"]
     assert [t.split()[-1] for t in texts(run, lines=2)] == ["three", "four"]
     assert texts(run, replica=7) == []
+    # as `hpcrl shell` names a replica
+    assert texts(run, role="trainer/0") == texts(run, role="trainer")
+    assert texts(run, role="trainer/1") == []
 
 
 def test_lines_from_a_time_on(run: RunDir) -> None:
@@ -57,6 +60,9 @@ def test_lines_from_a_time_on(run: RunDir) -> None:
     [
         ({"since": "yesterday"}, "90s, 10m"),
         ({"role": "nobody"}, "hint: it has engine, trainer"),
+        ({"role": "nobody/0"}, "hint: it has engine, trainer"),
+        ({"role": "trainer/x"}, "such as trainer/0"),
+        ({"role": "trainer/0", "replica": 1}, "name two replicas"),
         ({"attempt": 9}, "attempts: 1"),
         ({"grep": "("}, "no regular"),
     ],

@@ -1,6 +1,8 @@
 """A checkpoint as a Hugging Face directory: what transformers computes with it is what the trainer computes."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 
@@ -71,6 +73,20 @@ def test_transformers_gives_the_logits_of_the_trainer(run, model_dir, tmp_path):
         torch.testing.assert_close(theirs(tokens[None]).logits[0], ours, atol=1e-5, rtol=1e-5)
     # it is the trained model and not the one that the run began with
     assert float((start - ours).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_mode_of_the_umask(run, model_dir, tmp_path, umask):
+    """What is written outside of runs is as open as everything else that its user writes."""
+    entry = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
+    previous = os.umask(umask)
+    try:
+        export_checkpoint(entry, model_dir, tmp_path / "exported", dtype="float32")
+    finally:
+        os.umask(previous)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "exported").iterdir()}
+    assert any(name.endswith(".safetensors") for name in modes)
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
 
 
 def test_another_dtype(run, model_dir, tmp_path):

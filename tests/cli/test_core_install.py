@@ -1,0 +1,161 @@
+"""Every command in the environment of a login node: it works, or names the extra that it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from core_install import core_distributions
+from start_models import write_tiny_model
+
+from hpcrl.cli.main import app
+from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+
+HERE = Path(__file__).parent
+RECIPE = """
+extends: quickstart
+name: mine
+model: {path: model}
+environments:
+  - {name: reverse, kind: words, task: reverse}
+  - {name: own, kind: custom, factory: "nowhere:Env"}
+"""
+#: command lines by command; RUN is a run that has ended
+LINES: dict[str, list[list[str]]] = {
+    "submit": [["submit", "mine.yaml", "--dry-run"], ["submit", "mine.yaml"]],
+    "resume": [["resume", "RUN"]],
+    "cancel": [["cancel", "RUN"]],
+    "scale": [["scale", "RUN", "engine=2"]],
+    "requeue": [["requeue", "RUN"]],
+    "shell": [["shell", "RUN", "--role", "engine/0", "--", "true"]],
+    "status": [["status", "RUN"], ["status", "RUN", "--json"]],
+    "ls": [["ls"]],
+    "logs": [["logs", "RUN"]],
+    "why": [["why", "RUN"], ["why", "RUN", "--events"]],
+    "report": [["report", "RUN"], ["report", "RUN", "-o", "picture.png"]],
+    "rm": [["rm", "RUN"]],
+    "simulate": [["simulate", "qwen3_30b_a3b", "-c", "h200-28", "--days", "0.02"]],
+    "render": [["render", "glm5_swe", "-c", "h200-28", "-o", "scripts"]],
+    "warmup": [["warmup", "mine.yaml", "--output", "made"]],
+    "weights ls": [["weights", "ls", "RUN"]],
+    "weights show": [["weights", "show", "RUN", "0"]],
+    "weights verify": [["weights", "verify", "RUN"]],
+    "weights diff": [["weights", "diff", "RUN", "0", "1"]],
+    "weights pin": [["weights", "pin", "RUN", "0", "-m", "why"]],
+    "weights unpin": [["weights", "unpin", "RUN", "0"]],
+    "weights gc": [["weights", "gc", "RUN"]],
+    "checkpoint ls": [["checkpoint", "ls", "RUN"]],
+    "checkpoint show": [["checkpoint", "show", "RUN", "1"]],
+    "checkpoint verify": [["checkpoint", "verify", "RUN"]],
+    "checkpoint pin": [["checkpoint", "pin", "RUN", "1", "-m", "why"]],
+    "checkpoint unpin": [["checkpoint", "unpin", "RUN", "1"]],
+    "checkpoint prune": [["checkpoint", "prune", "RUN"]],
+    "checkpoint export": [["checkpoint", "export", "RUN", "-o", "exported"]],
+    "rollouts ls": [["rollouts", "ls", "RUN"]],
+    "rollouts show": [["rollouts", "show", "RUN", "1/0"]],
+    "rollouts verify": [["rollouts", "verify", "RUN"], ["rollouts", "verify", "RUN", "--ledger-only"]],
+    "rollouts export": [
+        ["rollouts", "export", "RUN", "-o", "a.jsonl"],
+        ["rollouts", "export", "RUN", "-o", "a.parquet"],
+    ],
+    "store status": [["store", "status", "RUN"]],
+    "store canary": [["store", "canary", "RUN"]],
+    "plan show": [["plan", "mine.yaml"], ["plan", "glm5_swe", "-c", "h200-28"], ["plan", "mine.yaml", "--real-model"]],
+    "plan search": [["plan", "search", "qwen3_30b_a3b", "-c", "h200-28", "--nodes", "2..3"]],
+    "plan diff": [["plan", "diff", "mine.yaml", "--set", "seed=2"]],
+    "plan calibrate": [["plan", "calibrate", "RUN"]],
+    "plan profile": [["plan", "profile", "-o", "kernels.yaml", "--device", "cpu", "--minutes", "0.05"]],
+    "recipe list": [["recipe", "list"]],
+    "recipe check": [["recipe", "check", "mine.yaml"], ["recipe", "check", "quickstart"]],
+    "recipe show": [["recipe", "show", "mine.yaml"]],
+    "recipe schema": [["recipe", "schema"]],
+    "cluster list": [["cluster", "list"]],
+    "cluster show": [["cluster", "show", "local"]],
+    "cluster init": [["cluster", "init", "new"]],
+    "cluster check": [["cluster", "check", "local"]],
+    "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
+    "devcluster up": [["devcluster", "up", "--nodes", "0"]],
+    **{
+        f"devcluster {name}": [["devcluster", name]]
+        for name in ("down", "status", "list", "env", "shell", "pause-controller", "resume-controller")
+    },
+    **{f"devcluster {name}": [["devcluster", name, "dev-1"]] for name in ("kill-node", "revive-node")},
+}
+#: commands that cannot do anything without an extra, and which it is
+NEED = {"warmup": "trainer", "checkpoint export": "trainer", "plan profile": "trainer", "report": "report"}
+
+
+def commands(group: Any, prefix: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*prefix, name))
+        else:
+            yield " ".join((*prefix, name))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    sys.path.append(str(HERE.parent / "runs"))  # its helpers make runs that have ended
+    from runs_testing import make_run, write_steps
+    from test_rollout_commands import finish, make_rollout
+
+    base = tmp_path_factory.mktemp("core")
+    run = make_run(base / "runs", "night-1")
+    write_steps(run, 3)
+    write_character_tokenizer(base / "tokens")
+    log = RolloutLog(run.rollouts_dir, attempt=1, restored=0, limit_s=5.0)
+    finish(log, 1, make_rollout(0, ChatTokenizer(base / "tokens")))
+    log.close()
+    write_tiny_model(base / "model")
+    (base / "mine.yaml").write_text(RECIPE)
+    lines = [[word.replace("RUN", "night-1") for word in line] for each in LINES.values() for line in each]
+    (base / "lines.json").write_text(json.dumps(lines))
+    (base / "site").mkdir()
+    (base / "site/sitecustomize.py").write_text("from core_install import hide\nhide()\n")
+    path = os.pathsep.join([str(base / "site"), str(HERE), str(HERE.parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "HPCRL_RUNS_ROOT": str(base / "runs"), "HOME": str(base)}
+    environment["HPCRL_DEVCLUSTER_HOME"] = str(base / "devclusters")
+    command = [sys.executable, HERE / "core_install.py", base / "lines.json"]
+    done = subprocess.run(command, cwd=base, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    # what processes that a command starts print comes past its own streams
+    assert "Traceback" not in done.stderr, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_command_is_tried() -> None:
+    assert set(commands(typer.main.get_command(app))) == set(LINES)
+
+
+def test_the_core_has_no_arrays() -> None:
+    core = core_distributions()
+    assert {"hpcrl", "pydantic", "pydantic-core", "aiohttp", "typer"} <= core
+    assert not core & {"torch", "tokenizers", "safetensors", "pyarrow", "matplotlib"}
+
+
+@pytest.mark.slow
+def test_no_command_ends_in_a_traceback(ended: list[dict[str, Any]]) -> None:
+    bad = [each for each in ended if each["traceback"] or "Traceback" in each["err"]]
+    assert not bad, "\n".join(f"{each['words']}: {each['traceback'] or each['err']}" for each in bad)
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_named(ended: list[dict[str, Any]]) -> None:
+    for each in ended:
+        for command, extra in NEED.items():
+            if " ".join(each["words"]).startswith(command) and "-o" in each["words"][1:] + ["-o"] * (
+                command == "warmup"
+            ):
+                assert f"[{extra}]'" in each["err"], each
+                assert each["code"] == 2
+        if "No module named" in each["err"]:
+            assert "pip install" in each["err"], each
