@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import confirm
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 __all__ = ["register"]
@@ -34,7 +35,7 @@ def cancel(
     view = observe(found)
     if not yes and not view.state.ended:
         roles = ", ".join(f"{c.role} {c.replica} (pid {c.pid})" for c in view.components if c.pid) or "no role yet"
-        typer.echo(f"this stops {found.name} ({view.state}): {roles}", err=True)
+        say(f"this stops {found.name} ({view.state}): {roles}", err=True)
         confirm("stop it?")
     view = cancel_run(found, user=getpass.getuser())
-    typer.echo(f"{found.name}: {view.state}")
+    say(f"{found.name}: {view.state}")

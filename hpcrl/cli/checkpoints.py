@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import STEP, JsonOption, confirm
-from hpcrl.cli.output import markup, table_console
+from hpcrl.cli.output import markup, say, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def checkpoint_show(
 
     details = checkpoint_details(find(run, root), step)
     if as_json:
-        typer.echo(json.dumps(details, indent=2))
+        say(json.dumps(details, indent=2))
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(no_wrap=True)
@@ -110,7 +110,7 @@ def checkpoint_pin(
     from hpcrl.checkpoints.pins import pin
 
     pin(CheckpointLedger(find(run, root).checkpoints_dir), step, reason=reason, by=getpass.getuser())
-    typer.echo(f"the checkpoint of step {step} is pinned", err=True)
+    say(f"the checkpoint of step {step} is pinned", err=True)
 
 
 @checkpoint_app.command("unpin")
@@ -119,7 +119,7 @@ def checkpoint_unpin(run: RunArgument, step: StepArgument, root: RunsRootOption 
     from hpcrl.checkpoints.pins import pins_of
 
     was = pins_of(find(run, root).checkpoints_dir).remove(step)
-    typer.echo(f"the checkpoint of step {step} is {'no longer' if was else 'not'} pinned", err=True)
+    say(f"the checkpoint of step {step} is {'no longer' if was else 'not'} pinned", err=True)
 
 
 @checkpoint_app.command("prune")
@@ -159,16 +159,16 @@ def checkpoint_prune(
         content=not sizes,
     )
     for item in doomed:
-        typer.echo(f"step {item.step}: {decimal(item.bytes)} in {item.path}", err=True)
+        say(f"step {item.step}: {decimal(item.bytes)} in {item.path}", err=True)
     if not doomed or dry_run:
-        typer.echo("nothing was removed" + (" (--dry-run)" if doomed else ": there is nothing to remove"), err=True)
+        say("nothing was removed" + (" (--dry-run)" if doomed else ": there is nothing to remove"), err=True)
         return
     if not yes:
         confirm(f"remove {len(doomed)} of {found.name}?")
     ledger = CheckpointLedger(found.checkpoints_dir)
     for item in doomed:
         ledger.remove(item.step)
-        typer.echo(item.step)
+        say(item.step)
 
 
 @checkpoint_app.command("export")
@@ -224,9 +224,9 @@ def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> No
     from hpcrl.runs.views.words import age
 
     if document is not None:
-        typer.echo(document)
+        say(document)
     elif not items:
-        typer.echo(f"{run.name} has none", err=True)
+        say(f"{run.name} has none", err=True)
     else:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("step", "age", "size", "files", "attempt", "ranks", "saved in", "pin", "state"):
@@ -246,6 +246,6 @@ def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> No
         table_console().print(table)
     if document is None:
         for aside in list_asides(run.checkpoints_dir, "step-"):
-            typer.echo(f"put aside until the run has passed it again: step {aside.number} in {aside.path}", err=True)
+            say(f"put aside until the run has passed it again: step {aside.number} in {aside.path}", err=True)
     if any(item.problem for item in items):
         raise typer.Exit(ExitCode.FAILED)

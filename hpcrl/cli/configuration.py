@@ -8,7 +8,7 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.options import ClusterOption, JsonOption, ListGroup, RecipeArgument, SetOption
-from hpcrl.cli.output import fits, table_console
+from hpcrl.cli.output import fits, say, table_console
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
@@ -63,16 +63,16 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
     with working("looking whether it would start"):
         prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd())
     for note in prepared.notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     prepared.refuse(allow_unmade=True)
     loaded, unmade = prepared.recipe, prepared.unmade
     own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
     tried = own and not any(note.startswith("environments were not tried") for note in prepared.notes)
     made = f", {len(own)} of your environments made" if tried else ""
     if unmade is not None:
-        typer.echo(f"note: {unmade.what}\n    hint: {unmade.hint}", err=True)
+        say(f"note: {unmade.what}\n    hint: {unmade.hint}", err=True)
         made += "; its start model is not made yet"
-    typer.echo(f"{loaded.source}: good on {prepared.site.value.name} ({len(RULES)} rules checked{made})")
+    say(f"{loaded.source}: good on {prepared.site.value.name} ({len(RULES)} rules checked{made})")
 
 
 def plan_from_here(recipe: Recipe, cluster: ClusterProfile) -> Plan:
@@ -135,7 +135,7 @@ def recipe_schema() -> None:
     schema = Recipe.model_json_schema()
     # the loader takes this key before the model sees it
     schema["properties"]["extends"] = {"type": "string", "description": "Path or name of a recipe to start from."}
-    typer.echo(json.dumps(schema, indent=2))
+    say(json.dumps(schema, indent=2))
 
 
 @cluster_app.command("list")
@@ -176,7 +176,7 @@ def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
     from rich.table import Table
 
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return
     console = table_console()
 
@@ -194,7 +194,7 @@ def _print_listing(rows: list[dict[str, str]], as_json: bool) -> None:
         console.print(whole)
     else:
         console.print(table("name", "description"))
-        typer.echo("a wider terminal shows their files, too, and so does --json", err=True)
+        say("a wider terminal shows their files, too, and so does --json", err=True)
 
 
 def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
@@ -207,7 +207,7 @@ def _print_resolved(loaded: Loaded[Any], as_json: bool) -> None:
 
     rows = [(".".join(str(part) for part in path), value, loaded.origin(path)) for path, value in leaves(loaded.value)]
     if as_json:
-        typer.echo(json.dumps([{"key": k, "value": v, "origin": o} for k, v, o in rows], indent=2))
+        say(json.dumps([{"key": k, "value": v, "origin": o} for k, v, o in rows], indent=2))
         return
     console = table_console()
     # a name of a file may stand for its path where it is that of one file only

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import JsonOption, ListGroup, confirm
-from hpcrl.cli.output import markup, table_console
+from hpcrl.cli.output import markup, say, table_console
 
 if TYPE_CHECKING:
     from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
@@ -78,14 +78,12 @@ def up(
     )
     record = cluster.up(settings)
     if limits := limits_of_user():
-        typer.echo(limits, err=True)
+        say(limits, err=True)
     first, last = record.nodes[0].name, record.nodes[-1].name
-    typer.echo(f"{name}: {nodes} nodes ({first} to {last}) ready after {time.monotonic() - started:.1f} s")
-    typer.echo(
-        f'  use it:  hpcrl devcluster shell --name {name}      (or: eval "$(hpcrl devcluster env --name {name})")'
-    )
-    typer.echo(f"  end it:  hpcrl devcluster down --name {name}")
-    typer.echo(f"  files:   {cluster.paths.root}")
+    say(f"{name}: {nodes} nodes ({first} to {last}) ready after {time.monotonic() - started:.1f} s")
+    say(f'  use it:  hpcrl devcluster shell --name {name}      (or: eval "$(hpcrl devcluster env --name {name})")')
+    say(f"  end it:  hpcrl devcluster down --name {name}")
+    say(f"  files:   {cluster.paths.root}")
 
 
 @devcluster_app.command("down")
@@ -101,7 +99,7 @@ def down(
         some = ", ".join(entries[:5]) + (" …" if len(entries) > 5 else "")
         confirm(f"{cluster.paths.shared} holds {len(entries)} entries ({some}). Delete them?")
     cluster.down()
-    typer.echo(f"{name}: ended, {cluster.paths.root} removed")
+    say(f"{name}: ended, {cluster.paths.root} removed")
 
 
 @devcluster_app.command("status")
@@ -113,7 +111,7 @@ def status(name: NameOption = "dev", home: HomeOption = None, as_json: JsonOptio
 
     found = _cluster(name, home).status()
     if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(found), indent=2))
+        say(json.dumps(msgspec.to_builtins(found), indent=2))
     else:
         _print_status(found)
 
@@ -138,10 +136,10 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
         for cluster in list_clusters(home)
     ]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
         return
     if not rows:
-        typer.echo("there is no virtual cluster; hpcrl devcluster up makes one", err=True)
+        say("there is no virtual cluster; hpcrl devcluster up makes one", err=True)
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("name", "nodes", "processes", "path"):
@@ -162,14 +160,14 @@ def kill_node(
 ) -> None:
     """Take a node away at once, with all that runs on it, as a power failure would."""
     count = _cluster(name, home).kill_node(node, noticed=not unnoticed)
-    typer.echo(f"{node}: {count} processes killed" + ("" if unnoticed else ", the node is DOWN"))
+    say(f"{node}: {count} processes killed" + ("" if unnoticed else ", the node is DOWN"))
 
 
 @devcluster_app.command("revive-node")
 def revive_node(node: NodeArgument, name: NameOption = "dev", home: HomeOption = None) -> None:
     """Bring a node back and wait until jobs could run on it."""
     _cluster(name, home).revive_node(node)
-    typer.echo(f"{node}: usable")
+    say(f"{node}: usable")
 
 
 @devcluster_app.command("pause-controller")
@@ -183,16 +181,14 @@ def pause_controller(
 ) -> None:
     """Let slurmctld stop answering. Running jobs go on."""
     _cluster(name, home).pause_controller(kill=kill)
-    typer.echo(
-        f"{name}: slurmctld is {'killed' if kill else 'frozen'}; hpcrl devcluster resume-controller brings it back"
-    )
+    say(f"{name}: slurmctld is {'killed' if kill else 'frozen'}; hpcrl devcluster resume-controller brings it back")
 
 
 @devcluster_app.command("resume-controller")
 def resume_controller(name: NameOption = "dev", home: HomeOption = None) -> None:
     """Let slurmctld answer again; one that was killed is started with what it knew."""
     _cluster(name, home).resume_controller()
-    typer.echo(f"{name}: slurmctld answers")
+    say(f"{name}: slurmctld answers")
 
 
 @devcluster_app.command("shell")
@@ -202,7 +198,7 @@ def shell(name: NameOption = "dev", home: HomeOption = None) -> None:
 
     environment = _cluster(name, home).environment()
     program = os.environ.get("SHELL", "/bin/sh")
-    typer.echo(f"{name}: SLURM_CONF is set in this shell; `exit` leaves it", err=True)
+    say(f"{name}: SLURM_CONF is set in this shell; `exit` leaves it", err=True)
     os.execvpe(program, [program], {**os.environ, **environment})
 
 
@@ -212,7 +208,7 @@ def env(name: NameOption = "dev", home: HomeOption = None) -> None:
     import shlex
 
     for key, value in _cluster(name, home).environment().items():
-        typer.echo(f"export {key}={shlex.quote(value)}")
+        say(f"export {key}={shlex.quote(value)}")
 
 
 def _cluster(name: str, home: Path | None) -> DevCluster:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
-from hpcrl.cli.output import json_text, screen
+from hpcrl.cli.output import json_text, say, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,14 +59,14 @@ def try_(
     with working("making the recipe's environments"), suppress(HpcrlError):  # trying it says more
         notes = check_environments(loaded, plan, site.value)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     with working("trying the recipe's environments"):
         found = {
             each: try_environment(loaded, plan, site.value, name=each, task=task, timeout_s=timeout_s)
             for each in _wanted(loaded.value, name)
         }
     if as_json:
-        typer.echo(json_text({"format_version": 1, "task": task, "environments": found}))
+        say(json_text({"format_version": 1, "task": task, "environments": found}))
     else:
         for each, shown in found.items():
             _print(each, task, shown, screen())
@@ -86,35 +86,35 @@ def _wanted(recipe: Recipe, name: str | None) -> list[str]:
 def _print(name: str, task: int, found: dict[str, Any], console: Console) -> None:
     from rich.text import Text
 
-    def say(text: str, style: str = "") -> None:
+    def tell(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
     def show(messages: list[dict[str, str]]) -> None:
         for message in messages:
             lines = message["content"].splitlines() or ["(nothing)"]
-            say("\n".join([f"  {message['role']}: {lines[0]}", *(f"    {line}" for line in lines[1:])]))
+            tell("\n".join([f"  {message['role']}: {lines[0]}", *(f"    {line}" for line in lines[1:])]))
 
-    say(f"{name}, training task {task}", "bold")
+    tell(f"{name}, training task {task}", "bold")
     if "prompt" in found:
-        say("prompt", "dim")
+        tell("prompt", "dim")
         show(found["prompt"])
     if "demonstration" in found:
-        say("demonstration", "dim")
+        tell("demonstration", "dim")
         if found["demonstration"] is None:
-            say("  none: the environment has no demonstrations, and `hpcrl warmup` needs them")
+            tell("  none: the environment has no demonstrations, and `hpcrl warmup` needs them")
         else:
             show(found["demonstration"])
     plays = (("a policy that says nothing", found), ("a policy that says the demonstration", found.get("demonstrated")))
     for policy, played in plays:
         if played is None or "reward" not in played:
             continue
-        say(f"rollout with {policy}", "dim")
+        tell(f"rollout with {policy}", "dim")
         show(played["conversation"])
         parts = "".join(f", {part} {value:g}" for part, value in played["parts"].items())
-        say(f"  reward {played['reward']:g}{parts}")
+        tell(f"  reward {played['reward']:g}{parts}")
         for note in played.get("notes", ()):
-            say(f"  note: {note}", "yellow")
+            tell(f"  note: {note}", "yellow")
     for part, what in found.get("refused", {}).items():
-        say(f"part {part!r} of a reward is {what}: a run leaves it out", "red")
+        tell(f"part {part!r} of a reward is {what}: a run leaves it out", "red")
     for failure in found.get("errors", ()):
-        say(f"{failure['stage']}: {failure['error']}", "red")
+        tell(f"{failure['stage']}: {failure['error']}", "red")

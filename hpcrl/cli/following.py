@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.output import screen
+from hpcrl.cli.output import say, screen
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,11 +33,11 @@ def follow_or_tell(run: RunDir, follow: bool) -> None:
 
     if follow:
         raise typer.Exit(_follow(run, screen(err=True)))
-    typer.echo(run.name)
+    say(run.name)
     named = reference(run)
     for command in ("status", "logs", "cancel"):
         extra = {"status": " --watch", "logs": " -f", "cancel": ""}[command]
-        typer.echo(f"  hpcrl {command} {named}{extra}", err=True)
+        say(f"  hpcrl {command} {named}{extra}", err=True)
 
 
 def _follow(run: RunDir, console: Console) -> int:
@@ -66,7 +66,7 @@ def _follow(run: RunDir, console: Console) -> int:
     if view.state is RunState.COMPLETED:
         return ExitCode.OK
     named = reference(run)
-    typer.echo(f"  hpcrl why {named}\n  hpcrl resume {named}", err=True)
+    say(f"  hpcrl why {named}\n  hpcrl resume {named}", err=True)
     if view.state is RunState.CANCELLED:
         return ExitCode.CANCELLED
     return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from hpcrl.cli.output import say
+
 __all__ = ["PlainCommand", "PlainGroup", "make_plain"]
 
 
@@ -59,7 +61,7 @@ class PlainGroup(TyperGroup):
 
     def _own_help(self, ctx: Any) -> NoReturn:
         """Print the help of all commands."""
-        typer.echo(ctx.get_help())
+        say(ctx.get_help())
         raise typer.Exit
 
     def get_params(self, ctx: Any) -> list[Any]:

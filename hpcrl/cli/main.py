@@ -36,6 +36,7 @@ from hpcrl.cli import (
 )
 from hpcrl.cli.completion import bash_values
 from hpcrl.cli.help import make_plain
+from hpcrl.cli.output import say
 from hpcrl.cli.streams import fill_standard_streams
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError, refusal
 from hpcrl.installing import extra_of
@@ -53,7 +54,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"hpcrl {__version__}")
+        say(f"hpcrl {__version__}")
         raise typer.Exit
 
 
@@ -114,20 +115,20 @@ def main() -> None:
     fill_standard_streams()
     values = bash_values(os.environ)
     if values is not None:
-        typer.echo("\n".join(values))
+        say("\n".join(values))
         return
     # a command imports much and leaves no cycles worth looking for: every look goes through all of it
     gc.set_threshold(100_000)
     try:
         _of(sys.argv[1:])(prog_name="hpcrl")
     except HpcrlError as error:
-        typer.echo(f"hpcrl: {error}", err=True)
+        say(f"hpcrl: {error}", err=True)
         sys.exit(error.exit_code)
     except ImportError as error:
         if (extra := extra_of(error)) is None:
             raise
         missing = MissingExtraError(extra, error.name or extra)
-        typer.echo(f"hpcrl: {missing}", err=True)
+        say(f"hpcrl: {missing}", err=True)
         sys.exit(missing.exit_code)
     except BrokenPipeError:
         # the reader of our output went away (`hpcrl logs | head`): not our failure
@@ -138,5 +139,5 @@ def main() -> None:
             raise
         if error.filename is None:  # standard output may be what was refused, and would be once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        typer.echo(f"hpcrl: {refused}", err=True)
+        say(f"hpcrl: {refused}", err=True)
         sys.exit(refused.exit_code)

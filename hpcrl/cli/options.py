@@ -11,6 +11,7 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
 from hpcrl.cli.help import PlainGroup
+from hpcrl.cli.output import say
 
 __all__ = [
     "STEP",
@@ -110,8 +111,8 @@ def confirm(question: str) -> None:
     except typer.Abort:
         if sys.stdin.isatty():
             raise  # Ctrl-C
-        typer.echo(err=True)
+        say(err=True)
         raise UsageError("there is no terminal to ask on; nothing was changed\n    hint: --yes") from None
     if not agreed:
-        typer.echo("nothing was changed", err=True)
+        say("nothing was changed", err=True)
         raise typer.Exit(ExitCode.FAILED)

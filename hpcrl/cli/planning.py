@@ -9,7 +9,7 @@ import typer
 from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
-from hpcrl.cli.output import json_text, table_console
+from hpcrl.cli.output import json_text, say, table_console
 from hpcrl.cli.planning_inputs import load_for_planning, read_calibration, say_refusals
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
@@ -112,7 +112,7 @@ def show(
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
         parts |= {"starts": starts_document(prepared)}
         document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
-        typer.echo(json_text(document))
+        say(json_text(document))
         raise typer.Exit(verdict.exit_code)
     console = table_console()
     print_verdict(console, verdict, outlook)
@@ -192,7 +192,7 @@ def search(
     with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:
         found = run_search(loaded.value, site.value, measured, wanted, told.share)
     if as_json:
-        typer.echo(json_text(search_document(found, loaded.value)))
+        say(json_text(search_document(found, loaded.value)))
     else:
         console = table_console()
         best, marks = pareto(found.candidates), found.marks
@@ -215,7 +215,7 @@ def search(
     if picture is not None:
         title = f"{loaded.value.name} on {site.value.name}"
         atomic_write(Path(picture), search_svg(found.candidates, title, found.own).encode())
-        typer.echo(f"wrote {picture}", err=True)
+        say(f"wrote {picture}", err=True)
 
 
 @app.command()
@@ -258,7 +258,7 @@ def diff(
     with working("computing both forecasts"):
         found = compare(Side(first), changed, cluster, root, lambda site: read_calibration(calibration, site, tables))
     if as_json:
-        typer.echo(json_text(found.document()))
+        say(json_text(found.document()))
     else:
         print_difference(table_console(), found)
     if found.first.short or found.second.short:
@@ -294,13 +294,13 @@ def calibrate(
     try:
         fitted = fitted.model_copy(update={"durations": durations_document(measure(found))})
     except UsageError as error:
-        typer.echo(f"the file is for `hpcrl plan` alone, not for `hpcrl simulate`: {error}", err=True)
+        say(f"the file is for `hpcrl plan` alone, not for `hpcrl simulate`: {error}", err=True)
     text = calibration_yaml(fitted)
     if output is None:
-        typer.echo(text, nl=False)
+        say(text, nl=False)
     else:
         atomic_write(Path(output), text.encode())
-        typer.echo(f"wrote {output}", err=True)
+        say(f"wrote {output}", err=True)
 
 
 @app.command()
@@ -332,6 +332,6 @@ def profile(
         found, left_out = measure(site, model, device=device, ranks=ranks, limit_s=60 * minutes, python=timed)
     atomic_write(Path(output), table_yaml(found).encode())
     for what in left_out:
-        typer.echo(f"left out: {what}", err=True)
+        say(f"left out: {what}", err=True)
     count = sum(len(kind) for kind in (found.gemm, found.grouped_gemm, found.attention, found.collectives))
-    typer.echo(f"wrote {output}: {count} measured times on {found.device}", err=True)
+    say(f"wrote {output}: {count} measured times on {found.device}", err=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from hpcrl.cli.output import say
+
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.load import Loaded
@@ -51,8 +53,6 @@ def say_refusals(loaded: Loaded[Recipe], site: Loaded[ClusterProfile]) -> None:
     """
     from pathlib import Path
 
-    import typer
-
     from hpcrl.submit.prepare import RunPlace, examine
 
     prepared = examine(loaded, site, RunPlace(cwd=Path.cwd()), programs=False)
@@ -60,4 +60,4 @@ def say_refusals(loaded: Loaded[Recipe], site: Loaded[ClusterProfile]) -> None:
         return
     first, others = prepared.problems[0], len(prepared.problems) - 1
     more = f" (and {others} more: hpcrl recipe check)" if others else ""
-    typer.echo(f"note: hpcrl submit would refuse {loaded.source}: {first.key}: {first.what}{more}", err=True)
+    say(f"note: hpcrl submit would refuse {loaded.source}: {first.key}: {first.what}{more}", err=True)

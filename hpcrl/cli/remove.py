@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import confirm
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 __all__ = ["register"]
@@ -32,20 +33,18 @@ def remove(
     found = find(run, root)
     view = removable(found)
     sizes = measure(found)
-    typer.echo(f"{found.name} ({view.state}) in {found.path} has", err=True)
+    say(f"{found.name} ({view.state}) in {found.path} has", err=True)
     for part, size in sizes.items():
-        typer.echo(
-            f"  {_size(size.bytes):>10}  {size.files:>7,} {'file ' if size.files == 1 else 'files'}  {part}", err=True
-        )
+        say(f"  {_size(size.bytes):>10}  {size.files:>7,} {'file ' if size.files == 1 else 'files'}  {part}", err=True)
     total = sum(size.bytes for size in sizes.values())
-    typer.echo(f"  {_size(total):>10}  in all", err=True)
+    say(f"  {_size(total):>10}  in all", err=True)
     if dry_run:
-        typer.echo("nothing was removed (--dry-run)", err=True)
+        say("nothing was removed (--dry-run)", err=True)
         return
     if not yes:
         confirm(f"remove {found.name}, and free {_size(total)}? It cannot be brought back")
     remove_run(found)
-    typer.echo(f"removed {found.name}")
+    say(f"removed {found.name}")
 
 
 def _size(count: int) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunsRootOption, runs_root
 
 __all__ = ["TemplatesOption", "register"]
@@ -64,4 +65,4 @@ def render(
     files |= {script.file_name: script.text for script in scripts}
     for file_name, text in files.items():
         atomic_write(directory / file_name, text.encode())
-        typer.echo(directory / file_name)
+        say(directory / file_name)

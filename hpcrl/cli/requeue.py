@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import confirm
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 __all__ = ["register"]
@@ -36,9 +37,9 @@ def requeue(
     view = check_requeue(found)
     if not yes:
         nodes = "" if view.job is None else f" on {len(view.job.nodes)} nodes"
-        typer.echo(f"this ends attempt {view.attempt} of {found.name}{nodes} after a save", err=True)
+        say(f"this ends attempt {view.attempt} of {found.name}{nodes} after a save", err=True)
         confirm("requeue it?")
     view = requeue_run(found)
-    typer.echo(f"{found.name}: {view.state}")
+    say(f"{found.name}: {view.state}")
     if view.state.ended:  # it came to its end before it heard of us
         raise typer.Exit(ExitCode.OK if view.state == "COMPLETED" else ExitCode.FAILED)

@@ -8,6 +8,7 @@ import typer
 
 from hpcrl.cli.following import FollowOption, InJobOption, follow_or_tell
 from hpcrl.cli.options import SetOption
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -83,24 +84,24 @@ def resume(
                 reachable_slurm()  # which need not be the one that had the run before
             point = prepare_resume(found, begin, steps=change.recipe.trainer.steps if change and overrides else None)
             for step, reason in point.skipped:
-                typer.echo(f"checkpoint of step {step} is skipped: {reason}", err=True)
+                say(f"checkpoint of step {step} is skipped: {reason}", err=True)
             _say_changes(found, accept=accept_changes)
             _try_programs(found, change)
             if change is not None:
                 change.write(found)
             contents = RunContents.read(found)
             if (original := original_of(found, contents.record)) is not None:
-                typer.echo(f"{found.name} is a copy of {original}: it goes on as a run of its own", err=True)
+                say(f"{found.name} is a copy of {original}: it goes on as a run of its own", err=True)
             keep_snapshot(found, take_snapshot(found, found.recipe(), contents.plan))
             request_restart(found, begin)
             if swept := end_leftovers(found):
-                typer.echo(f"ended {swept} processes that an earlier attempt had left behind", err=True)
+                say(f"ended {swept} processes that an earlier attempt had left behind", err=True)
             submit_attempt(contents, in_job=allocation)
     except RunDirError as error:
         if not overrides:
             raise
         raise RunDirError(f"{error}\n    changed nothing: --set {' --set '.join(overrides)}") from error
-    typer.echo(_what_it_tries(found, begin, point), err=True)
+    say(_what_it_tries(found, begin, point), err=True)
     follow_or_tell(found, follow)
 
 
@@ -114,7 +115,7 @@ def _try_programs(run: RunDir, change: _Change | None) -> None:
     with working("looking whether it would start"):
         notes = check_programs(Loaded(recipe, run.recipe_path, {}), Loaded(cluster, run.cluster_path, {}), plan)
     for note in notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
 
 
 def _say_changes(run: RunDir, *, accept: bool) -> None:
@@ -132,7 +133,7 @@ def _say_changes(run: RunDir, *, accept: bool) -> None:
             f"    hint: hpcrl resume {reference(run)} --accept-changes"
         )
     for change in changes:
-        typer.echo(f"changed since it was last submitted: {change}", err=True)
+        say(f"changed since it was last submitted: {change}", err=True)
 
 
 def _what_it_tries(run: RunDir, begin: ResumeFrom, point: ResumePoint) -> str:
@@ -160,7 +161,7 @@ class _Change(NamedTuple):
     def write(self, run: RunDir) -> None:
         run.write_configuration(self.recipe, self.cluster, self.plan)
         for line in self.lines:
-            typer.echo(f"changed {line}", err=True)
+            say(f"changed {line}", err=True)
 
 
 def _plan_change(run: RunDir, overrides: list[str]) -> _Change:

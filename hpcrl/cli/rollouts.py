@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.output import json_text, table_console
+from hpcrl.cli.output import json_text, say, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -80,12 +80,10 @@ def rollouts_ls(
     items.sort(key=lambda item: _sort_key(item, sort))
     shown = items[-count:] if count else items
     if as_json:
-        typer.echo(json_text({"run": found.name, "rollouts": msgspec.to_builtins(shown)}))
+        say(json_text({"run": found.name, "rollouts": msgspec.to_builtins(shown)}))
         return
     if not shown:
-        typer.echo(
-            "no rollout is like that" if state or step or environment else "no rollout has finished yet", err=True
-        )
+        say("no rollout is like that" if state or step or environment else "no rollout has finished yet", err=True)
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("rollout", "environment", "reward", "tokens", "versions", "staleness", "state"):
@@ -104,7 +102,7 @@ def rollouts_ls(
         )
     table_console().print(table)
     if len(shown) < len(items):
-        typer.echo(f"the last {len(shown)} of {len(items)} (-n 0: all)", err=True)
+        say(f"the last {len(shown)} of {len(items)} (-n 0: all)", err=True)
 
 
 def _chosen(
@@ -171,8 +169,8 @@ def rollouts_show(
     held = find_rollout(read_ledger(found), rollout)
     if as_json:
         for piece in json_pieces(export_row(found, held, _decoder(found)), lines=True):
-            typer.echo(piece, nl=False)
-        typer.echo()
+            say(piece, nl=False)
+        say()
         return
     _print_rollout(found, held)
 
@@ -260,26 +258,26 @@ def rollouts_verify(
     found = find(run, root)
     verdict = verify_rollouts(found, content=not ledger_only)
     if as_json:
-        typer.echo(json_text({"run": found.name, **msgspec.to_builtins(verdict)}))
+        say(json_text({"run": found.name, **msgspec.to_builtins(verdict)}))
     else:
         attempts = "1 attempt" if verdict.attempts == 1 else f"{verdict.attempts} attempts"
-        typer.echo(f"{verdict.finished:,} rollouts finished in {attempts}")
-        typer.echo(f"  {verdict.trained:>9,}  trained, each in one of {verdict.steps:,} steps")
+        say(f"{verdict.finished:,} rollouts finished in {attempts}")
+        say(f"  {verdict.trained:>9,}  trained, each in one of {verdict.steps:,} steps")
         if verdict.compared:
-            typer.echo(f"  {verdict.compared:>9,}  of these steps compared with what the trainer itself recorded")
+            say(f"  {verdict.compared:>9,}  of these steps compared with what the trainer itself recorded")
         for why, number in verdict.dropped.items():
-            typer.echo(f"  {number:>9,}  dropped: {why}")
-        typer.echo(f"  {verdict.waiting:>9,}  waiting for a step")
+            say(f"  {number:>9,}  dropped: {why}")
+        say(f"  {verdict.waiting:>9,}  waiting for a step")
         if verdict.unfinished:
-            typer.echo(f"  {verdict.unfinished:>9,}  in progress, with {verdict.turns:,} turns saved")
+            say(f"  {verdict.unfinished:>9,}  in progress, with {verdict.turns:,} turns saved")
         if verdict.from_disk:
-            typer.echo(f"  {verdict.from_disk:>9,}  times a rank read one from the shared filesystem, not from memory")
+            say(f"  {verdict.from_disk:>9,}  times a rank read one from the shared filesystem, not from memory")
         for note in verdict.notes:
-            typer.echo(f"note: {note}")
+            say(f"note: {note}")
         for problem in verdict.problems:
-            typer.echo(f"problem: {problem}")
+            say(f"problem: {problem}")
         if not verdict.problems:
-            typer.echo("nothing was lost, and nothing trained twice")
+            say("nothing was lost, and nothing trained twice")
     if verdict.problems:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -319,7 +317,7 @@ def rollouts_export(
                 stream.write("\n")
     else:
         _parquet_writer()(output, rows, routed_layout(found, chosen), export.parts)
-    typer.echo(f"{len(chosen):,} rollouts in {output}", err=True)
+    say(f"{len(chosen):,} rollouts in {output}", err=True)
 
 
 def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]], RoutedLayout | None, Sequence[str]], None]:

@@ -8,7 +8,7 @@ import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_roles, complete_states
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.output import screen, table_console
+from hpcrl.cli.output import say, screen, table_console
 from hpcrl.cli.selection import (
     OptionalRunArgument,
     RunsRootOption,
@@ -57,12 +57,12 @@ def status(
         return
     found = find(run, root)
     if as_json:
-        typer.echo(status_document(found))
+        say(status_document(found))
     elif watch:
         try:
             view = follow(found, screen())
         except KeyboardInterrupt:
-            typer.echo(f"{found.name} goes on; hpcrl cancel {reference(found)} ends it", err=True)
+            say(f"{found.name} goes on; hpcrl cancel {reference(found)} ends it", err=True)
             raise typer.Exit from None
         screen().print(summary(view, read_progress(found), read_metrics(found)))
     else:
@@ -129,13 +129,13 @@ def list_runs(
     rows = list_rows(runs_in_sight(root), states=wanted, cluster=cluster, newest=newest)
     console = table_console()
     if as_json:
-        typer.echo(listing_document(rows))
+        say(listing_document(rows))
     elif rows:
         console.print(listing_table(rows, console.width, cut=console.is_terminal), soft_wrap=True)
     elif wanted or cluster:
-        typer.echo("no run is like that; hpcrl ls lists all", err=True)
+        say("no run is like that; hpcrl ls lists all", err=True)
     else:
-        typer.echo(f"there is no run in {runs_root(root)}; hpcrl submit RECIPE starts one", err=True)
+        say(f"there is no run in {runs_root(root)}; hpcrl submit RECIPE starts one", err=True)
 
 
 def logs(
@@ -169,7 +169,7 @@ def logs(
     source = (follow_logs if follow else iterate_logs)(found, wanted, lines=lines)
     try:
         for line in source:
-            typer.echo(format_line(line, as_json=as_json))
+            say(format_line(line, as_json=as_json))
     except KeyboardInterrupt:
         raise typer.Exit from None
 
@@ -187,7 +187,7 @@ def why(
 
     diagnosis = diagnose(find(run, root))
     if as_json:
-        typer.echo(diagnosis_document(diagnosis))
+        say(diagnosis_document(diagnosis))
     else:
         print_diagnosis(diagnosis, screen(), events=events)
 
@@ -208,4 +208,4 @@ def report(
     found = find(run, root)
     with working(f"reading the steps of {found.name} and drawing them"):
         written = write_report(found, None if output is None else Path(output))
-    typer.echo(str(written))
+    say(str(written))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -47,14 +48,14 @@ def scale(
     before = wanted_replicas(found, found.plan())
     Wanted.ask(found, wanted, user=getpass.getuser())
     for role, count in wanted.items():
-        typer.echo(f"{found.name}: {role} {before[role]} -> {count}")
+        say(f"{found.name}: {role} {before[role]} -> {count}")
     if view.state.ended:
         way_on = f"hpcrl resume {reference(found)}"
-        typer.echo(f"the run has ended ({view.state}); it has so many when it goes on: {way_on}", err=True)
+        say(f"the run has ended ({view.state}); it has so many when it goes on: {way_on}", err=True)
     elif view.supervisor is None or view.state is RunState.REQUEUED:
-        typer.echo("the supervisor does it when its job has started", err=True)
+        say("the supervisor does it when its job has started", err=True)
     else:
-        typer.echo(f"  hpcrl status {reference(found)} --watch", err=True)
+        say(f"  hpcrl status {reference(found)} --watch", err=True)
 
 
 def _parse(counts: list[str], run: RunDir) -> dict[str, int]:

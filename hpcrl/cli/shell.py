@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.completion import complete_roles
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 __all__ = ["register"]
@@ -51,6 +52,6 @@ def shell(
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     wanted = shell_in(found, role, node=node, command=command or (), terminal=terminal)
     if not command:
-        typer.echo(f"{wanted.where}; exit leaves it, and the run goes on", err=True)
+        say(f"{wanted.where}; exit leaves it, and the run goes on", err=True)
     sys.stdout.flush()
     os.execvpe(wanted.argv[0], wanted.argv, dict(wanted.env))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
-from hpcrl.cli.output import json_text, markup, table_console
+from hpcrl.cli.output import json_text, markup, say, table_console
 from hpcrl.cli.selection import RunsRootOption
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def simulate(
             loaded, site, found, nodes=size, days=days, seed=seed, failures=failures, sample=sample
         )
         if size is not None and scenario.size.nodes != size:
-            typer.echo(f"{size} nodes: {scenario.size.nodes} are simulated, because replicas are whole", err=True)
+            say(f"{size} nodes: {scenario.size.nodes} are simulated, because replicas are whole", err=True)
         with working(f"simulating {scenario.size.nodes:,} nodes") as told:
             result = simulate_scenario(scenario, told.share)
         results.append(result)
@@ -112,7 +112,7 @@ def simulate(
             _write(result, output, quiet=as_json)
     if as_json:
         documents = [result.model_dump(mode="json") for result in results]
-        typer.echo(json_text({"version": 1, "results": documents}, indent=None))
+        say(json_text({"version": 1, "results": documents}, indent=None))
     else:
         _print(results)
         if outlook is not None and nodes is None and results[0].steps:
@@ -170,12 +170,12 @@ def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"simulation-{result.nodes}.json"
     atomic_write(path, result.model_dump_json(indent=2).encode() + b"\n")
-    typer.echo(path, err=quiet)
+    say(path, err=quiet)
     try:
-        typer.echo(draw(result, path.with_suffix(".png")), err=quiet)
+        say(draw(result, path.with_suffix(".png")), err=quiet)
     except MissingExtraError as error:
         # the figures are there: a picture less is no failure
-        typer.echo(f"no picture: {error}", err=True)
+        say(f"no picture: {error}", err=True)
 
 
 def _print(results: list[SimulationResult]) -> None:
@@ -213,7 +213,7 @@ def _print(results: list[SimulationResult]) -> None:
             note = f"{result.nodes:,} nodes: too few steps to say what engines wait; more --days would"
             console.print(note, highlight=False, soft_wrap=True)
         for warning in result.warnings:
-            typer.echo(f"{result.nodes} nodes: {warning}", err=True)
+            say(f"{result.nodes} nodes: {warning}", err=True)
 
 
 def _print_beside_plan(outlook: Outlook, result: SimulationResult) -> None:

@@ -10,7 +10,7 @@ import typer
 from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.configuration import cluster_app
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.output import table_console
+from hpcrl.cli.output import say, table_console
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import SlurmCluster
@@ -62,8 +62,8 @@ def init(
     text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric, python=python)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
-    typer.echo(path)
-    typer.echo(f"look at it, then: hpcrl cluster check {path}", err=True)
+    say(path)
+    say(f"look at it, then: hpcrl cluster check {path}", err=True)
 
 
 def check(
@@ -113,7 +113,7 @@ def check(
     ]
     failed = any(finding.severity is Severity.ERROR for finding in found)
     if as_json:
-        typer.echo(json.dumps({"format_version": 1, "profile": str(loaded.source), "findings": rows}, indent=2))
+        say(json.dumps({"format_version": 1, "profile": str(loaded.source), "findings": rows}, indent=2))
         raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
     console = table_console()
     colors = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -148,9 +148,9 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
                 directory=runs_root(None, cluster),
                 nodes=min(nodes, cluster.partitions[partition].nodes),
                 wait_s=wait_s,
-                say=lambda text: typer.echo(text, err=True),
+                say=lambda text: say(text, err=True),
             )
-        typer.echo(f"asked: {', '.join(report.host for report in reports)}", err=True)
+        say(f"asked: {', '.join(report.host for report in reports)}", err=True)
         found += node_findings(cluster, partition, reports)
     return found
 

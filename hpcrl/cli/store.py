@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import JsonOption
-from hpcrl.cli.output import table_console
+from hpcrl.cli.output import say, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False, root: R
     pool = StoreAdmin(endpoints.admin).status()
     if as_json:
         document = {"schema": STORE_SCHEMA, "master": endpoints.master, "pool": msgspec.to_builtins(pool)}
-        typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+        say(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     else:
         table_console().print(pool_view(endpoints, pool))
 
@@ -80,6 +80,6 @@ def canary(
         timeout_s=timeout_s,
     )
     if as_json:
-        typer.echo(msgspec.json.encode({"schema": CANARY_SCHEMA, **msgspec.to_builtins(result)}).decode())
+        say(msgspec.json.encode({"schema": CANARY_SCHEMA, **msgspec.to_builtins(result)}).decode())
     else:
-        typer.echo(f"{result.host}: put 1 MiB in {result.put_s * 1e3:.1f} ms, got it in {result.get_s * 1e3:.1f} ms")
+        say(f"{result.host}: put 1 MiB in {result.put_s * 1e3:.1f} ms, got it in {result.get_s * 1e3:.1f} ms")

@@ -8,6 +8,7 @@ import typer
 
 from hpcrl.cli.following import FollowOption, InJobOption, follow_or_tell
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
+from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunsRootOption, ask_slurm, profile_roots, runs_root
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ def submit(
     if dry_run and prepared.plan is not None:
         print_plan(prepared.plan, prepared.site, commands=True)
     for note in prepared.notes:
-        typer.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     plan = prepared.planned()
     profile, source, run_name = prepared.profile, prepared.source, plan.run
     allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
     _name_unread_variables(plan, in_job=in_job)
     if dry_run:
-        typer.echo("\nnothing was started or written (--dry-run)", err=True)
+        say("\nnothing was started or written (--dry-run)", err=True)
         return
 
     from hpcrl.submit.new_run import submit_new
@@ -94,12 +95,12 @@ def submit(
     _ask_whether_it_could_start(plan, profile, wanted=not queue_anyway, in_job=in_job)
     provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
     if source is not None:
-        typer.echo(f"taking the weights of {source.origin}", err=True)
+        say(f"taking the weights of {source.origin}", err=True)
         provenance["model.path"] = f"--from {from_run}"
     made = create_run(prepared.resolved, profile, plan, provenance=provenance, source=source)
     submit_new(made, in_job=allocation)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
-    typer.echo(f"submitted {run_name} in {made.run.path}{where}", err=True)
+    say(f"submitted {run_name} in {made.run.path}{where}", err=True)
     follow_or_tell(made.run, follow)
 
 
@@ -110,7 +111,7 @@ def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:
     from hpcrl.config.joined import unused_variables
 
     for variable in () if in_job or plan.layout.kind == "local" else unused_variables(os.environ):
-        typer.echo(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
+        say(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
 
 
 def _ask_whether_it_could_start(plan: Plan, profile: ClusterProfile, *, wanted: bool, in_job: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.options import RecipeArgument, SetOption
+from hpcrl.cli.output import say
 
 __all__ = ["register"]
 
@@ -64,6 +65,6 @@ def warmup(
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
-        typer.echo(f"interrupted; {target} was not written", err=True)
+        say(f"interrupted; {target} was not written", err=True)
         raise typer.Exit(ExitCode.CANCELLED) from None
     raise typer.Exit(process.returncode)

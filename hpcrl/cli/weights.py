@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcrl.cli.options import VERSION, JsonOption, confirm
-from hpcrl.cli.output import markup, table_console
+from hpcrl.cli.output import markup, say, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -54,20 +54,20 @@ def weights_show(
 
     shown = handoff_document(find(run, root), version)
     if as_json:
-        typer.echo(json.dumps(shown, indent=2))
+        say(json.dumps(shown, indent=2))
         return
-    typer.echo(f"version {shown['version']}  {shown['kind']}  by {shown['producer']}\n{shown['path']}")
+    say(f"version {shown['version']}  {shown['kind']}  by {shown['producer']}\n{shown['path']}")
     sizes = ", ".join(f"{dtype} {decimal(size)}" for dtype, size in shown["dtypes"].items())
-    typer.echo(f"{decimal(shown['bytes'])} in {len(shown['files'])} files; {shown['tensors']} tensors: {sizes}")
+    say(f"{decimal(shown['bytes'])} in {len(shown['files'])} files; {shown['tensors']} tensors: {sizes}")
     if shown["needs"]:
         needs = ", ".join(map(str, shown["needs"]))
         what = "adapts" if shown["kind"] == "lora" else f"changes {shown['changed_tensors']} tensors of"
-        typer.echo(f"{what} version {shown['parent']}; made from {needs}")
+        say(f"{what} version {shown['parent']}; made from {needs}")
     for label, key in (("needed by", "needed_by"), ("served by", "served_by"), ("leased by", "leased_by")):
         if shown[key]:
-            typer.echo(f"{label} {', '.join(map(str, shown[key]))}")
+            say(f"{label} {', '.join(map(str, shown[key]))}")
     if shown["pin"]:
-        typer.echo(f"pinned by {shown['pin']['by']}: {shown['pin']['reason']}")
+        say(f"pinned by {shown['pin']['by']}: {shown['pin']['reason']}")
 
 
 @weights_app.command("verify")
@@ -96,12 +96,12 @@ def weights_diff(
 
     difference = weights_difference(find(run, root), old, new)
     if as_json:
-        typer.echo(json.dumps(difference, indent=2))
+        say(json.dumps(difference, indent=2))
         return
     for sign, key in (("~", "changed"), ("+", "added"), ("-", "removed")):
         for name in difference[key]:
-            typer.echo(f"{sign} {name}")
-    typer.echo(
+            say(f"{sign} {name}")
+    say(
         f"{len(difference['changed'])} of {difference['tensors']} tensors changed: "
         f"{difference['changed_bytes']:,} of {difference['total_bytes']:,} bytes"
     )
@@ -119,7 +119,7 @@ def weights_pin(
 
     found = find(run, root)
     pin(found, version, reason)
-    typer.echo(f"version {version} of {found.name} is pinned", err=True)
+    say(f"version {version} of {found.name} is pinned", err=True)
 
 
 @weights_app.command("unpin")
@@ -129,7 +129,7 @@ def weights_unpin(run: RunArgument, version: VersionArgument, root: RunsRootOpti
 
     found = find(run, root)
     was = unpin(found, version)
-    typer.echo(f"version {version} of {found.name} {'is no longer' if was else 'was not'} pinned", err=True)
+    say(f"version {version} of {found.name} {'is no longer' if was else 'was not'} pinned", err=True)
 
 
 @weights_app.command("gc")
@@ -158,11 +158,11 @@ def weights_gc(
     doomed, kept = removal_plan(collector)
     if not as_json:
         for version, reason in kept.items():
-            typer.echo(f"keep    {version:6d}  {reason}")
+            say(f"keep    {version:6d}  {reason}")
         for version in doomed:
-            typer.echo(f"remove  {version:6d}")
+            say(f"remove  {version:6d}")
         if not doomed:
-            typer.echo("nothing to remove", err=True)
+            say("nothing to remove", err=True)
     removed: list[int] = []
     if doomed and not dry_run:
         if not yes:
@@ -171,10 +171,10 @@ def weights_gc(
         report = collector.collect()
         removed, kept = report.removed, report.kept
         if not as_json:
-            typer.echo(f"removed {', '.join(map(str, removed)) or 'nothing'}", err=True)
+            say(f"removed {', '.join(map(str, removed)) or 'nothing'}", err=True)
     if as_json:
         document = {"run": found.name, "dry_run": dry_run, "removable": doomed, "removed": removed, "kept": kept}
-        typer.echo(json.dumps(document, indent=2))
+        say(json.dumps(document, indent=2))
 
 
 def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: bool = False) -> None:
@@ -186,9 +186,9 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
     from hpcrl.runs.views.words import age
 
     if as_json:
-        typer.echo(items_document(run, "version", items))
+        say(items_document(run, "version", items))
     elif not items:
-        typer.echo(f"{run.name} has none", err=True)
+        say(f"{run.name} has none", err=True)
     else:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("version", "age", "size", "files", "by", "state"):

@@ -25,7 +25,8 @@ from engine_helpers import (
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
-from hpcrl.inference.embedded.engine.request import Output
+from hpcrl.inference.embedded.engine.params import SamplingParams
+from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
 
