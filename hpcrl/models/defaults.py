@@ -124,7 +124,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "nemotron_h": _NEMOTRON,
     }
 )
-"""By ``model_type``. Other families have no ``num_nextn_predict_layers`` unless a config says so: files may lack them."""
+"""By ``model_type``; other families have no ``num_nextn_predict_layers`` unless a config says so."""
 
 ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
