@@ -64,6 +64,10 @@ LATENT = DeepseekV3Arch(
     moe_intermediate_size=192,
     n_routed_experts=8,
     num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=1.0,
+    first_k_dense_replace=0,
     max_position_embeddings=4096,
 )
 LENGTHS = (256,) * 4

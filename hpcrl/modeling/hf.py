@@ -171,7 +171,10 @@ def load_hf_tensors(model: nn.Module, adapter: HfAdapter, tensors: Iterable[tupl
     """
     targets = dict(published_tensors(model, adapter))
     missing = set(targets)
+    naming, head = adapter.arch.facts.naming, None
     for name, tensor in tensors:
+        if name == naming.lm_head and name not in targets and adapter.is_redundant(name):
+            head = tensor
         target = targets.get(name)
         if target is None:
             if adapter.is_redundant(name) or adapter.is_mtp(name):
@@ -183,5 +186,16 @@ def load_hf_tensors(model: nn.Module, adapter: HfAdapter, tensors: Iterable[tupl
             raise ValueError(f"tensor {name!r} comes twice")
         missing.discard(name)
         target.copy_(tensor)
+    if head is not None:
+        # a tied model: what was stored under the name of the head is the embedding, or it is another model
+        embedding = targets[naming.embedding]
+        if head.shape != embedding.shape:
+            shapes = f"shape {tuple(head.shape)}, not {tuple(embedding.shape)}"
+            raise ValueError(f"tensor {naming.lm_head!r} of a tied model has {shapes}")
+        if naming.embedding in missing:
+            missing.discard(naming.embedding)
+            embedding.copy_(head)
+        elif not torch.equal(head.to(embedding), embedding):
+            raise ValueError(f"tie_word_embeddings is true, but {naming.lm_head!r} and {naming.embedding!r} differ")
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, the first is {min(missing)!r}")

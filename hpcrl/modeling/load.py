@@ -18,6 +18,8 @@ __all__ = ["load_model_dir", "read_whole"]
 _PORTION_BYTES = 64 << 20
 """Most bytes that are held beside the model."""
 _SCALE = "_scale_inv"
+_SCALE_DTYPES = ("float32", "bfloat16", "float16")
+_WEIGHT_DTYPES = (*_SCALE_DTYPES, FP8_DTYPE)
 
 
 @torch.no_grad()
@@ -37,6 +39,7 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
         another shape, or its dtype cannot be read. Nothing was written then.
     """
     with ModelFiles(model_dir) as files:
+        find_tied(files, adapter)
         tensors = model_tensors(model)
         wanted = [(name, region) for name, own in tensors.items() for region in adapter.regions(name, own.shape)]
         try:
@@ -55,8 +58,19 @@ def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor)
 
     Files that it would refuse are not looked for: their errors are anything.
     """
+    find_tied(files, adapter)
     for region in adapter.regions(name, target.shape):
         _read_region(files, region, target, local_block(target))
+
+
+def find_tied(files: ModelFiles, adapter: HfAdapter) -> None:
+    """Find the embedding of a tied model under the name of the head, where files have it under that name alone.
+
+    So ``safetensors.torch.save_model`` stores a model whose two parameters are one.
+    """
+    naming = adapter.arch.facts.naming
+    if adapter.arch.tie_word_embeddings and naming.embedding not in files.tensors and naming.lm_head in files.tensors:
+        files.tensors[naming.embedding] = files.tensors.pop(naming.lm_head)
 
 
 def _read_region(files: ModelFiles, region: Region, local: Tensor, block: HeldBlock) -> None:
@@ -74,7 +88,7 @@ def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None
             raise ValueError(f"{missing} tensors are missing, the first is {name!r}")
         if stored.shape != shape:
             raise ValueError(f"tensor {name!r} has shape {stored.shape}, not {shape}")
-        if not stored.width:
+        if stored.dtype not in _WEIGHT_DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {stored.dtype}, which cannot be read")
         if stored.dtype == FP8_DTYPE:
             _check_scales(files, name, shape)
@@ -84,6 +98,27 @@ def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None
         left_out = adapter.is_redundant(name) or adapter.is_mtp(name)
         if name not in expected and not of_quantised and not left_out:
             raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model")
+    _check_tied_head(files, adapter)
+
+
+def _check_tied_head(files: ModelFiles, adapter: HfAdapter) -> None:
+    """Refuse a stored head that differs from the embedding which the config says it is."""
+    naming = adapter.arch.facts.naming
+    head, embedding = files.tensors.get(naming.lm_head), files.tensors.get(naming.embedding)
+    if not adapter.arch.tie_word_embeddings or head is None or embedding is None:
+        return
+    same = head.shape == embedding.shape and head.dtype in _SCALE_DTYPES
+    step = max(1, _PORTION_BYTES // (4 * max(1, embedding.shape[-1])))
+    for begin in range(0, embedding.shape[0], step) if same else ():
+        rows = HeldBlock((begin, 0), (min(begin + step, embedding.shape[0]), embedding.shape[1]))
+        ours, theirs = (_read(files, name, rows).float() for name in (naming.embedding, naming.lm_head))
+        if not (same := torch.equal(ours, theirs)):
+            break
+    if not same:
+        raise ValueError(
+            f"tie_word_embeddings is true, but tensors {naming.lm_head!r} and {naming.embedding!r} differ; set "
+            "tie_word_embeddings: false in config.json where the head was trained apart, or remove the stored head"
+        )
 
 
 def _check_scales(files: ModelFiles, name: str, shape: tuple[int, ...]) -> None:
@@ -93,6 +128,9 @@ def _check_scales(files: ModelFiles, name: str, shape: tuple[int, ...]) -> None:
     stored = files.tensors.get(wanted.name)
     if stored is None:
         raise ValueError(f"tensor {name!r} is in FP8, but its scales, {wanted.name!r}, are missing")
+    if stored.dtype not in _SCALE_DTYPES:
+        known = ", ".join(_SCALE_DTYPES)
+        raise ValueError(f"tensor {wanted.name!r} has dtype {stored.dtype}; scales of FP8 are read in {known}")
     if stored.shape != wanted.shape:
         raise ValueError(
             f"tensor {wanted.name!r} has shape {stored.shape}, not {wanted.shape}: blocks are {BLOCK} wide"

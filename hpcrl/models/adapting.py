@@ -15,6 +15,7 @@ __all__ = [
     "lora_parameters",
     "lora_problems",
     "published_adapters",
+    "unread_by_peft",
 ]
 
 
@@ -41,6 +42,22 @@ TARGET_PARTS: dict[str, tuple[Part, ...]] = {
     "experts": (Part.EXPERT,),
 }
 """The parts of a model by the names of ``trainer.lora.targets``."""
+
+
+def unread_by_peft(facts: ModelFacts, targets: Sequence[str] | None) -> tuple[str, ...]:
+    """Targets whose adapters PEFT (0.21) leaves out in silence: it takes their names for those of fused experts.
+
+    Matrices of experts have the names of dense blocks and shared experts (``gate_proj``, ...), and PEFT gives all of
+    these names to the experts where a model has any (huggingface/peft#3711).
+    """
+    if not facts.num_experts:
+        return ()
+    wanted = TARGET_PARTS if targets is None else targets
+    return tuple(
+        target
+        for target in ("mlp", "shared_experts")
+        if target in wanted and any(_matrices(layer.weights, target) for layer in facts.layers)
+    )
 
 
 def _matrices(weights: Sequence[Weight], target: str) -> list[Weight]:

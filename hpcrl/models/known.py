@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from hpcrl.models.configfile import read_config
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 
 __all__ = ["find_config", "known_models", "load_facts"]
 
-_MOST_BYTES = 16 << 20
 _CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -76,21 +74,6 @@ def find_config(model: str | Path) -> Path:
 @lru_cache(maxsize=64)
 def _read(path: Path, name: str, _mtime_ns: int) -> ModelFacts:
     try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise ValueError(f"has {size:,} bytes; a config has some kilobytes, {_MOST_BYTES:,} bytes at most")
-        config = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_key_twice)
-        return facts_from_config(config, name=name)
-    except RecursionError:
-        raise ValueError(f"{path}: its lists and objects lie too deep in each other for any config") from None
+        return facts_from_config(read_config(path), name=name)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that stands twice nobody knows which one is meant."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in names if names.count(key) > 1)} stands twice")
-    return found

@@ -13,7 +13,7 @@ from typing import Any
 from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.models.values import value_faults, value_relations
 
-__all__ = ["checked"]
+__all__ = ["check_kinds", "checked"]
 
 Config = Mapping[str, Any]
 
@@ -118,6 +118,12 @@ def checked(config: Any) -> dict[str, Any]:
     if wrong:
         raise ValueError("; ".join(wrong))
     return found
+
+
+def check_kinds(config: Config) -> None:
+    """Refuse values of another kind or out of range (ValueError), one by one; nulls say nothing."""
+    if wrong := list(_kinds({key: value for key, value in config.items() if value is not None})):
+        raise ValueError("; ".join(wrong))
 
 
 def _kinds(config: Config) -> Iterator[str]:

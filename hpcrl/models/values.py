@@ -111,7 +111,7 @@ def _rotation(config: Config) -> Iterator[str]:
     key = "qk_rope_head_dim" if "kv_lora_rank" in config else "head_dim"
     if config.get("model_type") != "nemotron_h" and config.get(key, 2) % 2:
         yield f"{key} is {config[key]}; rotary embeddings turn pairs of channels"
-    scaling = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters", {})
     for name in ("factor", "rope_theta", "partial_rotary_factor"):
         value = scaling.get(name, 1.0)
         if value is not None and (not _is_number(value) or value <= 0):

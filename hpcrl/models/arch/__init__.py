@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,9 @@ from hpcrl.models.arch.minimax import MinimaxM2Arch
 from hpcrl.models.arch.nemotron import NemotronHArch
 from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
 from hpcrl.models.arch.rope import RopeScaling
+from hpcrl.models.configfile import read_config
+from hpcrl.models.defaults import completed
+from hpcrl.models.sizes import check_kinds, checked
 
 __all__ = [
     "ARCHS",
@@ -66,10 +68,16 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
     ValueError
         The family is none of these, it asks for what its model does not compute, or a size is missing.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config.json holds a {type(config).__name__}, not an object")
     kind = config.get("model_type")
     for arch in ARCHS:
         if kind in arch.MODEL_TYPES:
-            return arch.from_hf_config(config)
+            whole = completed(config)
+            check_kinds(whole)
+            found = arch.from_hf_config(whole)
+            checked(whole)
+            return found
     raise ValueError(f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}")
 
 
@@ -84,9 +92,7 @@ def load_arch(model_dir: Path) -> ModelArch:
         It is not a model this project can run (the message names the file).
     """
     path = model_dir / "config.json"
-    with path.open(encoding="utf-8") as stream:
-        config = json.load(stream)
     try:
-        return arch_from_config(config)
+        return arch_from_config(read_config(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

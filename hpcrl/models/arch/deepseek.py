@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch
+from hpcrl.models.defaults import DEFAULTS
 
 __all__ = ["DeepseekV3Arch", "Glm4MoeArch", "SigmoidMoeArch"]
 
@@ -76,6 +77,7 @@ class DeepseekV3Arch(SigmoidMoeArch):
     ARCHITECTURE: ClassVar[str] = "DeepseekV3ForCausalLM"
     # vLLM reads the correction bias only where these say so
     CONSTANTS: ClassVar[Mapping[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    NULLABLE: ClassVar[tuple[str, ...]] = ("q_lora_rank",)
     LATENT_NORM_EPS: ClassVar[float] = 1e-6
     """Of the norms of latents, whatever ``rms_norm_eps`` is: so transformers and vLLM's loader have it."""
 
@@ -83,7 +85,11 @@ class DeepseekV3Arch(SigmoidMoeArch):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    q_lora_rank: int | None = None
+    n_group: int = DEFAULTS["deepseek_v3"]["n_group"]
+    topk_group: int = DEFAULTS["deepseek_v3"]["topk_group"]
+    routed_scaling_factor: float = DEFAULTS["deepseek_v3"]["routed_scaling_factor"]
+    first_k_dense_replace: int = DEFAULTS["deepseek_v3"]["first_k_dense_replace"]
+    q_lora_rank: int | None = DEFAULTS["deepseek_v3"]["q_lora_rank"]
     """None: queries are not compressed."""
     rope_interleave: bool = True
     num_key_value_heads: int = 0
@@ -115,6 +121,8 @@ class Glm4MoeArch(SigmoidMoeArch, GroupedQueryArch):
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     ARCHITECTURE: ClassVar[str] = "Glm4MoeForCausalLM"
 
+    rms_norm_eps: float = DEFAULTS["glm4_moe"]["rms_norm_eps"]
+    first_k_dense_replace: int = DEFAULTS["glm4_moe"]["first_k_dense_replace"]
     use_qk_norm: bool = False
     partial_rotary_factor: float = 0.5
 

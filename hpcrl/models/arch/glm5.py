@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from hpcrl.models.arch.base import KvShape
 from hpcrl.models.arch.deepseek import DeepseekV3Arch
+from hpcrl.models.defaults import DEFAULTS
 from hpcrl.models.families.deepseek import indexer_types
 
 __all__ = ["GlmMoeDsaArch"]
@@ -34,8 +35,9 @@ class GlmMoeDsaArch(DeepseekV3Arch):
     ARCHITECTURE: ClassVar[str] = "GlmMoeDsaForCausalLM"
 
     rms_norm_eps: float = 1e-5
-    routed_scaling_factor: float = 2.5
-    first_k_dense_replace: int = 3
+    n_group: int = DEFAULTS["glm_moe_dsa"]["n_group"]
+    topk_group: int = DEFAULTS["glm_moe_dsa"]["topk_group"]
+    q_lora_rank: int | None = DEFAULTS["glm_moe_dsa"]["q_lora_rank"]
     index_topk: int = 2048
     index_n_heads: int = 32
     index_head_dim: int = 128

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from hpcrl.models.arch.base import GroupedQueryArch
+from hpcrl.models.defaults import DEFAULTS
 
 __all__ = ["Qwen3Arch", "Qwen3MoeArch"]
 
@@ -65,10 +66,10 @@ class Qwen3MoeArch(_Qwen3):
     moe_intermediate_size: int
     num_experts: int
     num_experts_per_tok: int
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool = DEFAULTS["qwen3_moe"]["norm_topk_prob"]
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
-    intermediate_size: int = 0
+    intermediate_size: int = DEFAULTS["qwen3_moe"]["intermediate_size"]
     """Width of dense layers; the field is required by readers also where there are none."""
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -67,19 +68,52 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     ValueError
         Frequencies are stretched in a way that is not known, or what it needs is missing.
     """
-    # transformers 5 writes one group, rope_parameters; earlier versions rope_theta and rope_scaling
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    # as transformers: one group is read, rope_scaling where it says anything, and nothing of the other one
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} is {given!r}, not an object")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError("rope_parameters differ between kinds of layers, which no known family does")
     found: dict[str, Any] = {}
     for key in ("rope_theta", "partial_rotary_factor"):
-        value = given.get(key, config.get(key))
+        value = given.get(key)
+        value = config.get(key) if value is None else value
         if value is not None:
-            found[key] = float(value)
+            found[key] = _number(key, value)
     kind = given.get("rope_type", given.get("type"))
     if kind not in _PLAIN:
         if given.get("factor") is None:
             raise ValueError(f"rope scaling of type {kind} lacks factor")
         known = {key: given[key] for key in RopeScaling.__dataclass_fields__ if given.get(key) is not None}
-        found["rope_scaling"] = RopeScaling(**{**known, "rope_type": str(kind)})
+        known["rope_type"] = str(kind)
+        if kind in ("llama3", "yarn"):
+            known["original_max_position_embeddings"] = _original(config, given)
+        if "truncate" in given:
+            # null is false to transformers
+            known["truncate"] = bool(given["truncate"])
+        for key, value in known.items():
+            if key not in ("rope_type", "truncate"):
+                _number(f"{key} of {name}", value)
+        found["rope_scaling"] = RopeScaling(**known)
     return found
+
+
+def _original(config: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    """The context that frequencies were trained with: of the group, or the whole context where it says none."""
+    value, outside = given.get("original_max_position_embeddings"), config.get("original_max_position_embeddings")
+    value = config.get("max_position_embeddings") if value is None else value
+    if outside is not None and outside != value:
+        raise ValueError(
+            f"original_max_position_embeddings is {outside!r} beside the rope group, where transformers does not read "
+            f"it, and takes {value!r}; write it into the group"
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"original_max_position_embeddings is {value!r}, not a whole number above 0")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{key} is {value!r}; it must be a number from 0")
+    return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hpcrl.models.defaults import completed
 from hpcrl.models.facts import ModelFacts, Naming
 from hpcrl.models.families.common import Config, Reader
 from hpcrl.models.families.deepseek import deepseek, glm4_moe
@@ -27,7 +28,8 @@ def facts_from_config(config: Config, *, name: str) -> ModelFacts:
     """
     whole = checked(config)
     # models that also see wrap the language model's config
-    config = checked(whole.get("text_config", whole))
+    inner = whole.get("text_config", config)
+    config = checked(completed(inner) if isinstance(inner, Mapping) else inner)
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None:

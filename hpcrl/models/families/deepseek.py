@@ -66,8 +66,8 @@ def _is_dense(config: Config, layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
     if kinds is not None:
         return bool(kinds[layer] == "dense")
-    default = 1 if config["model_type"] == "glm4_moe_lite" else 0
-    return bool(layer < config.get("first_k_dense_replace", default))
+    # transformers reads no first_k_dense_replace of GLM-4.7-Flash: its first layer is dense where nothing else is told
+    return bool(layer < config.get("first_k_dense_replace", 1))
 
 
 def _mtp(config: Config, mixer: Gqa | Mla, mlp: Mlp) -> tuple[Layer, ...]:

@@ -18,17 +18,19 @@ def block_types(config: Config, listed: str, pattern: str) -> list[str]:
 
     Raises
     ------
-    KeyError
-        The config has neither.
     ValueError
-        There is a kind that is not known.
+        The config has neither, or there is a kind that is not known.
     """
     given = config.get(listed) or config.get("layer_types" if listed == "layers_block_type" else "")
     if given is None:
+        if not isinstance(config.get(pattern), str):
+            raise ValueError(f"config.json lacks {listed}, and {pattern} is {config.get(pattern)!r}, not text")
         letters = str(config[pattern])
         if unknown := set(letters) - _BLOCKS.keys():
             raise ValueError(f"{pattern} has {min(unknown)!r}; known are {' '.join(_BLOCKS)}")
         given = [_BLOCKS[letter] for letter in letters]
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(kind, str) for kind in given):
+        raise ValueError(f"{listed} is {given!r}, not a list of words")
     kinds = [_BLOCK_NAMES.get(kind, kind) for kind in given]
     if other := set(kinds) - set(_BLOCKS.values()):
         raise ValueError(f"{listed} has {min(other)!r}; known are mamba, attention, mlp and moe")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from hpcrl.config.lora import LoraConfig
 from hpcrl.modeling.adapters import AdapterNames
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.models.adapting import unread_by_peft
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.publish.publisher import Published, Publisher, PublisherSettings
 from hpcrl.trainer.publish.version_writer import AdapterForm
@@ -24,6 +26,8 @@ __all__ = ["BASE_VERSION", "AdapterPublisher"]
 
 BASE_VERSION = 0
 """The start model, which is what adapters of every version are merged into."""
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterPublisher(Publisher):
@@ -74,6 +78,7 @@ class AdapterPublisher(Publisher):
         if not isinstance(self._names, AdapterNames):
             assert isinstance(model, Decoder)
             self._names = AdapterNames(model)
+            self._tell_unread(model)
         self._prepare(model)
         assert self._writer is not None
         files = {ADAPTER_CONFIG: self._config()}
@@ -81,6 +86,16 @@ class AdapterPublisher(Publisher):
             files[CANARY] = canary
         self._writer.adapter = AdapterForm(BASE_VERSION, files)
         super().publish(model, version, on_published)
+
+    def _tell_unread(self, model: Decoder) -> None:
+        """Say which adapters of the versions PEFT would leave out; engines of this project merge all of them."""
+        unread = unread_by_peft(model.arch.facts, self._lora.targets)
+        if unread and self._ranks.rank == 0:
+            _log.warning(
+                "PEFT leaves out the adapters of %s in published versions of this model (huggingface/peft#3711); "
+                "engines read all of them, and hpcrl checkpoint export writes the merged model for others",
+                " and ".join(unread),
+            )
 
     def _publish_base(self, model: nn.Module, on_published: Callable[[Published], None]) -> None:
         publisher = self._base_publisher()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import HandoffConfig
-from hpcrl.models.mtp import config_of_tensors
+from hpcrl.models.written import written_config
 from hpcrl.space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
@@ -263,9 +263,10 @@ class VersionWriter:
 
     def _config(self) -> bytes:
         config = json.loads((self._model_dir / "config.json").read_bytes())
-        config = config_of_tensors(config, (tensor.name for tensor in self._tensors))
-        config.pop("torch_dtype", None)  # the name before transformers 5
-        config["dtype"] = str(self._dtype).removeprefix("torch.")
-        if self._settings.kind == "fp8":
-            config["quantization_config"] = quantization_config(self._tensors)
+        config = written_config(
+            config,
+            (tensor.name for tensor in self._tensors),
+            dtype=str(self._dtype).removeprefix("torch."),
+            quantization=quantization_config(self._tensors) if self._settings.kind == "fp8" else None,
+        )
         return json.dumps(config, indent=2).encode() + b"\n"

@@ -30,7 +30,7 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import load_arch
-from hpcrl.models.mtp import config_of_tensors
+from hpcrl.models.written import is_true_of_copies, written_config
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.screen_text import visible
@@ -204,12 +204,10 @@ def _shards(shapes: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: i
 def _copy_companions(model_dir: Path, output: Path, dtype: str, names: Iterable[str]) -> None:
     for path in sorted(model_dir.iterdir()):
         small = path.is_file() and path.stat().st_size <= _COMPANION_BYTES
-        if small and path.suffix in _COMPANION_SUFFIXES and not path.name.endswith((".index.json", "manifest.json")):
+        if small and path.suffix in _COMPANION_SUFFIXES and is_true_of_copies(path.name):
             shutil.copyfile(path, output / path.name)
             _fsync(output / path.name)
-    config: dict[str, Any] = config_of_tensors(json.loads((model_dir / "config.json").read_bytes()), names)
-    config.pop("torch_dtype", None)  # the name before transformers 5
-    config["dtype"] = dtype
+    config = written_config(json.loads((model_dir / "config.json").read_bytes()), names, dtype=dtype)
     write_json(output / "config.json", config)
 
 

@@ -57,7 +57,10 @@ INDEXER = {"index_n_heads": 16, "index_head_dim": 10, "index_topk": 4, "indexer_
 #: eight experts lie whole on four ranks; six, of which two ranks get three, do not; of two each is cut by rows
 ARCHS = {
     "qwen3_moe": tiny_arch(num_experts=8, num_experts_per_tok=2),
-    "deepseek_v3": DeepseekV3Arch(**SIZES, **LATENT, n_routed_experts=6, num_experts_per_tok=2),
+    "deepseek_v3": DeepseekV3Arch(
+        **{**SIZES, **LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        routed_scaling_factor=1.0,
+    ),
     "glm4_moe": Glm4MoeArch(
         **SIZES,
         n_routed_experts=2,
