@@ -31,7 +31,7 @@ def block_types(config: Config, listed: str, pattern: str) -> list[str]:
         given = [_BLOCKS[letter] for letter in letters]
     if not isinstance(given, list | tuple) or not given or not all(isinstance(kind, str) for kind in given):
         raise ValueError(f"{listed} is {given!r}, not a list of words")
-    kinds: list[str] = [_BLOCK_NAMES.get(kind, kind) for kind in given]
+    kinds = [_BLOCK_NAMES[kind] if kind in _BLOCK_NAMES else str(kind) for kind in given]
     if other := set(kinds) - set(_BLOCKS.values()):
         raise ValueError(f"{listed} has {min(other)!r}; known are mamba, attention, mlp and moe")
     return kinds
