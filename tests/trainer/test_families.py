@@ -1,5 +1,6 @@
 """Every family from its published form through shards, a step, a checkpoint and a hand-off, and back to its readers."""
 
+import json
 from fnmatch import fnmatch
 
 import pytest
@@ -98,6 +99,9 @@ def add_mtp(model_dir, prefix, count="num_nextn_predict_layers"):
     }
     made = {f"{prefix}.{name}": tensor for name, tensor in made.items()}
     save_file(made, model_dir / "mtp.safetensors")
+    # files that no index names are not the model's
+    places = {name: path.name for path in model_dir.glob("*.safetensors") for name in load_file(path)}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     write_config(model_dir, **{count: 1})
     return set(made)
 

@@ -51,6 +51,7 @@ def tiny_arch(**changes: Any) -> ModelArch:
         "moe_intermediate_size": 24,
         "num_experts": 4,
         "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
         "max_position_embeddings": 128,
         "eos_token_id": 2,
     }

@@ -22,6 +22,7 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "component.went_on": {"role": str, "replica": int, "problem": str},
     "trainer.version_refused": {"what": str},
     "engine.adapter_unproven": {"engine": str, "tries": int},
+    "engine.weights_unproved": {"engine": str, "version": int, "why": str},
     "run.state": {"state": str},
     "store.canary": {"host": str},
     "store.segment_lost": {"segment": str, "segments": int},
