@@ -17,10 +17,13 @@ from typing import NamedTuple, Self
 from hpcrl.errors import UsageError
 from hpcrl.weights.format.layout import block_runs
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES
+from hpcrl.weights.read.model_directory import INDEX, find_weight_files
 
 __all__ = ["ModelFiles", "StoredBlock"]
 
 _DTYPES = {theirs: (ours, size) for ours, (theirs, size) in SAFETENSORS_DTYPES.items()}
+# powers of two, as scales are published; nothing here writes them
+_DTYPES["F8_E8M0"] = ("float8_e8m0fnu", 1)
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors project."""
 _SPAN_BYTES = 4 << 20
@@ -39,28 +42,54 @@ class StoredBlock(NamedTuple):
 
 
 class ModelFiles:
-    """The safetensors files of a directory. A context manager: files stay open in it."""
+    """The safetensors files of a model directory. A context manager: files stay open in it.
+
+    Attributes
+    ----------
+    tensors:
+        Where each tensor lies, by its name.
+    ignored:
+        Names of files of weights in the directory that are not read (`find_weight_files`).
+    """
 
     def __init__(self, model_dir: Path) -> None:
-        """Read the heads of all files.
+        """Read the heads of all files of the model.
 
         Raises
         ------
         UsageError
             There are none, or one is no safetensors file, ends before its tensors do, or is a link to what is not
-            there (the message names it).
+            there (the message names it); the index does not say where tensors are; a tensor is in two files.
         """
-        paths = sorted(model_dir.glob("*.safetensors"))
-        if not paths:
-            raise UsageError(f"{model_dir} has no *.safetensors: it is not a model directory")
+        found = find_weight_files(model_dir)
         self.model_dir = model_dir
+        self.ignored = found.ignored
         self.tensors: dict[str, StoredBlock] = {}
         self._open: dict[Path, int] = {}
-        for path in paths:
+        for path in found.paths:
             for name, block in _head(path).items():
                 if name in self.tensors:
                     raise UsageError(f"{path} has tensor {name!r}, and so has {self.tensors[name].file}")
                 self.tensors[name] = block
+        for path in found.unnamed:
+            self._refuse_copies(path)
+        for name, path in found.placed.items():
+            if name not in self.tensors:
+                raise UsageError(f"{path} has no tensor {name!r}, which {INDEX} names in it")
+            if self.tensors[name].file != path:
+                raise UsageError(f"{self.tensors[name].file} has tensor {name!r}, and by {INDEX} {path} has it")
+
+    def _refuse_copies(self, path: Path) -> None:
+        """Refuse a file that is not read and has tensors of the model (UsageError): vLLM would read these."""
+        try:
+            names = _head(path)
+        except UsageError:
+            return
+        if both := [name for name in names if name in self.tensors]:
+            raise UsageError(
+                f"{path} has tensor {both[0]!r}, and so has {self.tensors[both[0]].file}\n"
+                "    hint: remove the file that is not the model; without an index, readers differ in which they read"
+            )
 
     def __enter__(self) -> Self:
         return self
