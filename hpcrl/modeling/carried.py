@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hpcrl.errors import UsageError
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, HfAdapter
 from hpcrl.weights.format.quantize import FP8_DTYPE
@@ -49,16 +50,15 @@ def find_mtp_tensors(model_dir: Path, adapter: HfAdapter, *, checked: bool = Tru
     Raises
     ------
     UsageError
-        The directory has no whole safetensors files.
-    ValueError
-        One of these tensors is in FP8 with scales that cannot be read, or in a dtype that cannot.
+        The directory has no whole safetensors files, or one of these tensors has a dtype, or scales, that cannot be
+        read.
     """
     with ModelFiles(model_dir) as files:
         stored = {name: block for name, block in files.tensors.items() if adapter.is_mtp(name)}
         scales = {name + SCALE_SUFFIX for name, block in stored.items() if block.dtype == FP8_DTYPE}
         for name in sorted(stored.keys() - scales if checked else ()):
             if problem := dtype_problem(name, files.tensors):
-                raise ValueError(f"{model_dir}: {problem}")
+                raise UsageError(f"{model_dir}: {problem}")
     return [
         CarriedTensor(name, "bfloat16" if block.dtype == FP8_DTYPE else block.dtype, block.shape)
         for name, block in sorted(stored.items())

@@ -112,7 +112,9 @@ def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None
 
 def _check_stored(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple[int, ...]) -> None:
     """Check what the head of a file says of a tensor (ValueError)."""
-    stored = files.tensors[name]
+    stored = files.tensors.get(name)
+    if stored is None:
+        raise ValueError(f"tensor {name!r} is missing{config_key(adapter.arch, name)}")
     if stored.shape != shape:
         key = config_key(adapter.arch, name)
         raise ValueError(f"tensor {name!r} has shape {stored.shape}, not {shape}{key}")

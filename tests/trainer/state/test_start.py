@@ -125,7 +125,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
     file = model_dir / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-4])
-    with pytest.raises(UsageError, match="ends before its tensor 'lm_head.weight' does"):
+    with pytest.raises(UsageError, match=r"ends before its tensor 'lm_head\.weight' does"):
         whole(model_dir)
     file.write_bytes(b"<html>")
     with pytest.raises(UsageError, match="is no safetensors file"):

@@ -59,7 +59,7 @@ def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
     except (ValueError, OSError) as error:
         raise UsageError(f"{model_dir} cannot be read: {error}") from error
     if dtype == "auto":
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     model = build_model(arch, device="cpu", dtype=DTYPES[dtype]).requires_grad_(False).eval()
