@@ -297,12 +297,11 @@ def test_the_index_decides_what_is_read(tmp_path: Path) -> None:
         assert len(files.ignored) == 5
 
 
-def test_without_an_index_the_single_file_is_the_model(tmp_path: Path) -> None:
+def test_without_an_index_files_of_other_formats_are_left_out(tmp_path: Path) -> None:
     path = model(tmp_path / "model")
     expected = published(path)
     save_file({"layers.0.attention.wq.weight": torch.ones(2)}, path / "consolidated.safetensors")
     save_file({"base_model.model.lora_A.weight": torch.ones(2)}, path / "adapter_model.safetensors")
-    save_file({"v_head.weight": torch.ones(2)}, path / "value_head.safetensors")
     found = published(path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     torch.testing.assert_close(
@@ -351,6 +350,16 @@ def test_contradictions_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(HpcrlError) as caught:
         load_ours(path)
     assert said in str(caught.value)
+    assert [said in what for what in preflight(path)] == [True]
+
+
+def test_a_file_of_other_tensors_without_an_index_is_refused(tmp_path: Path) -> None:
+    """vLLM would read it, and transformers would not."""
+    path = model(tmp_path / "model")
+    save_file({"v_head.weight": torch.ones(2)}, path / "value_head.safetensors")
+    said = "tensor 'v_head.weight' of value_head.safetensors is not part of this model"
+    with pytest.raises(ValueError, match=said):
+        load_ours(path)
     assert [said in what for what in preflight(path)] == [True]
 
 

@@ -34,21 +34,18 @@ class WeightFiles(NamedTuple):
         The file of each tensor by the index; empty where there is no index.
     ignored:
         Names of files with weights that are not read, sorted.
-    unnamed:
-        Those of ``ignored`` that other readers may read too: safetensors files beside ``model.safetensors`` that no
-        index leaves out.
     """
 
     paths: tuple[Path, ...]
     placed: Mapping[str, Path]
     ignored: tuple[str, ...]
-    unnamed: tuple[Path, ...] = ()
 
 
 def find_weight_files(model_dir: Path) -> WeightFiles:
     """Find the files to read; no file but the index is opened.
 
-    Without an index it is ``model.safetensors``, as for transformers, or else all files together.
+    Without an index all safetensors files are the model together, as for vLLM: some uploads have the tensors of
+    multi-token prediction in a file of their own.
 
     Raises
     ------
@@ -59,7 +56,6 @@ def find_weight_files(model_dir: Path) -> WeightFiles:
     present = sorted({path.name for pattern in _OTHER_WEIGHTS for path in model_dir.glob(pattern)})
     own = [path for path in sorted(model_dir.glob("*.safetensors")) if not path.name.startswith(_OTHER_FORMATS)]
     placed: dict[str, Path] = {}
-    unnamed: tuple[Path, ...] = ()
     # a link to nothing is an index that cannot be read, and not the lack of one
     if (model_dir / INDEX).exists() or (model_dir / INDEX).is_symlink():
         placed = {name: model_dir / file for name, file in _read_index(model_dir).items()}
@@ -69,9 +65,6 @@ def find_weight_files(model_dir: Path) -> WeightFiles:
                 f"{model_dir} has {_SINGLE} and an index, {INDEX}, that does not name it: transformers reads the "
                 "first, vLLM what the index names\n    hint: remove the one that is not the model"
             )
-    elif _SINGLE in present:
-        paths = [model_dir / _SINGLE]
-        unnamed = tuple(path for path in own if path.name != _SINGLE)
     else:
         paths = own
     names = {path.relative_to(model_dir).as_posix() for path in paths}
@@ -79,7 +72,7 @@ def find_weight_files(model_dir: Path) -> WeightFiles:
     if not paths:
         beside = f" (there is {', '.join(ignored[:3])}, which hpcrl does not read)" if ignored else ""
         raise UsageError(f"{model_dir} has no *.safetensors{beside}: it is not a model directory")
-    return WeightFiles(tuple(paths), placed, ignored, unnamed)
+    return WeightFiles(tuple(paths), placed, ignored)
 
 
 def _read_index(model_dir: Path) -> dict[str, str]:

@@ -71,25 +71,11 @@ class ModelFiles:
                 if name in self.tensors:
                     raise UsageError(f"{path} has tensor {name!r}, and so has {self.tensors[name].file}")
                 self.tensors[name] = block
-        for path in found.unnamed:
-            self._refuse_copies(path)
         for name, path in found.placed.items():
             if name not in self.tensors:
                 raise UsageError(f"{path} has no tensor {name!r}, which {INDEX} names in it")
             if self.tensors[name].file != path:
                 raise UsageError(f"{self.tensors[name].file} has tensor {name!r}, and by {INDEX} {path} has it")
-
-    def _refuse_copies(self, path: Path) -> None:
-        """Refuse a file that is not read and has tensors of the model (UsageError): vLLM would read these."""
-        try:
-            names = _head(path)
-        except UsageError:
-            return
-        if both := [name for name in names if name in self.tensors]:
-            raise UsageError(
-                f"{path} has tensor {both[0]!r}, and so has {self.tensors[both[0]].file}\n"
-                "    hint: remove the file that is not the model; without an index, readers differ in which they read"
-            )
 
     def __enter__(self) -> Self:
         return self
