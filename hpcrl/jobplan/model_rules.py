@@ -219,19 +219,6 @@ def _adapters_fit(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confl
         yield from (("trainer.lora.targets", problem) for problem in lora_problems(facts, lora.targets))
 
 
-def _experts_are_aligned(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
-    step = 16 // DTYPE_BYTES[recipe.trainer.dtype]
-    for _layer, moe in facts.moe_layers:
-        widths = {"hidden size": moe.hidden_size, "experts' width": moe.moe_intermediate_size}
-        if moe.latent_size is not None:
-            widths["latent size"] = moe.latent_size
-        for name, width in widths.items():
-            if width % step:
-                what = f"rows of experts of {facts.name} are no multiple of 16 bytes: its {name} is {width}"
-                yield "trainer.dtype", f"{what}, and {recipe.trainer.dtype} needs a multiple of {step}"
-                return
-
-
 def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     length, most = recipe.engine.max_model_len, facts.max_position_embeddings
     if length > most:
@@ -355,12 +342,6 @@ MODEL_RULES: tuple[ModelRule, ...] = (
         "The model has what adapters are asked for.",
         "name targets that it has, or leave trainer.lora.targets out for all of them",
         _adapters_fit,
-    ),
-    ModelRule(
-        "experts-aligned",
-        "Rows of experts are whole multiples of 16 bytes, which products of grouped matrices take.",
-        "choose trainer.dtype: float32 where that is enough, or another model",
-        _experts_are_aligned,
     ),
     ModelRule(
         "context-in-model",

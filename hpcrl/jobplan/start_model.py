@@ -20,8 +20,19 @@ from hpcrl.errors import ConfigError, Finding, HpcrlError
 from hpcrl.models import ModelArch, load_arch
 from hpcrl.models.hub import download_command, published_id
 from hpcrl.models.mtp import is_mtp_tensor
-from hpcrl.models.tensors import scale_shape
+from hpcrl.weights.format.quantize import FP8_DTYPE
+from hpcrl.weights.read.model_directory import find_weight_files
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
+from hpcrl.weights.read.stored_weights import (
+    EMBEDDING,
+    HEAD,
+    SCALE_SUFFIX,
+    config_key,
+    dtype_problem,
+    heads_differ_problem,
+    rows_differ,
+    tied_name,
+)
 
 __all__ = ["ModelReport", "check_model", "report_model"]
 
@@ -30,8 +41,6 @@ _OTHER_FAMILY = (
 )
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
-_FP8 = "float8_e4m3fn"
-_SCALE = "_scale_inv"
 _AGAIN = "copy or download it again, whole"
 _MOST_BYTES = 512 << 20
 """Of a tokenizer's file; the largest published ones have some 40 million bytes."""
@@ -48,10 +57,13 @@ class ModelReport:
     unmade:
         Why it is not there yet although nothing is wrong: the warm-up of the recipe makes it. Then there are no
         findings.
+    notes:
+        What people should know of a model that can be used.
     """
 
     findings: tuple[Finding, ...] = ()
     unmade: Finding | None = None
+    notes: tuple[str, ...] = ()
 
 
 def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
@@ -86,7 +98,8 @@ def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = Tru
     files = _weight_problems(arch, model_dir) if weights else ()
     for what, hint in (*_tokenizer_problems(model_dir), *files):
         findings.append(Finding(where, "model.path", what, hint))
-    return ModelReport(tuple(findings))
+    notes = () if findings or not weights else tuple(_ignored_files(model_dir))
+    return ModelReport(tuple(findings), notes=notes)
 
 
 def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str) -> ModelReport:
@@ -178,28 +191,21 @@ def _json(path: Path) -> Any:
 def _weight_problems(arch: ModelArch, model_dir: Path) -> Iterator[tuple[str, str]]:
     """Why trainer and engines could not load the weights; the first reason of each kind."""
     try:
-        if lost := _lost_files(model_dir):
-            some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-            yield f"{model_dir} lacks {some}, which its index names", _AGAIN
-            return
         with ModelFiles(model_dir) as files:
             stored = dict(files.tensors)
+            differ = arch.tie_word_embeddings and HEAD in stored and EMBEDDING in stored and rows_differ(files)
     except (HpcrlError, OSError, ValueError) as error:
-        yield str(error).partition("\n")[0], _AGAIN
+        what, _, hint = str(error).partition("\n")
+        yield what, hint.strip().removeprefix("hint: ") or _AGAIN
         return
+    if differ:
+        yield f"{model_dir}: {heads_differ_problem()}", "transformers keeps both, vLLM drops the head"
     yield from _tensor_problems(arch, model_dir, stored)
 
 
-def _lost_files(model_dir: Path) -> list[str]:
-    """Files that the index of the weights names and that are not there; links to nothing are not there."""
-    index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    document = _json(index)
-    found = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise ValueError(f"{index} has no weight_map of tensors and files")
-    return sorted(name for name in set(found.values()) if not (model_dir / name).is_file())
+def _ignored_files(model_dir: Path) -> Iterator[str]:
+    if ignored := find_weight_files(model_dir).ignored:
+        yield f"not read in {model_dir}, as they are not the model's by its index or name: {', '.join(ignored)}"
 
 
 def _tensor_problems(arch: ModelArch, model_dir: Path, stored: dict[str, StoredBlock]) -> Iterator[tuple[str, str]]:
@@ -209,27 +215,28 @@ def _tensor_problems(arch: ModelArch, model_dir: Path, stored: dict[str, StoredB
     except ValueError as error:
         yield f"{model_dir}: {error}", _OTHER_FAMILY
         return
+    if arch.tie_word_embeddings and EMBEDDING in expected:
+        # a tied tensor may be stored by either name, or by both
+        shape = expected.pop(EMBEDDING)
+        expected |= {name: shape for name in (tied_name(stored), HEAD) if name != HEAD or HEAD in stored}
     fitting = "the weights are not those of config.json: download the model again, or choose another one"
     missing = [name for name in expected if name not in stored]
     if missing:
-        yield f"{model_dir}: {len(missing)} tensors are missing, the first is {missing[0]!r}", fitting
+        what = f"{len(missing)} tensors are missing, the first is {missing[0]!r}{config_key(arch, missing[0])}"
+        yield f"{model_dir}: {what}", fitting
     for name, shape in expected.items():
         if name in stored and stored[name].shape != shape:
-            has = stored[name].shape
-            yield f"{model_dir}: tensor {name!r} has shape {_shape(has)}, by config.json it is {_shape(shape)}", fitting
+            has = f"tensor {name!r} has shape {_shape(stored[name].shape)}, by config.json it is {_shape(shape)}"
+            yield f"{model_dir}: {has}{config_key(arch, name)}", fitting
             break
     for name in expected:
-        if name in stored and not stored[name].width:
-            what = f"{model_dir}: tensor {name!r} has dtype {stored[name].dtype}, which cannot be read"
-            yield what, "choose an upload in bfloat16, or in FP8 with block scales"
-            break
-    for name in expected:
-        if name in stored and stored[name].dtype == _FP8 and (what := _scale_problem(name, stored)):
-            yield f"{model_dir}: {what}", fitting
+        if name in stored and (what := dtype_problem(name, stored)):
+            yield f"{model_dir}: {what}", "choose an upload in bfloat16, or in FP8 with block scales"
             break
     strange = [name for name in stored if not _belongs(arch, name, expected, stored)]
     if strange:
         what = f"{model_dir}: tensor {strange[0]!r} of {stored[strange[0]].file.name} is not part of this model"
+        what += config_key(arch, strange[0])
         others = f" ({len(strange)} such tensors)" if len(strange) > 1 else ""
         yield what + others, fitting
 
@@ -238,22 +245,10 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _scale_problem(name: str, stored: dict[str, StoredBlock]) -> str:
-    shape, scale = stored[name].shape, stored.get(name + _SCALE)
-    if len(shape) != 2:
-        return f"tensor {name!r} is in FP8 and no matrix: the layout of its scales is not known"
-    if scale is None:
-        return f"tensor {name!r} is in FP8, but its scales, {name + _SCALE!r}, are missing"
-    wanted = tuple(scale_shape(shape))
-    if scale.shape != wanted:
-        return f"tensor {name + _SCALE!r} has shape {_shape(scale.shape)}, not {_shape(wanted)}"
-    return ""
-
-
 def _belongs(arch: ModelArch, name: str, expected: dict[str, Any], stored: dict[str, StoredBlock]) -> bool:
     """Return whether loading leaves ``name`` in peace: a tensor of the model, or one that says nothing of its own."""
-    own = name.removesuffix(_SCALE)
-    quantised = own != name and own in stored and stored[own].dtype == _FP8
-    redundant = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and arch.tie_word_embeddings)
+    own = name.removesuffix(SCALE_SUFFIX)
+    quantised = own != name and own in stored and stored[own].dtype == FP8_DTYPE
+    redundant = name.endswith("rotary_emb.inv_freq")
     mtp = is_mtp_tensor(name, layers=arch.num_hidden_layers, modules=arch.num_nextn_predict_layers)
     return name in expected or (quantised and (own in expected or mtp)) or redundant or mtp

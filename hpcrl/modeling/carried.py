@@ -14,10 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hpcrl.errors import UsageError
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, HfAdapter
-from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
+from hpcrl.weights.format.quantize import FP8_DTYPE
 from hpcrl.weights.read.model_files import ModelFiles
+from hpcrl.weights.read.stored_weights import SCALE_SUFFIX, dtype_problem
 
 __all__ = ["CarriedTensor", "carry", "find_mtp_tensors"]
 
@@ -40,17 +42,23 @@ class CarriedTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def find_mtp_tensors(model_dir: Path, adapter: HfAdapter) -> list[CarriedTensor]:
+def find_mtp_tensors(model_dir: Path, adapter: HfAdapter, *, checked: bool = True) -> list[CarriedTensor]:
     """The tensors of multi-token prediction in the files of ``model_dir``, by name; only their heads are read.
+
+    Without ``checked`` tensors are returned that cannot be loaded, too.
 
     Raises
     ------
     UsageError
-        The directory has no whole safetensors files.
+        The directory has no whole safetensors files, or one of these tensors has a dtype, or scales, that cannot be
+        read.
     """
     with ModelFiles(model_dir) as files:
         stored = {name: block for name, block in files.tensors.items() if adapter.is_mtp(name)}
-    scales = {scale_tensor(name, b.shape).name for name, b in stored.items() if b.dtype == FP8_DTYPE}
+        scales = {name + SCALE_SUFFIX for name, block in stored.items() if block.dtype == FP8_DTYPE}
+        for name in sorted(stored.keys() - scales if checked else ()):
+            if problem := dtype_problem(name, files.tensors):
+                raise UsageError(f"{model_dir}: {problem}")
     return [
         CarriedTensor(name, "bfloat16" if block.dtype == FP8_DTYPE else block.dtype, block.shape)
         for name, block in sorted(stored.items())

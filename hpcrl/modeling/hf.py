@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpcrl.models.arch import ModelArch
 from hpcrl.models.mtp import is_mtp_tensor
+from hpcrl.weights.read.stored_weights import EMBEDDING, HEAD, heads_differ_problem
 
 __all__ = [
     "CARRIED",
@@ -25,6 +26,9 @@ __all__ = [
 
 CARRIED = "carried."
 """Before the published names of tensors that no forward pass reads (`hpcrl.modeling.carried`)."""
+
+
+_TWINS = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 
 
 class Region(NamedTuple):
@@ -106,10 +110,14 @@ class HfAdapter:
     def is_redundant(self, name: str) -> bool:
         """Whether the published tensor ``name`` says nothing that others do not say too.
 
-        Some published models with tied embeddings have the head as well; older ones have the frequencies of rotary
-        embeddings, which follow from ``config.json``.
+        Older models have the frequencies of rotary embeddings, which follow from ``config.json``. A head that is tied
+        to the embedding is not meant: whether it says the same is seen by its values (`tied_twin`).
         """
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.arch.tie_word_embeddings)
+        return name.endswith("rotary_emb.inv_freq")
+
+    def tied_twin(self, name: str) -> str | None:
+        """Return the other published name of the tensor ``name`` where head and embedding are one; else None."""
+        return _TWINS.get(name) if self.arch.tie_word_embeddings else None
 
 
 class RenamedTensors(HfAdapter):
@@ -161,41 +169,36 @@ def published_tensors(model: nn.Module, adapter: HfAdapter) -> Iterator[tuple[st
 def load_hf_tensors(model: nn.Module, adapter: HfAdapter, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy published tensors into ``model`` in place, whole (unsharded) parameters only.
 
-    Tensors of multi-token prediction that ``model`` does not carry are left out.
+    Tensors of multi-token prediction that ``model`` does not carry are left out. A head that is tied to the embedding
+    may come by either name, or by both with the same values.
 
     Raises
     ------
     ValueError
-        A tensor is unknown, has the wrong shape, comes twice, or is missing. The model may be half
-        written then: callers load into a spare copy or stop.
+        A tensor is unknown, has the wrong shape, comes twice, or is missing; head and embedding are tied and come
+        with different values. The model may be half written then: callers load into a spare copy or stop.
     """
     targets = dict(published_tensors(model, adapter))
-    missing = set(targets)
-    naming, head = adapter.arch.facts.naming, None
-    for name, tensor in tensors:
-        if name == naming.lm_head and name not in targets and adapter.is_redundant(name):
-            head = tensor
+    missing, came = set(targets), set[str]()
+    for given, tensor in tensors:
+        twin = adapter.tied_twin(given)
+        name = twin if twin is not None and given not in targets else given
         target = targets.get(name)
         if target is None:
             if adapter.is_redundant(name) or adapter.is_mtp(name):
                 continue
             raise ValueError(f"tensor {name!r} is not part of this model")
         if target.shape != tensor.shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, not {tuple(target.shape)}")
+            raise ValueError(f"tensor {given!r} has shape {tuple(tensor.shape)}, not {tuple(target.shape)}")
+        if given in came:
+            raise ValueError(f"tensor {given!r} comes twice")
+        came.add(given)
         if name not in missing:
-            raise ValueError(f"tensor {name!r} comes twice")
+            # the other name of a tied tensor came before
+            if not torch.equal(target, tensor.to(target)):
+                raise ValueError(heads_differ_problem())
+            continue
         missing.discard(name)
         target.copy_(tensor)
-    if head is not None:
-        # a tied model: what was stored under the name of the head is the embedding, or it is another model
-        embedding = targets[naming.embedding]
-        if head.shape != embedding.shape:
-            shapes = f"shape {tuple(head.shape)}, not {tuple(embedding.shape)}"
-            raise ValueError(f"tensor {naming.lm_head!r} of a tied model has {shapes}")
-        if naming.embedding in missing:
-            missing.discard(naming.embedding)
-            embedding.copy_(head)
-        elif not torch.equal(head.to(embedding), embedding):
-            raise ValueError(f"tie_word_embeddings is true, but {naming.lm_head!r} and {naming.embedding!r} differ")
     if missing:
         raise ValueError(f"{len(missing)} tensors are missing, the first is {min(missing)!r}")

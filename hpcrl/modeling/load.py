@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,16 +12,14 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import HeldBlock, local_block, local_part, overlap
 from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
-from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
+from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE
 from hpcrl.weights.read.model_files import ModelFiles
+from hpcrl.weights.read.stored_weights import SCALE_SUFFIX, config_key, dtype_problem, heads_differ_problem, tied_name
 
 __all__ = ["load_model_dir", "read_whole"]
 
 _PORTION_BYTES = 64 << 20
 """Most bytes that are held beside the model."""
-_SCALE = "_scale_inv"
-_SCALE_DTYPES = ("float32", "bfloat16", "float16")
-_WEIGHT_DTYPES = (*_SCALE_DTYPES, FP8_DTYPE)
 
 
 @torch.no_grad()
@@ -36,18 +36,24 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
         The directory has no whole safetensors files.
     ValueError
         They are not of this model (the message names directory and tensor): a tensor is missing, unknown or of
-        another shape, or its dtype cannot be read. Nothing was written then.
+        another shape, its dtype or its scales cannot be read, or head and embedding are tied and stored with
+        different values. Nothing was written then on this rank.
     """
     with ModelFiles(model_dir) as files:
-        find_tied(files, adapter)
         tensors = model_tensors(model)
-        wanted = [(name, region) for name, own in tensors.items() for region in adapter.regions(name, own.shape)]
-        try:
-            _check(files, [region for _, region in wanted], adapter)
-        except ValueError as error:
-            raise ValueError(f"{model_dir}: {error}") from error
+        wanted = [
+            (name, region) for name, own in tensors.items() for region in _regions(files, adapter, name, own.shape)
+        ]
         blocks = {name: local_block(own) for name, own in tensors.items()}
         locals_ = {name: local_part(own) for name, own in tensors.items()}
+        try:
+            _check(files, [region for _, region in wanted], adapter)
+            for name, region in wanted:
+                part = overlap(blocks[name], region.low, region.shape)
+                if not part.is_empty:
+                    _check_values(files, adapter, region, part, tensors[name].dtype)
+        except ValueError as error:
+            raise ValueError(f"{model_dir}: {error}{_beside(files)}") from error
         for name, region in wanted:
             _read_region(files, region, locals_[name], blocks[name])
 
@@ -56,21 +62,26 @@ def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> Non
 def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor) -> None:
     """Fill ``target``, our tensor ``name`` in its shape and any dtype, from files that `load_model_dir` would take.
 
-    Files that it would refuse are not looked for: their errors are anything.
+    Raises
+    ------
+    ValueError
+        As `load_model_dir`, for the tensors that are read here; ``target`` is not written then.
     """
-    find_tied(files, adapter)
-    for region in adapter.regions(name, target.shape):
+    regions = _regions(files, adapter, name, target.shape)
+    for region in regions:
+        _check_stored(files, adapter, region.name, region.shape)
+        whole = HeldBlock((0,) * len(region.shape), region.shape)
+        _check_values(files, adapter, region, whole, target.dtype)
+    for region in regions:
         _read_region(files, region, target, local_block(target))
 
 
-def find_tied(files: ModelFiles, adapter: HfAdapter) -> None:
-    """Find the embedding of a tied model under the name of the head, where files have it under that name alone.
-
-    So ``safetensors.torch.save_model`` stores a model whose two parameters are one.
-    """
-    naming = adapter.arch.facts.naming
-    if adapter.arch.tie_word_embeddings and naming.embedding not in files.tensors and naming.lm_head in files.tensors:
-        files.tensors[naming.embedding] = files.tensors.pop(naming.lm_head)
+def _regions(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple[int, ...]) -> list[Region]:
+    """`HfAdapter.regions` by the names of the files: a tied tensor may be stored by the name of the head alone."""
+    return [
+        region if adapter.tied_twin(region.name) is None else region._replace(name=tied_name(files.tensors))
+        for region in adapter.regions(name, shape)
+    ]
 
 
 def _read_region(files: ModelFiles, region: Region, local: Tensor, block: HeldBlock) -> None:
@@ -81,60 +92,67 @@ def _read_region(files: ModelFiles, region: Region, local: Tensor, block: HeldBl
 
 def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None:
     expected = {region.name: region.shape for region in regions}
+    if lost := [name for name in expected if name not in files.tensors]:
+        key = config_key(adapter.arch, lost[0])
+        raise ValueError(f"{len(lost)} tensors are missing, the first is {lost[0]!r}{key}")
     for name, shape in expected.items():
-        stored = files.tensors.get(name)
-        if stored is None:
-            missing = sum(other not in files.tensors for other in expected)
-            raise ValueError(f"{missing} tensors are missing, the first is {name!r}")
-        if stored.shape != shape:
-            raise ValueError(f"tensor {name!r} has shape {stored.shape}, not {shape}")
-        if stored.dtype not in _WEIGHT_DTYPES:
-            raise ValueError(f"tensor {name!r} has dtype {stored.dtype}, which cannot be read")
-        if stored.dtype == FP8_DTYPE:
-            _check_scales(files, name, shape)
+        _check_stored(files, adapter, name, shape)
     for name, stored in files.tensors.items():
-        own = name.removesuffix(_SCALE)
-        of_quantised = own != name and own in expected and files.tensors[own].dtype == FP8_DTYPE
-        left_out = adapter.is_redundant(name) or adapter.is_mtp(name)
+        own = name.removesuffix(SCALE_SUFFIX)
+        of_quantised = own != name and own in files.tensors and files.tensors[own].dtype == FP8_DTYPE
+        twin = adapter.tied_twin(name)
+        if twin in expected:
+            _check_stored(files, adapter, name, expected[twin])
+        left_out = adapter.is_redundant(name) or adapter.is_mtp(name) or twin in expected
+        of_quantised = of_quantised and (own in expected or adapter.tied_twin(own) in expected)
         if name not in expected and not of_quantised and not left_out:
-            raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model")
-    _check_tied_head(files, adapter)
+            key = config_key(adapter.arch, name)
+            raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model{key}")
 
 
-def _check_tied_head(files: ModelFiles, adapter: HfAdapter) -> None:
-    """Refuse a stored head that differs from the embedding which the config says it is."""
-    naming = adapter.arch.facts.naming
-    head, embedding = files.tensors.get(naming.lm_head), files.tensors.get(naming.embedding)
-    if not adapter.arch.tie_word_embeddings or head is None or embedding is None:
-        return
-    same = head.shape == embedding.shape and head.dtype in _SCALE_DTYPES
-    step = max(1, _PORTION_BYTES // (4 * max(1, embedding.shape[-1])))
-    for begin in range(0, embedding.shape[0], step) if same else ():
-        rows = HeldBlock((begin, 0), (min(begin + step, embedding.shape[0]), embedding.shape[1]))
-        ours, theirs = (_read(files, name, rows).float() for name in (naming.embedding, naming.lm_head))
-        if not (same := torch.equal(ours, theirs)):
-            break
-    if not same:
-        raise ValueError(
-            f"tie_word_embeddings is true, but tensors {naming.lm_head!r} and {naming.embedding!r} differ; set "
-            "tie_word_embeddings: false in config.json where the head was trained apart, or remove the stored head"
-        )
-
-
-def _check_scales(files: ModelFiles, name: str, shape: tuple[int, ...]) -> None:
-    if len(shape) != 2:
-        raise ValueError(f"tensor {name!r} is in FP8 and no matrix: the layout of its scales is not known")
-    wanted = scale_tensor(name, shape)
-    stored = files.tensors.get(wanted.name)
+def _check_stored(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple[int, ...]) -> None:
+    """Check what the head of a file says of a tensor (ValueError)."""
+    stored = files.tensors.get(name)
     if stored is None:
-        raise ValueError(f"tensor {name!r} is in FP8, but its scales, {wanted.name!r}, are missing")
-    if stored.dtype not in _SCALE_DTYPES:
-        known = ", ".join(_SCALE_DTYPES)
-        raise ValueError(f"tensor {wanted.name!r} has dtype {stored.dtype}; scales of FP8 are read in {known}")
-    if stored.shape != wanted.shape:
-        raise ValueError(
-            f"tensor {wanted.name!r} has shape {stored.shape}, not {wanted.shape}: blocks are {BLOCK} wide"
-        )
+        raise ValueError(f"tensor {name!r} is missing{config_key(adapter.arch, name)}")
+    if stored.shape != shape:
+        key = config_key(adapter.arch, name)
+        raise ValueError(f"tensor {name!r} has shape {stored.shape}, not {shape}{key}")
+    if problem := dtype_problem(name, files.tensors):
+        raise ValueError(problem)
+
+
+def _check_values(files: ModelFiles, adapter: HfAdapter, region: Region, part: HeldBlock, dtype: torch.dtype) -> None:
+    """Check the scales of what will be read, and a second copy of it (ValueError)."""
+    if files.tensors[region.name].dtype == FP8_DTYPE:
+        _check_scales(files, region.name, part)
+    twin = adapter.tied_twin(region.name)
+    if twin is None or twin not in files.tensors:
+        return
+    for rows in _portions(part, math.prod(region.shape[1:]) * 4):
+        if not torch.equal(_read(files, region.name, rows).to(dtype), _read(files, twin, rows).to(dtype)):
+            raise ValueError(heads_differ_problem())
+
+
+def _check_scales(files: ModelFiles, name: str, part: HeldBlock) -> None:
+    low, high = _blocks(part)
+    scales = _read(files, name + SCALE_SUFFIX, HeldBlock(low, high)).float()
+    good = scales.isfinite() & (scales >= 0)
+    if not bool(good.all()):
+        bad = float(scales[~good][0])
+        raise ValueError(f"tensor {name + SCALE_SUFFIX!r} has the scale {bad}: scales are positive numbers")
+    for row, column in (scales == 0).nonzero().tolist():
+        # a block of zeros has none that divides it: some converters write 0
+        first = ((low[0] + row) * BLOCK, (low[1] + column) * BLOCK)
+        last = tuple(min(begin + BLOCK, size) for begin, size in zip(first, files.tensors[name].shape, strict=True))
+        values = _stored_numbers(files, name, HeldBlock(first, last))
+        if bool((values.float() != 0).any()):
+            raise ValueError(f"tensor {name + SCALE_SUFFIX!r} has the scale 0 for a block that is not zero")
+
+
+def _beside(files: ModelFiles) -> str:
+    """Say in an error which files were not read: the tensors may be there."""
+    return f" (not read, as beside the model: {', '.join(files.ignored[:3])})" if files.ignored else ""
 
 
 def _view(local: Tensor, block: HeldBlock, region: Region, part: HeldBlock) -> Tensor:
@@ -151,20 +169,31 @@ def _fill(target: Tensor, files: ModelFiles, name: str, part: HeldBlock) -> None
     if not target.dim():
         target.copy_(_read(files, name, part).view(()))
         return
-    row = max(1, target[0].numel()) * 4
-    step = max(1, _PORTION_BYTES // row)
+    for rows in _portions(part, target[0].numel() * 4):
+        target[rows.low[0] - part.low[0] : rows.high[0] - part.low[0]].copy_(_read(files, name, rows))
+
+
+def _portions(part: HeldBlock, row_bytes: int) -> Iterator[HeldBlock]:
+    """Some rows of ``part`` at a time."""
+    step = max(1, _PORTION_BYTES // max(1, row_bytes))
     for begin in range(part.low[0], part.high[0], step):
-        end = min(begin + step, part.high[0])
-        rows = HeldBlock((begin, *part.low[1:]), (end, *part.high[1:]))
-        target[begin - part.low[0] : end - part.low[0]].copy_(_read(files, name, rows))
+        yield HeldBlock((begin, *part.low[1:]), (min(begin + step, part.high[0]), *part.high[1:]))
 
 
 def _read(files: ModelFiles, name: str, part: HeldBlock) -> Tensor:
-    stored = files.tensors[name]
+    numbers = _stored_numbers(files, name, part)
+    if files.tensors[name].dtype != FP8_DTYPE:
+        return numbers
+    scales = _read(files, name + SCALE_SUFFIX, HeldBlock(*_blocks(part)))
+    return dequantise(numbers, scales.float(), part.low)
+
+
+def _stored_numbers(files: ModelFiles, name: str, part: HeldBlock) -> Tensor:
+    """The numbers as they are stored, without their scales."""
     shape = tuple(high - low for low, high in zip(part.low, part.high, strict=True))
-    data = torch.frombuffer(files.read(name, *part), dtype=getattr(torch, stored.dtype)).view(shape)
-    if stored.dtype != FP8_DTYPE:
-        return data
-    low = tuple(i // BLOCK for i in part.low)
-    high = tuple(-(-i // BLOCK) for i in part.high)
-    return dequantise(data, _read(files, name + _SCALE, HeldBlock(low, high)).float(), part.low)
+    return torch.frombuffer(files.read(name, *part), dtype=getattr(torch, files.tensors[name].dtype)).view(shape)
+
+
+def _blocks(part: HeldBlock) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First and last blocks of scales that ``part`` of a matrix touches."""
+    return tuple(i // BLOCK for i in part.low), tuple(-(-i // BLOCK) for i in part.high)

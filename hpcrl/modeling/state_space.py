@@ -76,7 +76,7 @@ def convolve(
     if before is not None:
         wide = wide.index_copy(0, heads, before.flatten(0, 1).to(x.dtype))
     y = F.conv1d(wide.T[None], weight, bias, groups=x.shape[1])[0].T
-    return y[places - reach], wide[tails].view(n, reach, -1)
+    return y[places - reach], wide[tails].view(n, reach, x.shape[1])
 
 
 @kept_for_layers(2)

@@ -182,6 +182,7 @@ def examine(
     resolved, profile = absolute_paths(loaded.value, place.cwd), absolute_site_paths(site.value, place.cwd)
     sound = not problems.found
     model = _model(loaded, resolved, place)
+    notes += model.notes
     problems.found += [*([model.unmade] if model.unmade is not None else []), *model.findings]
     problems.of(lambda: check_sizes(loaded, site), unless="model.path" if model.findings else None)
     prepared = PreparedRun(

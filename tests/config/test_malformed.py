@@ -82,6 +82,14 @@ RECIPES = {
     "rule: batch of groups": Case(
         "trainer:", "rollouts: {rollouts_per_step: 10}\ntrainer:", 8, "rollouts.rollouts_per_step", "multiple", "choose"
     ),
+    "temperature of engines that round it": Case(
+        "trainer:",
+        "rollouts: {sampling: {temperature: 0.001}}\ntrainer:",
+        8,
+        "rollouts.sampling.temperature",
+        "0.01",
+        "",
+    ),
     "rule: group of one": Case(
         "trainer:", "rollouts: {group_size: 1}\ntrainer:", 8, "rollouts.group_size", "nothing to compare", "2 or more"
     ),

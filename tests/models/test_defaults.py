@@ -177,14 +177,3 @@ def test_an_original_context_that_transformers_does_not_read_is_refused() -> Non
     for group in (YARN, {**YARN, "original_max_position_embeddings": 64}):
         with pytest.raises(ValueError, match="write it into the group"):
             arch_from_config({**small("qwen3"), "rope_scaling": group, "original_max_position_embeddings": 512})
-
-
-@pytest.mark.parametrize("width", [14, 18, 30])
-def test_experts_whose_rows_no_product_takes_are_refused(width: int) -> None:
-    for kind, key in (
-        ("qwen3_moe", "moe_intermediate_size"),
-        ("gpt_oss", "intermediate_size"),
-        ("glm4_moe", "hidden_size"),
-    ):
-        with pytest.raises(ValueError, match=f"{key} is {width}; rows of experts"):
-            arch_from_config({**small(kind), key: width, "head_dim": 8})

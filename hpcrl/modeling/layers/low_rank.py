@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import local_part
 
-__all__ = ["AdaptedLinear", "GroupedAdapter", "Mode", "Outer", "add_product", "multiply_groups"]
+__all__ = ["AdaptedLinear", "GroupedAdapter", "Mode", "Outer", "add_product", "multiply_aligned", "multiply_groups"]
 
 Mode = Literal["apart", "merged", "off"]
 """``apart``: ``W x + s · B (A x)``, as it is trained; ``merged``: ``(W + s · B A) x`` with the sum rounded to the dtype
@@ -22,7 +22,31 @@ def multiply_groups(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     ``weight`` is ``[groups, out, in]``; all is in one dtype.
     """
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    ends = counts.cumsum(0).to(torch.int32)
+    return multiply_aligned(x, weight, ends, transposed=True)
+
+
+def multiply_aligned(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+    """Compute ``torch.nn.functional.grouped_mm`` for widths of any size.
+
+    torch refuses matrices whose rows are no multiple of 16 bytes. Such ones get zeros at the end of their rows, which
+    change no product, and the numbers of the result that these made are cut off. All others are used as they are.
+
+    Parameters
+    ----------
+    weight:
+        ``[groups, in, out]``, or with ``transposed`` ``[groups, out, in]``.
+    ends:
+        Where the rows of each group end, int32.
+    """
+    multiple = 16 // x.element_size()
+    last, second = -weight.shape[2] % multiple, -weight.shape[1] % multiple
+    width = weight.shape[1 if transposed else 2]
+    if last or second:
+        weight = F.pad(weight, (0, last, 0, second))
+        x = F.pad(x, (0, last if transposed else second))
+    y = F.grouped_mm(x, weight.transpose(1, 2) if transposed else weight, offs=ends)
+    return y[:, :width] if y.shape[1] != width else y
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
-from hpcrl.modeling.layers.low_rank import GroupedAdapter, multiply_groups
+from hpcrl.modeling.layers.low_rank import GroupedAdapter, multiply_aligned, multiply_groups
 from hpcrl.modeling.layers.swiglu import swiglu
 from hpcrl.modeling.opaque import opaque
 
@@ -233,10 +233,10 @@ class ClampedExperts(nn.Module):
         """As `Experts.forward`."""
         ends = counts.cumsum(0).to(torch.int32)
         experts = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
-        both = F.grouped_mm(x, local_part(self.gate_up_proj), offs=ends) + local_part(self.gate_up_proj_bias)[experts]
+        both = multiply_aligned(x, local_part(self.gate_up_proj), ends) + local_part(self.gate_up_proj_bias)[experts]
         gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
         mixed = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-        return F.grouped_mm(mixed, local_part(self.down_proj), offs=ends) + local_part(self.down_proj_bias)[experts]
+        return multiply_aligned(mixed, local_part(self.down_proj), ends) + local_part(self.down_proj_bias)[experts]
 
 
 class SparseMLP(nn.Module):

@@ -12,10 +12,8 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 from hpcrl.models.tensors import TensorSpec
 
-__all__ = ["EXPERT_WIDTHS", "GroupedQueryArch", "KvShape", "ModelArch", "StateShape"]
+__all__ = ["GroupedQueryArch", "KvShape", "ModelArch", "StateShape"]
 
-EXPERT_WIDTHS = ("hidden_size", "moe_intermediate_size", "moe_latent_size")
-"""Sizes that become rows of experts, in families that have these keys."""
 _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Keys that `read_rope` alone reads: as they stand they are not what the fields of the same names hold."""
 
@@ -123,10 +121,6 @@ class ModelArch:
         """Whether ``layer`` has experts."""
         return False
 
-    @staticmethod
-    def _has_experts(values: Mapping[str, Any]) -> bool:
-        return any(values.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
         """Refuse what the family's model does not compute (ValueError)."""
@@ -183,12 +177,6 @@ class ModelArch:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         # keys that are left out have their family's values by now
         values |= {key: None for key in cls.NULLABLE if key not in values}
-        # products of grouped matrices take rows of whole 16 bytes, which are 4 numbers in float32 at the least
-        for key in EXPERT_WIDTHS if cls._has_experts(values) else ():
-            if isinstance(width := values.get(key), int) and width % 4:
-                raise ValueError(
-                    f"{key} is {width}; rows of experts must be a multiple of 16 bytes (4 float32 numbers)"
-                )
         missing = [f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")

@@ -19,11 +19,6 @@ class ExpertLayersArch(GroupedQueryArch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.intermediate_size % 4:
-            raise ValueError(
-                f"intermediate_size is {self.intermediate_size}; rows of experts must be a multiple of 16 bytes "
-                "(4 float32 numbers)"
-            )
         if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
             raise ValueError(
                 f"num_experts_per_tok ({self.num_experts_per_tok}) must be between 1 and "

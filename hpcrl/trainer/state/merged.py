@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.config.lora import LoraConfig
-from hpcrl.errors import CheckpointError
+from hpcrl.errors import CheckpointError, UsageError
 from hpcrl.modeling.adapters import Adapted, AdapterNames, adapt, adapted_matrices
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
@@ -71,13 +71,16 @@ class MergedWeights:
         """Tensors of the model, whole, in the dtype of published versions; buffers in their own.
 
         One at a time, on the host, in the order of ``names``, and with shapes and names of our parameters (UsageError
-        where ``model_dir`` has no whole safetensors files).
+        where ``model_dir`` has no whole safetensors files, or other tensors).
         """
         with ModelFiles(self._model_dir) as files:
             for name in names:
                 dtype = self._buffers.get(name, self._held)
                 base = torch.empty(self.shapes[name], dtype=dtype)
-                read_whole(files, self._model.adapter, name, base)
+                try:
+                    read_whole(files, self._model.adapter, name, base)
+                except ValueError as error:
+                    raise UsageError(f"{self._model_dir}: {error}") from error
                 self._digest += tensor_digest(name, base)
                 if name in self._buffers:
                     yield name, base

@@ -37,6 +37,7 @@ from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from hpcrl.weights.read.model_directory import find_weight_files
 
 __all__ = ["TrainerPolicy"]
 
@@ -101,6 +102,8 @@ class TrainerPolicy:
         if model_dir is not None:
             read = partial(load_model_dir, self.model, self.model.adapter, model_dir)
             parallel.world.all_succeed(read, f"reading {model_dir}")
+            if parallel.world.rank == 0 and (ignored := find_weight_files(model_dir).ignored):
+                _log.warning("not read in %s, as they are not the model's: %s", model_dir, ", ".join(ignored))
         self.base: Tensor | None = None
         """Digest of the weights that adapters change; None where there are none."""
         if lora is not None:
@@ -115,7 +118,7 @@ class TrainerPolicy:
         if not self.arch.num_nextn_predict_layers:
             return
         model_dir, keep = Path(self.recipe.model.path), self.recipe.trainer.mtp_tensors == "keep"
-        find = partial(find_mtp_tensors, model_dir, self.model.adapter)
+        find = partial(find_mtp_tensors, model_dir, self.model.adapter, checked=keep)
         found = self.parallel.world.on_leader(find, f"looking for multi-token prediction in {model_dir}")
         if found and self.parallel.world.rank == 0:
             what = "carried through as they are" if keep else "left out (trainer.mtp_tensors: drop)"

@@ -17,17 +17,16 @@ from typing import NamedTuple, Self
 from hpcrl.errors import UsageError
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
+from hpcrl.weights.read.model_directory import INDEX, find_weight_files
 
 __all__ = ["INDEX", "ModelFiles", "StoredBlock"]
 
 _DTYPES = {theirs: (ours, size) for ours, (theirs, size) in SAFETENSORS_DTYPES.items()}
+# powers of two, as scales are published; nothing here writes them
+_DTYPES["F8_E8M0"] = ("float8_e8m0fnu", 1)
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors project."""
 _SPAN_BYTES = 4 << 20
-INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
-_STRANGERS = ("consolidated", "adapter_model")
-"""Beginnings of names of files that hold the same model in other names, or what is added to it."""
 _GAP_BYTES = 64 << 10
 """Runs that lie nearer than this to each other are read together."""
 
@@ -43,31 +42,40 @@ class StoredBlock(NamedTuple):
 
 
 class ModelFiles:
-    """The safetensors files of a directory. A context manager: files stay open in it."""
+    """The safetensors files of a model directory. A context manager: files stay open in it.
+
+    Attributes
+    ----------
+    tensors:
+        Where each tensor lies, by its name.
+    ignored:
+        Names of files of weights in the directory that are not read (`find_weight_files`).
+    """
 
     def __init__(self, model_dir: Path) -> None:
-        """Read the heads of all files.
+        """Read the heads of all files of the model.
 
         Raises
         ------
         UsageError
-            There are none, one is no safetensors file, ends before its tensors do, or is a link to what is not there,
-            or they are not those of the index (the message names it).
+            There are none, or one is no safetensors file, ends before its tensors do, or is a link to what is not
+            there (the message names it); the index does not say where tensors are; a tensor is in two files.
         """
-        index = _indexed(model_dir)
-        paths = _files(model_dir, index)
+        found = find_weight_files(model_dir)
         self.model_dir = model_dir
+        self.ignored = found.ignored
         self.tensors: dict[str, StoredBlock] = {}
         self._open: dict[Path, int] = {}
-        for path in paths:
+        for path in found.paths:
             for name, block in _head(path).items():
                 if name in self.tensors:
                     raise UsageError(f"{path} has tensor {name!r}, and so has {self.tensors[name].file}")
-                if index is not None and index.get(name, path.name) != path.name:
-                    raise UsageError(f"{path} has tensor {name!r}, which {model_dir / INDEX} says is in {index[name]}")
                 self.tensors[name] = block
-        if index is not None and (lost := index.keys() - self.tensors.keys()):
-            raise UsageError(f"{model_dir / INDEX} names tensor {min(lost)!r}, which {index[min(lost)]} has not")
+        for name, path in found.placed.items():
+            if name not in self.tensors:
+                raise UsageError(f"{path} has no tensor {name!r}, which {INDEX} names in it")
+            if self.tensors[name].file != path:
+                raise UsageError(f"{self.tensors[name].file} has tensor {name!r}, and by {INDEX} {path} has it")
 
     def __enter__(self) -> Self:
         return self
@@ -132,42 +140,6 @@ def _spans(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[i
                 continue
         spans.append((first, first + count, [(first, count)]))
     return spans
-
-
-def _indexed(model_dir: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index of a directory; None where there is no index."""
-    path = model_dir / INDEX
-    if not path.is_file():
-        return None
-    try:
-        named = json.loads(path.read_bytes())["weight_map"]
-        if not isinstance(named, dict) or not named:
-            raise ValueError("weight_map is no object, or empty")
-        for name, file in named.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"the file of {name!r} is {file!r}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path} is no index of safetensors files: {type(error).__name__}: {error}") from error
-    return named
-
-
-def _files(model_dir: Path, index: Mapping[str, str] | None) -> list[Path]:
-    """The files that hold the model: those of the index, ``model.safetensors``, or all but known strangers."""
-    whole = model_dir / _WHOLE
-    if index is not None:
-        if whole.is_file() and _WHOLE not in index.values():
-            # transformers reads the one, vLLM the other
-            raise UsageError(f"{model_dir} has {INDEX} and beside it {_WHOLE}, which the index does not name")
-        paths = [model_dir / file for file in sorted(set(index.values()))]
-        if missing := [path.name for path in paths if not path.is_file()]:
-            raise UsageError(f"{model_dir / INDEX} names {missing[0]}, which is not there ({len(missing)} such files)")
-        return paths
-    if whole.is_file():
-        return [whole]
-    paths = [path for path in sorted(model_dir.glob("*.safetensors")) if not path.name.startswith(_STRANGERS)]
-    if not paths:
-        raise UsageError(f"{model_dir} has no *.safetensors: it is not a model directory")
-    return paths
 
 
 def _head(path: Path) -> dict[str, StoredBlock]:

@@ -115,22 +115,38 @@ def test_a_delta_of_another_history_is_refused(store: HandoffStore, engine: Engi
         engine.updater.update({"path": str(store.path_of(3))})
 
 
-def test_fp8_is_brought_back_to_the_dtype_of_the_engine(store: HandoffStore, engine: Engine, tmp_path: Path) -> None:
-    source = model(4)
+def publish_fp8(store: HandoffStore, source: Decoder, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Version 7 in block FP8, with scales in ``dtype``."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in tensors_of(source).items():
         if QuantisedModules().has(name, tuple(tensor.shape)):
             scales = scales_of(block_amax(tensor, (0, 0)))
-            tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensor, (0, 0), scales), scales
+            tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensor, (0, 0), scales), scales.to(dtype)
         else:
             tensors[name] = tensor
     writer = HandoffWriter.claim(store.root, 1)
     stage = writer.stage(7)
     shard = shard_of_any(stage / "model-00001-of-00001.safetensors", tensors)
-    writer.publish(version=7, shards=[shard], model_dir=tmp_path, producer="test", kind="fp8")
+    writer.publish(version=7, shards=[shard], model_dir=model_dir, producer="test", kind="fp8")
+
+
+def test_fp8_is_brought_back_to_the_dtype_of_the_engine(store: HandoffStore, engine: Engine, tmp_path: Path) -> None:
+    source = model(4)
+    publish_fp8(store, source, tmp_path)
     assert engine.load(store, 7).kind == "fp8"
     for one, other in zip(engine.model.parameters(), source.parameters(), strict=True):
         assert (one.float() - other.float()).abs().max() <= 0.07 * other.float().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.uint8])
+def test_fp8_with_scales_of_another_dtype_is_refused(
+    store: HandoffStore, engine: Engine, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    publish_fp8(store, model(4), tmp_path, dtype)
+    engine.updater.start()
+    with pytest.raises(HandoffError, match=r"_scale_inv has dtype \w+, not float32"):
+        engine.updater.update({"path": str(store.path_of(7))})
+    assert same(engine.model, model(1))
 
 
 def test_an_engine_takes_the_newest_good_version_and_keeps_it(

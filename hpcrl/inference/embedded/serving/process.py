@@ -116,12 +116,14 @@ def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | 
     listed = [named] if isinstance(named, int) else list(named or ())
     eos = tokenizer.eos_token_id if tokenizer is not None else next(iter(listed), None)
     defaults = config if settings.generation_config == "auto" else {}
+    temperature = defaults.get("temperature")
     return ServedModel(
         names=settings.served_model_name,
         root=str(settings.model),
         eos_token_id=eos,
         further_eos_token_ids=frozenset(listed) - {eos},
-        default_temperature=float(defaults.get("temperature") or 1.0),
+        # 0 asks for the likeliest token, and is not the lack of a value
+        default_temperature=1.0 if temperature is None else float(temperature),
         default_top_p=float(defaults.get("top_p") or 1.0),
         default_top_k=int(defaults.get("top_k") or 0),
         default_min_p=float(defaults.get("min_p") or 0.0),

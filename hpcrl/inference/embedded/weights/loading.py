@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,12 @@ from hpcrl.weights.format.adapters import Contents
 from hpcrl.weights.format.layout import PublishedTensor
 from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
 from hpcrl.weights.read.assemble import ServedVersion
+from hpcrl.weights.read.model_directory import find_weight_files
 from hpcrl.weights.read.subscriber import Reading
 
 __all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes", "read_tensors"]
 
+_log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,7 +59,7 @@ def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
     except (ValueError, OSError) as error:
         raise UsageError(f"{model_dir} cannot be read: {error}") from error
     if dtype == "auto":
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     model = build_model(arch, device="cpu", dtype=DTYPES[dtype]).requires_grad_(False).eval()
@@ -66,6 +69,8 @@ def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
         load_model_dir(model, model.adapter, model_dir)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if ignored := find_weight_files(model_dir).ignored:
+        _log.warning("not read in %s, as they are not the model's: %s", model_dir, ", ".join(ignored))
     return model
 
 
@@ -81,10 +86,18 @@ def check_fits(handoff: Handoff, arch: ModelArch) -> None:
     """
     records = handoff.manifest.tensors
     expected = {spec.name: spec.shape for spec in arch.tensors()}
+    odd = [name for name, r in records.items() if r.dtype == FP8_DTYPE and len(r.shape) != 2]
+    if odd:
+        raise HandoffError(f"{handoff.path} does not fit the model: {odd[0]} is in FP8 and no matrix")
     scales = {scale.name: scale.shape for name in records if (scale := _scale_of(name, records)) is not None}
     expected |= scales
     problems = [f"{name} is missing" for name in expected if name not in records]
     mtp = partial(is_mtp_tensor, layers=arch.num_hidden_layers, modules=arch.num_nextn_predict_layers)
+    problems += [
+        f"{name} has dtype {records[name].dtype}, not float32"
+        for name in scales
+        if name in records and records[name].dtype != "float32"
+    ]
     problems += [f"{name} is unknown" for name in records if name not in expected and not mtp(name)]
     problems += [
         f"{name} has shape {tuple(record.shape)}, not {expected[name]}"

@@ -1,0 +1,90 @@
+"""Checks of the tensors of a model directory by their heads and, where there are two of one weight, by some bytes.
+
+Trainer, engines and the check before a submit refuse the same files in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
+from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
+
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "SCALE_SUFFIX",
+    "config_key",
+    "dtype_problem",
+    "heads_differ_problem",
+    "rows_differ",
+    "tied_name",
+]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Published names of the two ends of models that may have them tied."""
+SCALE_SUFFIX = "_scale_inv"
+_WEIGHT_DTYPES = ("float32", "bfloat16", "float16", FP8_DTYPE)
+_SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+_SAMPLED_ROWS = 64
+
+
+def dtype_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:
+    """Return why the numbers of the weight ``name`` cannot be read, with its scales; an empty text where they can."""
+    stored = tensors[name]
+    if stored.dtype not in _WEIGHT_DTYPES:
+        return f"tensor {name!r} has dtype {stored.dtype}, which cannot be read as a weight"
+    return _scale_problem(name, tensors) if stored.dtype == FP8_DTYPE else ""
+
+
+def _scale_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:
+    shape = tensors[name].shape
+    if len(shape) != 2:
+        return f"tensor {name!r} is in FP8 and no matrix: the layout of its scales is not known"
+    wanted = scale_tensor(name, shape)
+    scale = tensors.get(wanted.name)
+    if scale is None:
+        return f"tensor {name!r} is in FP8, but its scales, {wanted.name!r}, are missing"
+    if scale.shape != wanted.shape:
+        return f"tensor {wanted.name!r} has shape {scale.shape}, not {wanted.shape}: blocks are {BLOCK} wide"
+    if scale.dtype not in _SCALE_DTYPES:
+        return f"tensor {wanted.name!r} has dtype {scale.dtype}; scales are read in {', '.join(_SCALE_DTYPES)}"
+    return ""
+
+
+def tied_name(tensors: Mapping[str, StoredBlock]) -> str:
+    """Return the stored name of the one tensor of a model whose head is tied to its embedding.
+
+    ``safetensors.save_model`` keeps either of the two names.
+    """
+    return HEAD if HEAD in tensors and EMBEDDING not in tensors else EMBEDDING
+
+
+def heads_differ_problem() -> str:
+    """Return what is wrong with a model that is tied by its configuration and has two different tensors."""
+    return (
+        f"config.json ties the head to the embedding (tie_word_embeddings), but {HEAD!r} and {EMBEDDING!r} are stored "
+        "with different values: set tie_word_embeddings to false to keep both, or remove the one that is not wanted"
+    )
+
+
+def rows_differ(files: ModelFiles) -> bool:
+    """Return whether some rows of a stored head differ from those of the stored embedding, byte by byte.
+
+    Rows are taken at equal distances. False where bytes cannot be compared: shapes or dtypes are not the same.
+    """
+    head, embedding = files.tensors[HEAD], files.tensors[EMBEDDING]
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or len(head.shape) != 2:
+        return False
+    rows, columns = head.shape
+    for row in range(0, rows, max(1, rows // _SAMPLED_ROWS)):
+        block = (row, 0), (row + 1, columns)
+        if files.read(HEAD, *block) != files.read(EMBEDDING, *block):
+            return True
+    return False
+
+
+def config_key(arch: object, name: str) -> str:
+    """Return an addition to an error about the tensor ``name``: the key of config.json that decides on it."""
+    count = getattr(arch, "n_shared_experts", None)
+    return f" (n_shared_experts is {count} in config.json)" if ".shared_expert" in name and count is not None else ""
