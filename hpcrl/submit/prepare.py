@@ -83,7 +83,7 @@ class PreparedRun:
     unmade:
         The start model is not there yet, and the recipe's warm-up makes it. One of the problems.
     notes:
-        What could not be seen from here, a sentence each.
+        What could not be seen from here, and keys of the model's ``config.json`` that nothing reads; a sentence each.
     """
 
     recipe: Loaded[Recipe]
@@ -183,6 +183,7 @@ def examine(
     sound = not problems.found
     model = _model(loaded, resolved, place)
     problems.found += [*([model.unmade] if model.unmade is not None else []), *model.findings]
+    notes += model.notes
     problems.of(lambda: check_sizes(loaded, site), unless="model.path" if model.findings else None)
     prepared = PreparedRun(
         recipe=loaded,
