@@ -161,6 +161,7 @@ def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str])
             "hint: `--set job.payload=probe` submits the shape of the job",
             ", ".join(sections),
         )
+    notes = "".join(f"\nnote: {note}" for note in prepared.notes)
     if prepared.problems:
         first, others = prepared.problems[0], len(prepared.problems) - 1
         what = first.what.replace(prepared.resolved.model.path, prepared.recipe.value.model.path)
@@ -169,10 +170,13 @@ def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str])
         text = markup("[bold yellow]{}[/]: hpcrl submit says: {}", word, what)
         if first.hint:
             text.append_text(as_text(f"\nhint: {first.hint}"))
-        return text.append_text(as_text(f"\nand {others} more: hpcrl recipe check")) if others else text
+        if others:
+            text.append_text(as_text(f"\nand {others} more: hpcrl recipe check"))
+        return text.append_text(as_text(notes))
     if verdict.fits is False:
-        return markup("[bold yellow]yes[/]: hpcrl submit starts all of it, and it does not fit")
-    return "yes: hpcrl submit starts all of it" + "".join(f"\nnote: {note}" for note in prepared.notes)
+        text = markup("[bold yellow]yes[/]: hpcrl submit starts all of it, and it does not fit")
+        return text.append_text(as_text(notes))
+    return f"yes: hpcrl submit starts all of it{notes}"
 
 
 def _causes(step: Range | None) -> list[str]:

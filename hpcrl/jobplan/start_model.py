@@ -18,8 +18,10 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, HpcrlError
 from hpcrl.models import ModelArch, load_arch
+from hpcrl.models.configfile import read_config
 from hpcrl.models.hub import download_command, published_id
 from hpcrl.models.mtp import is_mtp_tensor
+from hpcrl.models.unread import unread_note
 from hpcrl.weights.format.quantize import FP8_DTYPE
 from hpcrl.weights.read.model_directory import find_weight_files
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
@@ -58,7 +60,8 @@ class ModelReport:
         Why it is not there yet although nothing is wrong: the warm-up of the recipe makes it. Then there are no
         findings.
     notes:
-        What people should know of a model that can be used.
+        What people should know of a model that can be used, a sentence each: keys of ``config.json`` that nothing
+        reads, files that are not read.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -93,13 +96,23 @@ def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = Tru
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError | OSError) else str(error)
         named = what if str(model_dir) in what else f"{model_dir / 'config.json'}: {what}"
-        return ModelReport((Finding(where, "model.path", named, _OTHER_FAMILY),))
+        return ModelReport((Finding(where, "model.path", named, _OTHER_FAMILY),), notes=_notes(model_dir))
     findings = list(_engine_findings(recipe, arch, model_dir, where))
     files = _weight_problems(arch, model_dir) if weights else ()
     for what, hint in (*_tokenizer_problems(model_dir), *files):
         findings.append(Finding(where, "model.path", what, hint))
-    notes = () if findings or not weights else tuple(_ignored_files(model_dir))
-    return ModelReport(tuple(findings), notes=notes)
+    ignored = () if findings or not weights else tuple(_ignored_files(model_dir))
+    return ModelReport(tuple(findings), notes=(*_notes(model_dir), *ignored))
+
+
+def _notes(model_dir: Path) -> tuple[str, ...]:
+    """What ``config.json`` says that nothing reads; a file that is not to be read has findings instead."""
+    try:
+        config = read_config(model_dir / "config.json")
+    except (OSError, ValueError):
+        return ()
+    note = unread_note(config) if isinstance(config, dict) else None
+    return () if note is None else (note,)
 
 
 def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str) -> ModelReport:

@@ -83,7 +83,7 @@ class PreparedRun:
     unmade:
         The start model is not there yet, and the recipe's warm-up makes it. One of the problems.
     notes:
-        What could not be seen from here, a sentence each.
+        What could not be seen from here, and keys of the model's ``config.json`` that nothing reads; a sentence each.
     """
 
     recipe: Loaded[Recipe]

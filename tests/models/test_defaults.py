@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.models.arch import ARCHS, ModelArch, arch_from_config
+from hpcrl.models.arch import ARCHS, ModelArch, arch_from_config, load_arch
 from hpcrl.models.configfile import read_config
 from hpcrl.models.defaults import ALIASES, DEFAULTS, completed
 from hpcrl.models.families import FAMILIES, facts_from_config
@@ -177,3 +179,19 @@ def test_an_original_context_that_transformers_does_not_read_is_refused() -> Non
     for group in (YARN, {**YARN, "original_max_position_embeddings": 64}):
         with pytest.raises(ValueError, match="write it into the group"):
             arch_from_config({**small("qwen3"), "rope_scaling": group, "original_max_position_embeddings": 512})
+
+
+@pytest.mark.parametrize("value", [None, 3, ["M"]])
+def test_layers_without_their_kinds_are_refused(value: Any, tmp_path: Path) -> None:
+    config = {**small("nemotron_h"), "hybrid_override_pattern": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json lacks layers_block_type") as caught:
+        load_arch(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    with pytest.raises(ValueError, match="layers_block_type"):
+        facts_from_config(config, name="x")
+
+
+def test_a_config_within_a_config_that_has_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="text_config stands beside"):
+        arch_from_config({**small("qwen3"), "text_config": small("qwen3_moe")})

@@ -203,3 +203,34 @@ def test_computing_commands_say_what_submit_would_refuse(recipe: Path, tmp_path:
         _, _, err = hpcrl(*words)
         assert "note: hpcrl submit would refuse" in err
         assert "has no tokenizer.json" in err
+
+
+def with_keys(recipe: Path) -> None:
+    strange = {"attn_logit_softcapping": 50.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attn_factor": 0.5}}
+    (recipe.parent / "model/config.json").write_text(json.dumps({**TINY_CONFIG, **strange}))
+
+
+def test_every_command_names_keys_of_the_model_that_nothing_reads(recipe: Path, hpcrl: Hpcrl) -> None:
+    with_keys(recipe)
+    named = "neither reads nor knows to be harmless: attn_logit_softcapping, rope_scaling.attn_factor"
+    for command in (("recipe", "check"), ("submit", "--dry-run", "-c", "local")):
+        code, out, err = hpcrl(*command, str(recipe))
+        assert (code, " ".join((out + err).split()).count(named)) == (0, 1), command
+    _, out, err = hpcrl("plan", str(recipe), "-c", "local")
+    assert " ".join((out + err).split()).count(named) == 1
+    _, out, _ = hpcrl("plan", str(recipe), "-c", "local", "--json")
+    notes = json.loads(out)["forecast"]["starts"]["notes"]
+    assert sum(named in note for note in notes) == 1
+
+
+def test_keys_are_named_beside_what_keeps_it_from_starting(recipe: Path, hpcrl: Hpcrl) -> None:
+    with_keys(recipe)
+    (recipe.parent / "model/tokenizer.json").unlink()
+    for command in (("recipe", "check"), ("plan",)):
+        _, out, err = hpcrl(*command, str(recipe))
+        assert (out + err).count("attn_logit_softcapping") == 1, command
+    assert not prepared(recipe).starts
+
+
+def test_a_usual_model_has_no_note_of_keys(recipe: Path) -> None:
+    assert not [note for note in prepared(recipe).notes if "config.json" in note]

@@ -73,6 +73,9 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
     kind = config.get("model_type")
     for arch in ARCHS:
         if kind in arch.MODEL_TYPES:
+            if config.get("text_config") is not None:
+                # readers of sizes would read the inner config, and this one the outer
+                raise ValueError("text_config stands beside a model_type that has none; leave one of them out")
             whole = completed(config)
             check_kinds(whole)
             found = arch.from_hf_config(whole)

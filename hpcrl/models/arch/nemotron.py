@@ -53,8 +53,6 @@ class NemotronHArch(SigmoidMoeArch, GroupedQueryArch):
                 f"layers_block_type names {len(self.layers_block_type)} layers, "
                 f"num_hidden_layers is {self.num_hidden_layers}"
             )
-        if self.conv_kernel < 2:
-            raise ValueError(f"conv_kernel is {self.conv_kernel}; the short convolution is computed from 2 tokens on")
         if self.mamba_num_heads % self.n_groups:
             raise ValueError(f"n_groups ({self.n_groups}) must divide mamba_num_heads ({self.mamba_num_heads})")
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
-from hpcrl.models.arch import load_arch
+from hpcrl.models.adapting import unread_by_peft
+from hpcrl.models.arch import ModelArch, load_arch
 from hpcrl.models.written import is_true_of_copies, written_config
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
@@ -248,7 +249,20 @@ def _export(arguments: argparse.Namespace) -> None:
     entry = _choose(run, arguments.step)
     total = export_checkpoint(entry, model_dir, arguments.output, dtype=dtype, recipe=recipe)
     print(f"step {entry.step} of {run.name}: {total:,} bytes of {dtype} tensors", file=sys.stderr)
+    if recipe.trainer.lora is not None:
+        _tell_unread(load_arch(model_dir), recipe.trainer.lora.targets)
     print(arguments.output)
+
+
+def _tell_unread(arch: ModelArch, targets: Sequence[str] | None) -> None:
+    """Say which adapters of the run's published versions PEFT would leave out; this export has all of them."""
+    if unread := unread_by_peft(arch.facts, targets):
+        what = " and ".join(unread)
+        print(
+            f"adapters of {what} are merged here; PEFT leaves them out where it reads published versions of this run "
+            "(huggingface/peft#3711)",
+            file=sys.stderr,
+        )
 
 
 def main() -> int:

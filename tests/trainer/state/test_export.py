@@ -13,12 +13,17 @@ from test_loop import run_steps
 from trainer_testing import VOCAB, StubDock, make_recipe, tiny_arch, write_model_dir
 
 from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.config.lora import LoraConfig
 from hpcrl.errors import CheckpointError
 from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.models.arch import arch_from_config
+from hpcrl.models.configfile import read_config
+from hpcrl.models.known import find_config
 from hpcrl.runs.rundir import RunDir
 from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.state import export
 from hpcrl.trainer.state.checkpoint import load_checkpoint
-from hpcrl.trainer.state.export import export_checkpoint
+from hpcrl.trainer.state.export import _tell_unread, export_checkpoint
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 
@@ -107,3 +112,25 @@ def test_what_does_not_fit_leaves_nothing(run, tmp_path):
     with pytest.raises(CheckpointError, match="does not fit the model"):
         export_checkpoint(entry, other, tmp_path / "out", dtype="float32")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [(None, "mlp and shared_experts"), (["attention", "mlp"], "mlp"), (["attention", "experts"], "")],
+)
+def test_it_says_which_adapters_peft_leaves_out(targets, said, capsys):
+    """Dense layers first, shared experts behind: GLM-5, whose adapters of both PEFT takes for those of experts."""
+    _tell_unread(arch_from_config(read_config(find_config("GLM-5"))), targets)
+    found = capsys.readouterr().err
+    assert found.startswith(f"adapters of {said} are merged here; PEFT leaves them out") if said else not found
+
+
+def test_the_command_says_it_of_a_run_with_adapters(run, model_dir, tmp_path, monkeypatch, capsys):
+    recipe = run.recipe()
+    trainer = recipe.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=8.0, targets=["attention"])})
+    monkeypatch.setattr(RunDir, "recipe", lambda _: recipe.model_copy(update={"trainer": trainer}))
+    monkeypatch.setattr(export, "export_checkpoint", lambda *_, **__: 1)
+    monkeypatch.setattr(export, "unread_by_peft", lambda _, targets: tuple(targets))
+    monkeypatch.setattr(sys, "argv", ["export", str(run.path), str(tmp_path / "out"), "--model-dir", str(model_dir)])
+    assert export.main() == 0
+    assert "adapters of attention are merged here" in capsys.readouterr().err
