@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -110,16 +110,17 @@ def _check(seed: int) -> None:
     client = SlurmClient(run=slurm, clock=slurm.clock, sleep=slurm.sleep)
     said = "".join(slurm.texts[kind] for kind in ("squeue", "json", "sacct", "job")).upper()
     jobs: dict[int, Job] = {}
-    for ask in (
+    questions: list[Callable[[], object]] = [
         lambda: jobs.update(client.jobs([1, 4, 7, 8, 99])),
         lambda: client.details(7),
         client.nodes,
         lambda: client.show("reservation"),
         lambda: read_facts(client),
         lambda: client.submit(Path("script"), name="run", token="t"),
-    ):
+    ]
+    for ask in questions:
         with contextlib.suppress(SlurmError):
-            ask()  # type: ignore[no-untyped-call]
+            ask()
     assert 99 not in jobs, f"seed {seed}: nobody knows this job"
     for job in jobs.values():
         assert isinstance(job.nodes, list), seed
