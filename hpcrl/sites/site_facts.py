@@ -133,8 +133,8 @@ def _shape(node: Mapping[str, str]) -> Shape:
 
 
 def _number(text: str) -> int:
-    match = re.match(r"\d+", text)
-    return int(match[0]) if match else 0
+    match = re.fullmatch(r"([0-9]{1,18})[^0-9]*", text)
+    return int(match[1]) if match else 0
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def _list(text: str) -> tuple[str, ...]:
 
 
 def _version(text: str) -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", text)
+    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", text)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 

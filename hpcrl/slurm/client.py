@@ -25,7 +25,7 @@ _SETTLE_S = 10.0
 """After a lost answer the controller may still be working on the submission; only then is 'not there' believed."""
 
 
-_JOB_ID_LINE = re.compile(r"(\d+)(?:;(\S+))?")
+_JOB_ID_LINE = re.compile(r"([0-9]{1,18})(?:;(\S+))?")
 """What ``sbatch --parsable`` prints: the job's number, and the cluster's name where there are several."""
 
 

@@ -9,7 +9,7 @@ __all__ = ["gpus_by_type"]
 
 _BRACKETS = re.compile(r"\([^()]*\)")
 """Sockets or indices of devices, with commas of their own: ``(S:0,2-3)``, ``(IDX:0-7)``."""
-_COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
+_COUNT = re.compile(r"([0-9]{1,9})([KMGTP]?)", re.IGNORECASE)
 _UNITS = {unit: 1024**power for power, unit in enumerate(("", "K", "M", "G", "T", "P"))}
 _FLAGS = frozenset({"no_consume"})
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
 __all__ = ["expand_hostlist"]
 
 _NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A"})
+_MOST = 1 << 16
+"""Names of one list: Slurm refuses a range of more, and has no more nodes."""
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 
 
@@ -23,7 +27,11 @@ def expand_hostlist(text: str) -> list[str]:
     """
     if text.strip() in _NOTHING:
         return []
-    return [name for part in _split(text.strip()) for name in _expand(part)]
+    names = (name for part in _split(text.strip()) for name in _expand(part) if name)
+    found = list(itertools.islice(names, _MOST + 1))
+    if len(found) > _MOST:
+        raise ValueError(f"malformed node list {text[:200]!r}: it names more than {_MOST} nodes")
+    return found
 
 
 def _split(text: str) -> Iterator[str]:
@@ -54,7 +62,10 @@ def _expand(part: str) -> Iterator[str]:
 def _numbers(ranges: str) -> Iterator[str]:
     for item in ranges.split(","):
         first, dash, last = item.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not _NUMBER.fullmatch(first) or (dash and not _NUMBER.fullmatch(last)):
             raise ValueError(f"malformed range {item!r} in a node list")
-        for number in range(int(first), int(last if dash else first) + 1):
+        numbers = range(int(first), int(last if dash else first) + 1)
+        if not 0 < len(numbers) <= _MOST:
+            raise ValueError(f"malformed range {item!r} in a node list: it names {len(numbers)} nodes")
+        for number in numbers:
             yield f"{number:0{len(first)}d}"

@@ -117,10 +117,10 @@ def parse_sacct(text: str) -> list[HetComponent]:
 
 
 def _sacct_component(row: Mapping[str, str]) -> HetComponent | None:
-    match = re.fullmatch(r"(\d+)(?:\+(\d+))?", row["JobID"])
-    if match is None:
+    first, plus, second = row["JobID"].partition("+")
+    leader, offset = _int(first), _int(second) if plus else 0
+    if leader is None or offset is None:
         return None
-    leader, offset = int(match.group(1)), int(match.group(2) or 0)
     minutes = _int(row["TimelimitRaw"])
     return HetComponent(
         job_id=_int(row["JobIDRaw"]) or leader + offset,
@@ -165,7 +165,16 @@ def parse_squeue_json(text: str) -> list[HetComponent]:
     try:
         jobs = msgspec.json.decode(text)["jobs"]
         return [_json_component(job) for job in jobs or () if not _number(job.get("array_job_id"))]
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+    # also numbers that no integer is made of, nesting without an end, and half of a surrogate pair
+    except (
+        msgspec.DecodeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise SlurmAnswerError(f"squeue --json: cannot read the answer ({error}): {text[:200]!r}") from error
 
 
@@ -234,8 +243,10 @@ def _json_exit(value: Any) -> ExitStatus | None:
 _RECORD = re.compile(r"(JobId|NodeName|PartitionName|ReservationName|StepId|FrontendName|LicenseName)=")
 """How a line begins that is a record."""
 _KEY = re.compile(r"(?:^| +)([A-Z][A-Za-z0-9_/:]*)=")
-_BEHIND_NAME = re.compile(r" +(?=UserId=\S+\(\d+\) +GroupId=\S+\(\d+\) )")
-"""What follows the name of a job, which is anybody's text and may look like keys and values."""
+_BEHIND_NAME = re.compile(r" +(?=UserId=\S+\(\d+\) +GroupId=\S+\(\d+\) +MCS_label=)")
+"""What follows the name of a job, which is anybody's text and may look like keys and values: the last place counts."""
+_NODE_REASON = re.compile(r" +Reason=(.*\[[^\s\[\]]+@[^\s\[\]]+\])")
+"""Why a node is out of use, in anybody's words, up to who said it and when."""
 
 
 def parse_oneliner(text: str) -> list[dict[str, str]]:
@@ -256,9 +267,12 @@ def parse_oneliner(text: str) -> list[dict[str, str]]:
 
 def _record(line: str) -> dict[str, str]:
     record: dict[str, str] = {}
-    if (name := re.search(r" JobName=", line)) and (behind := _BEHIND_NAME.search(line, name.end())):
-        record["JobName"] = line[name.end() : behind.start()]
-        line = line[: name.start()] + line[behind.start() :]
+    if (name := re.search(r" JobName=", line)) and (ways := list(_BEHIND_NAME.finditer(line, name.end()))):
+        record["JobName"] = line[name.end() : ways[-1].start()]
+        line = line[: name.start()] + line[ways[-1].start() :]
+    elif line.startswith("NodeName=") and (reason := _NODE_REASON.search(line)):
+        record["Reason"] = reason[1]
+        line = line[: reason.start()] + line[reason.end() :]
     keys = list(_KEY.finditer(line))
     ends = [*(key.start() for key in keys[1:]), len(line)]
     for key, end in zip(keys, ends, strict=True):
@@ -306,7 +320,7 @@ def parse_version(text: str) -> tuple[int, int]:
     SlurmAnswerError
         There is no version in it.
     """
-    match = re.search(r"(\d+)\.(\d+)", text)
+    match = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", text)
     if match is None:
         raise SlurmAnswerError(f"no version in {text!r}")
     return int(match.group(1)), int(match.group(2))
@@ -319,18 +333,22 @@ def _word(text: str) -> str:
     return "" if text.upper() in _NOTHING else text
 
 
+_DIGITS = re.compile(r"[0-9]{1,18}")
+"""A number as Slurm has them. What is longer is none of its own, and Python refuses to read it at some length."""
+
+
 def _int(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def _time(text: str) -> float | None:
     """Seconds since the epoch (we ask for them by ``SLURM_TIME_FORMAT=%s``)."""
-    return float(text) if text.isdecimal() and int(text) > 0 else None
+    return float(seconds) if (seconds := _int(text)) else None
 
 
 def parse_duration(text: str) -> float | None:
     """``[days-]hours:minutes:seconds`` or ``minutes:seconds`` in seconds; None for no limit."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,9})", text)
     if match is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -340,9 +358,9 @@ def parse_duration(text: str) -> float | None:
 def _exit(text: str) -> ExitStatus | None:
     """``code:signal``, or a wait status."""
     code, colon, signal = text.partition(":")
-    if not code.isdecimal():
+    if (number := _int(code)) is None:
         return None
-    return ExitStatus(int(code), _int(signal) or 0) if colon else _wait_status(int(code))
+    return ExitStatus(number, _int(signal) or 0) if colon else _wait_status(number)
 
 
 def _wait_status(status: int) -> ExitStatus:

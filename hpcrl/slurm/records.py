@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal
 
 import msgspec
@@ -89,8 +90,12 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def nodes(self) -> list[str]:
-        """Names of all its nodes."""
-        return [node for component in self.components for node in expand_hostlist(component.nodes)]
+        """Names of all its nodes; none of a component whose list cannot be read."""
+        names: list[str] = []
+        for component in self.components:
+            with contextlib.suppress(ValueError):
+                names += expand_hostlist(component.nodes)
+        return names
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,7 +123,10 @@ def parse_state(words: str | Iterable[object] | None) -> JobState:
         if flag in states:
             return flag
     known = [state for state in states if state is not JobState.UNKNOWN]
-    return known[0] if known else JobState.UNKNOWN
+    if alive := [state for state in known if not state.ended]:
+        return alive[0]  # COMPLETED,SIGNALING is not over
+    # COMPLETED,LAUNCH_FAILED is no success
+    return next((state for state in _CAUSE_ORDER if state in known), JobState.UNKNOWN)
 
 
 def _parse_word(word: str) -> JobState:

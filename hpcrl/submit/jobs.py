@@ -154,7 +154,8 @@ def hidden_job(record: RunRecord) -> str:
         return ""
     ours = [each for each in records if comment in each.get("Comment", "")]
     states = [each.get("JobState", "") for each in ours if not parse_state(each.get("JobState")).ended]
-    return states[0] if states else ""
+    # a state that it does not say is no end
+    return states[0] or "UNKNOWN" if states else ""
 
 
 def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_id: str) -> Submitted:

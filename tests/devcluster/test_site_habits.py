@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from devcluster_testing import wait_until
-from test_site_commands import drafted, findings
+from test_site_commands import ROOT, drafted, findings, runner
 
 from hpcrl.devcluster.cluster import DevCluster
 
@@ -65,3 +66,21 @@ def test_nodes_that_are_switched_off_count_as_slurm_counts_them(
     assert "to start at" in start.stderr
     assert all(node.usable for node in client.nodes())
     assert "nodes-down" not in findings(hpcrl)
+
+
+@pytest.mark.slow
+def test_labels_and_a_prolog_of_the_shell_do_not_reach_the_steps_of_a_run(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    """In an allocation whose shell has srun's own variables set, as for a program that was started by hand."""
+    cluster = make_cluster("sitenine", nodes=4)
+    drafted(cluster, tmp_path, tmp_path / "runs")
+    prolog = program(tmp_path / "prolog.sh", 'echo "print from the prolog of the shell"')
+    variables = ["SLURM_LABELIO=1", f"SLURM_TASK_PROLOG={prolog}", "SLURM_CONSTRAINT=none-has-this"]
+    hpcrl = [str(Path(sys.executable).with_name("hpcrl")), "submit", "quickstart", "--cluster", "mine", "--in-job"]
+    settings = ["--set", "job.payload=probe", "--set", "job.layout=single", "--name", "inside", "--follow"]
+    command = ["salloc", "--partition=gpu", "--nodes=4", "--exclusive", "env", *variables, *hpcrl, *settings]
+    env = {**os.environ, **cluster.environment(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "COMPLETED" in runner(cluster, tmp_path)("status", "inside").stdout

@@ -12,7 +12,7 @@ from hpcrl.sites.profile_draft import draft_profile
 from hpcrl.sites.site_facts import read_facts
 from hpcrl.sites.yaml_text import yaml_text
 from hpcrl.slurm.gres import gpus_by_type
-from hpcrl.slurm.parse import parse_config, parse_oneliner
+from hpcrl.slurm.parse import parse_config, parse_node, parse_oneliner
 
 NAMES = [
     *("on", "off", "yes", "no", "y", "n", "true", "false", "null", "~", "Null", "NO", "1e3", "0123", "0x1F", "12:30"),
@@ -125,7 +125,22 @@ def test_a_reason_changes_nothing_that_stands_before_it(reason: str) -> None:
     assert second["NodeAddr"] == "an2"
 
 
-@pytest.mark.parametrize("name", ["plain", "x JobState=COMPLETED", "a=b NodeList=n9", "two\nlines JobState=FAILED"])
+#: names of jobs, all of which Slurm 22.05 takes and prints as they are
+JOB_NAMES = ["plain", "x JobState=COMPLETED", "a=b NodeList=n9", "two\nlines JobState=FAILED"]
+JOB_NAMES += ["y UserId=ada(1000) GroupId=ada(1000) JobState=COMPLETED"]
+
+
+@pytest.mark.parametrize("reason", [*REASONS, "a [b@c] d", ""])
+def test_a_reason_is_shown_whole(reason: str) -> None:
+    """As Slurm 22.05 prints it, with who said it and when behind."""
+    line = f"NodeName=n1 State=IDLE+DRAIN Partitions=gpu  Reason={reason} [root@1795660980]"
+    (record,) = parse_oneliner(line)
+    # lines are joined
+    assert parse_node(record).reason.split() == f"{reason} [root@1795660980]".split()
+    assert (record["State"], record["Partitions"].strip()) == ("IDLE+DRAIN", "gpu")
+
+
+@pytest.mark.parametrize("name", JOB_NAMES)
 def test_the_name_of_a_job_changes_nothing_that_stands_behind_it(name: str) -> None:
     line = (
         f"JobId=7 JobName={name} UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 JobState=RUNNING "

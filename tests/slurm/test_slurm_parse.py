@@ -332,6 +332,7 @@ def test_other_answers() -> None:
         ("a1,b[2-3],c", ["a1", "b2", "b3", "c"]),
         ("r[1-2]n[9-10]", ["r1n9", "r1n10", "r2n9", "r2n10"]),
         ("n[08-11]x", ["n08x", "n09x", "n10x", "n11x"]),
+        ("n[1-2],", ["n1", "n2"]),
         ("(null)", []),
         ("", []),
     ],
@@ -340,7 +341,11 @@ def test_hostlists(text: str, names: list[str]) -> None:
     assert expand_hostlist(text) == names
 
 
-@pytest.mark.parametrize("text", ["n[1-2", "n1-2]", "n[a-b]", "n[[1]]", "n[1-]"])
+MALFORMED = ["n[1-2", "n1-2]", "n[a-b]", "n[[1]]", "n[1-]", "n[3-1]", "n[1-70000]", "n[1-99999999999999999999]"]
+MALFORMED += ["n[1-60000]m[1-60000]o[1-60000]"]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_hostlists(text: str) -> None:
     with pytest.raises(ValueError, match="malformed"):
         expand_hostlist(text)

@@ -25,6 +25,10 @@ S = JobState
         (["NODE_FAIL", "SOMETHING_OF_2031"], S.NODE_FAIL),
         (["EXPEDITING", "PENDING"], S.REQUEUED),
         ("SIGNALING", S.RUNNING),
+        # one word of several is an end, and the job is not over, or no success
+        ("COMPLETED,SIGNALING", S.RUNNING),
+        (["COMPLETED", "LAUNCH_FAILED"], S.FAILED),
+        (["COMPLETED", "RECONFIG_FAIL"], S.FAILED),
         ("SOMETHING_OF_2031", S.UNKNOWN),
         ("", S.UNKNOWN),
         ([], S.UNKNOWN),
