@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from ledger_testing import save
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.checkpoints.checks import read_check, record_check
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointManifest
-from hpcrl.checkpoints.verify import share_of
+from hpcrl.checkpoints.verify import damaged_files, share_of
 from hpcrl.errors import CheckpointError
 from hpcrl.fs import FileRecord
 
@@ -87,7 +89,8 @@ def test_what_was_found_is_known_of_the_entry_that_was_compared_alone(tmp_path: 
     assert (found.step, found.compared, found.by, found.problem) == (1, "content", "me", "it is damaged")
     save(tmp_path, 1, "other weights", attempt=2)
     assert read_check(ledger, 1) is None
-    record_check(ledger, 1, content=True, by="bytes")
+    for by in ("earlier", "bytes"):  # the last one counts
+        record_check(ledger, 1, content=True, by=by)
     record_check(ledger, 1, content=False, by="sizes")  # says less
     found = read_check(ledger, 1)
     assert found is not None
@@ -103,6 +106,15 @@ def test_large_files_are_shared_out_first() -> None:
     assert sorted(sorted(share_of(files, rank, 2)) for rank in range(2)) == [["a", "b", "c", "d"], ["e"]]
 
 
+def test_an_entry_without_the_orchestrators_state_is_none(tmp_path: Path) -> None:
+    path = save(tmp_path, 5).path / "manifest.json"
+    whole = json.loads(path.read_bytes())
+    whole["files"] = {name: record for name, record in whole["files"].items() if name.startswith("trainer/")}
+    path.write_text(json.dumps(whole))
+    with pytest.raises(CheckpointError, match="has no orchestrator state: it is not joint"):
+        CheckpointEntry.open(path.parent)
+
+
 def test_an_entry_that_is_not_joint_is_none(tmp_path: Path) -> None:
     path = save(tmp_path, 5).path / "manifest.json"
     text = path.read_text()
@@ -110,3 +122,20 @@ def test_an_entry_that_is_not_joint_is_none(tmp_path: Path) -> None:
     path.write_text(text.replace(" ", "").replace('"policy_version":5', '"policy_version":4'))
     with pytest.raises(CheckpointError, match="says step 5 and policy version 4: it is not joint"):
         CheckpointEntry.open(path.parent)
+
+
+@pytest.mark.parametrize(("files", "threads"), [(3, 3), (40, 8)])
+def test_at_most_eight_files_are_read_at_a_time(
+    files: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    records = {f"f{number:02}": FileRecord(1, "") for number in range(files)}
+    assert len(damaged_files(tmp_path, records)) == files  # none of them is there
+    assert started == ["verify"] * threads
