@@ -50,7 +50,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/supervisor/policy", "tests/supervisor/launch", "tests/supervisor"),
     ),
     "slurm": (("hpcrl/slurm",), ("tests/slurm",)),
-    "gate": (("hpcrl/gate.py", "hpcrl/credentials.py"), ("tests/test_serving.py", "tests/inference/test_access.py")),
+    "gate": (
+        ("hpcrl/gate.py", "hpcrl/credentials.py"),
+        ("tests/test_gate.py", "tests/test_serving.py", "tests/inference/test_access.py"),
+    ),
 }
 #: kernels and clients of devices and services that are not here
 LEFT_OUT = ("triton", "cudnn", "flash_mla", "deep_gemm", "deepep", "mooncake", "scaled_mm", "cuda", "pool_master")

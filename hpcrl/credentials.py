@@ -67,7 +67,8 @@ def read_token(path: Path) -> str:
         It is not there, others own it or may read it, or it is no token.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # a pipe that nobody writes to is refused below, and not waited for
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, encoding="ascii", errors="replace") as stream:
             status = os.fstat(fd)
             text = stream.read(256).strip()

@@ -165,6 +165,14 @@ def test_the_launcher_of_any_node_tells_which_rank_was_killed(component: Compone
     assert (told.message, told.rank) == ("trainer 0 lost its rank 1, which was killed by SIGKILL", 1)
 
 
+def test_the_cause_of_an_end_says_which_replica_of_which_role_where_and_how(component: Component) -> None:
+    told = explain_end(component, End(exit_code=3, signal=None, time_s=5.0, node="n2"), [])
+    place = (told.role, told.replica, told.rank, told.node, told.time_s)
+    assert (place, told.exit_code, told.signal) == (("trainer", 0, None, "n2", 5.0), 3, None)
+    told = explain_end(component, End(exit_code=None, signal=9, time_s=6.0), [])
+    assert (told.role, told.kind, told.exit_code, told.signal) == ("trainer", CauseKind.EXIT, None, 9)
+
+
 def test_a_guard_without_a_last_word_is_named_with_its_node(component: Component, tmp_path: Path) -> None:
     component.address = Address("h", 1, ("n1", "n2"))
     component.starting(FakeProcess(silent=[1]))

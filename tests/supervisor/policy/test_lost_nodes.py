@@ -7,20 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from supervisor_testing import create
+from supervisor_testing import create, make_plan, make_recipe
 
 from hpcrl.checkpoints.history import add_saved
+from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.layout import AttemptPolicy
+from hpcrl.config.load import load_cluster
 from hpcrl.runs.cause import Cause, CauseKind
-from hpcrl.runs.exclusions import read_exclusions
+from hpcrl.runs.events import read_events
+from hpcrl.runs.exclusions import exclude, read_exclusions
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
+from hpcrl.submit.submission import create_run
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.launch.replica_launcher import LocalLauncher
 from hpcrl.supervisor.policy.node_faults import NodeFaults
-from hpcrl.supervisor.policy.nodes import find_lost_nodes
+from hpcrl.supervisor.policy.nodes import find_lost_nodes, may_ask, record_lost_nodes
 
 BEGAN_S = 1000.0
 
@@ -73,6 +77,50 @@ def test_an_attempt_that_said_how_it_ended_lost_nothing_more(state: RunState) ->
 
 def test_a_question_that_slurms_sigterm_ended_is_asked_again() -> None:
     assert find_lost_nodes(status(), client([node("n1", "DOWN")], killed=1), 7) == {"n1": "the node went down"}
+
+
+def on_slurm(root: Path, *, scontrol: bool = True, exclude_s: float = 600.0) -> RunDir:
+    """A run of a site with Slurm."""
+    cluster = load_cluster("devcluster").value
+    assert isinstance(cluster, SlurmCluster)
+    capabilities = cluster.capabilities.model_copy(update={"scontrol_on_nodes": scontrol})
+    cluster = cluster.model_copy(update={"capabilities": capabilities})
+    return create_run(make_recipe(), cluster, make_plan(root / "run", attempts=AttemptPolicy(exclude_s=exclude_s))).run
+
+
+def test_slurm_is_asked_only_where_jobs_reach_it(tmp_path: Path) -> None:
+    assert may_ask(on_slurm(tmp_path / "a"))
+    assert not may_ask(on_slurm(tmp_path / "b", scontrol=False))
+    assert not may_ask(create(tmp_path / "local"))
+
+
+def test_lost_nodes_are_written_down_once_with_their_end(tmp_path: Path) -> None:
+    """One that is on record since an earlier attempt begins anew; one of this attempt does not."""
+    run, before_s = on_slurm(tmp_path), time.time()
+    slurm = client([node("n1", "DOWN"), node("n2", "DOWN")])
+    exclude(run, {"n1": "known"}, attempt=1, now_s=before_s - 100.0, seconds=1000.0)
+    exclude(run, {"n2": "earlier"}, attempt=0, now_s=before_s - 100.0, seconds=1000.0)
+    for _ in range(2):
+        record_lost_nodes(run, run.plan(), status(), slurm, 7, writer="test")
+    found = {entry.node: entry for entry in read_exclusions(run, now_s=time.time())}
+    assert {name: (entry.reason, entry.attempt) for name, entry in found.items()} == {
+        "n1": ("known", 1),
+        "n2": ("the node went down", 1),
+    }
+    assert before_s <= found["n2"].since_s <= time.time()
+    assert found["n2"].until_s == found["n2"].since_s + 600.0
+    (event,) = read_events(run, kind="nodes.excluded")
+    assert (event.attempt, event.writer, event.data) == (1, "test", {"nodes": {"n2": "the node went down"}})
+
+
+@pytest.mark.parametrize("why_not", ["no attempt before", "no exclusions", "no scontrol"])
+def test_nothing_is_written_down_where_nobody_could_or_should(why_not: str, tmp_path: Path) -> None:
+    exclude_s = 0.0 if why_not == "no exclusions" else 600.0
+    run = on_slurm(tmp_path, scontrol=why_not != "no scontrol", exclude_s=exclude_s)
+    before = None if why_not == "no attempt before" else status()
+    record_lost_nodes(run, run.plan(), before, client([node("n1", "DOWN"), node("n2")]), 7, writer="test")
+    assert not (run.path / "excluded_nodes.json").exists()
+    assert list(read_events(run)) == []
 
 
 class OneLook(LocalLauncher):

@@ -282,3 +282,25 @@ def test_an_engine_of_which_nothing_is_known_may_be_at_an_update(tmp_path: Path,
     assert "no progress" in pulse.problem(now + limit_s + 1.0)
     # a trainer has no updates
     assert watchdog._pulse(trainer, now).extra_s == 0.0
+
+
+@pytest.mark.parametrize(("floor_s", "pause_s"), [(1.0, 0.25), (3600.0, 2.0)])
+async def test_it_looks_several_times_within_the_shortest_limit(
+    floor_s: float, pause_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that hangs is known a quarter of the floor later; of a long floor it looks every two seconds."""
+    run = create(tmp_path / "runs")
+    run.start_attempt()
+    policy = WatchPolicy(floor_s=floor_s, ceiling_s=2 * floor_s)
+    watchdog = Watchdog(run, attempt=1, policy=policy, components=[], on_hung=lambda *_: None)
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyError("enough")
+
+    monkeypatch.setattr("hpcrl.supervisor.policy.watchdog.asyncio.sleep", sleep)
+    with pytest.raises(KeyError, match="enough"):
+        await watchdog.run()
+    assert pauses == [pause_s] * 3
