@@ -212,3 +212,10 @@ def test_layers_without_their_kinds_are_refused(value: Any, tmp_path: Path) -> N
 def test_a_config_within_a_config_that_has_none_is_refused() -> None:
     with pytest.raises(ValueError, match="text_config stands beside"):
         arch_from_config({**small("qwen3"), "text_config": small("qwen3_moe")})
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm_moe_dsa", "deepseek_v3"])
+def test_an_empty_list_of_kinds_says_nothing(kind: str) -> None:
+    plain, empty = small(kind), {**small(kind), "mlp_layer_types": []}
+    assert facts_from_config(empty, name="x") == facts_from_config(plain, name="x")
+    assert arch_from_config(empty) == arch_from_config(plain)

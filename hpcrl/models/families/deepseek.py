@@ -64,7 +64,7 @@ def _deepseek_moe(config: Config) -> Moe:
 
 def _is_dense(config: Config, layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
-    if kinds is not None:
+    if kinds:
         return bool(kinds[layer] == "dense")
     # transformers reads no first_k_dense_replace of GLM-4.7-Flash: its first layer is dense where nothing else is told
     return bool(layer < config.get("first_k_dense_replace", 1))
