@@ -219,3 +219,18 @@ def test_an_empty_list_of_kinds_says_nothing(kind: str) -> None:
     plain, empty = small(kind), {**small(kind), "mlp_layer_types": []}
     assert facts_from_config(empty, name="x") == facts_from_config(plain, name="x")
     assert arch_from_config(empty) == arch_from_config(plain)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "glm_moe_dsa"])
+@pytest.mark.parametrize("value", [[[]], [{"a": 1}], [1.5], [None]])
+@pytest.mark.parametrize("key", ["layer_types", "index_topk_pattern", "indexer_types", "mlp_layer_types"])
+def test_lists_of_layers_hold_words_and_numbers(kind: str, value: Any, key: str) -> None:
+    for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
+        with pytest.raises(ValueError, match=f"{key} has"):
+            read({**small(kind), key: value})
+
+
+def test_a_pattern_that_names_no_layer_is_refused() -> None:
+    for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
+        with pytest.raises(ValueError, match="index_topk_pattern is ''"):
+            read({**small("glm_moe_dsa"), "index_topk_pattern": ""})
