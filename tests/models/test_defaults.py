@@ -234,3 +234,10 @@ def test_a_pattern_that_names_no_layer_is_refused() -> None:
     for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
         with pytest.raises(ValueError, match="index_topk_pattern is ''"):
             read({**small("glm_moe_dsa"), "index_topk_pattern": ""})
+
+
+@pytest.mark.parametrize("group", ["rope_scaling", "rope_parameters"])
+def test_a_base_of_rope_beyond_all_sense_is_refused_in_a_group_too(group: str) -> None:
+    for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
+        with pytest.raises(ValueError, match=r"rope_theta of rope_scaling or rope_parameters is 1e\+308"):
+            read({**small("qwen3"), group: {"rope_type": "default", "rope_theta": 1e308}})
