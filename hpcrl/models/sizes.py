@@ -150,6 +150,8 @@ def _kinds(config: Config) -> Iterator[str]:
         kinds = (list, str) if key == "index_topk_pattern" else list
         if not isinstance(config.get(key, []), kinds):
             yield f"{key} is {config[key]!r}, not a list"
+        elif other := [each for each in config.get(key, []) if not isinstance(each, int | str)]:
+            yield f"{key} has {other[0]!r}, neither a word nor a whole number"
     yield from value_faults(config)
 
 

@@ -116,6 +116,8 @@ def _rotation(config: Config) -> Iterator[str]:
         value = scaling.get(name, 1.0)
         if value is not None and (not _is_number(value) or value <= 0):
             yield f"{name} of rope_scaling or rope_parameters is {value!r}; it must be a number above 0"
+        elif value is not None and value > _ABOVE_ZERO.get(name, value):
+            yield f"{name} of rope_scaling or rope_parameters is {value}; it must be {_ABOVE_ZERO[name]:g} at most"
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -70,11 +71,11 @@ def damage(draw: random.Random, config: dict[str, Any]) -> None:
         case 0:
             place.pop(key, None)
         case 1:
-            place[key] = draw.choice(ODD)
+            place[key] = copy.deepcopy(draw.choice(ODD))
         case 2:
-            place[key] = draw.choice(GROUPS).copy()
+            place[key] = copy.deepcopy(draw.choice(GROUPS))
             if draw.random() < 0.5:
-                place[key][draw.choice([*place[key]])] = draw.choice(ODD)
+                place[key][draw.choice([*place[key]])] = copy.deepcopy(draw.choice(ODD))
         case _:
             place[key] = [place.get(key)] if draw.random() < 0.5 else {"value": place.get(key)}
 

@@ -195,3 +195,32 @@ def test_layers_without_their_kinds_are_refused(value: Any, tmp_path: Path) -> N
 def test_a_config_within_a_config_that_has_none_is_refused() -> None:
     with pytest.raises(ValueError, match="text_config stands beside"):
         arch_from_config({**small("qwen3"), "text_config": small("qwen3_moe")})
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "glm_moe_dsa", "deepseek_v3"])
+def test_an_empty_list_of_kinds_says_nothing(kind: str) -> None:
+    plain, empty = small(kind), {**small(kind), "mlp_layer_types": []}
+    assert facts_from_config(empty, name="x") == facts_from_config(plain, name="x")
+    assert arch_from_config(empty) == arch_from_config(plain)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "glm_moe_dsa"])
+@pytest.mark.parametrize("value", [[[]], [{"a": 1}], [1.5], [None]])
+@pytest.mark.parametrize("key", ["layer_types", "index_topk_pattern", "indexer_types", "mlp_layer_types"])
+def test_lists_of_layers_hold_words_and_numbers(kind: str, value: Any, key: str) -> None:
+    for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
+        with pytest.raises(ValueError, match=f"{key} has"):
+            read({**small(kind), key: value})
+
+
+def test_a_pattern_that_names_no_layer_is_refused() -> None:
+    for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
+        with pytest.raises(ValueError, match="index_topk_pattern is ''"):
+            read({**small("glm_moe_dsa"), "index_topk_pattern": ""})
+
+
+@pytest.mark.parametrize("group", ["rope_scaling", "rope_parameters"])
+def test_a_base_of_rope_beyond_all_sense_is_refused_in_a_group_too(group: str) -> None:
+    for read in (arch_from_config, lambda config: facts_from_config(config, name="x")):
+        with pytest.raises(ValueError, match=r"rope_theta of rope_scaling or rope_parameters is 1e\+308"):
+            read({**small("qwen3"), group: {"rope_type": "default", "rope_theta": 1e308}})

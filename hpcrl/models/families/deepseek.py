@@ -41,10 +41,15 @@ def _sparse_mla(config: Config) -> tuple[Mla, Mla]:
 
 
 def indexer_types(config: Config) -> list[str]:
-    """``full`` or ``shared`` for each layer; GLM-5.2 and later share, by list, pattern or period."""
+    """``full`` or ``shared`` for each layer; GLM-5.2 and later share, by list, pattern or period.
+
+    ValueError where the pattern is empty.
+    """
     layers = config["num_hidden_layers"]
     given = config.get("indexer_types") or config.get("index_topk_pattern")
     if given is not None:
+        if not given:
+            raise ValueError(f"index_topk_pattern is {given!r}; it names no layer")
         return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in given]
     period, offset = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
     return ["full" if max(i - offset + 1, 0) % period == 0 else "shared" for i in range(layers)]
@@ -64,7 +69,7 @@ def _deepseek_moe(config: Config) -> Moe:
 
 def _is_dense(config: Config, layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
-    if kinds is not None:
+    if kinds:
         return bool(kinds[layer] == "dense")
     # transformers reads no first_k_dense_replace of GLM-4.7-Flash: its first layer is dense where nothing else is told
     return bool(layer < config.get("first_k_dense_replace", 1))
