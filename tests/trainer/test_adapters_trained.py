@@ -133,7 +133,7 @@ def on_meshes(rank, models, root):
 def test_every_mesh_trains_adapters_as_one_rank(tmp_path, models):
     """Expert, context and data parallelism, memory tools, both kinds of adapters of experts; then on one rank again."""
     ranks = run_ranks(2, on_meshes, models, tmp_path, timeout_s=120.0)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         for number, (family, _, lora, _) in enumerate(CASES):
             policy = new_policy(models[family], parallel, lora)
             first = {n: whole(p).tolist() for n, p in adapter_parameters(policy.model).items()}
@@ -214,7 +214,7 @@ def test_each_family_is_the_model_with_the_products_added(models, family):
     arch, model_dir = ARCHS[family], models[family]
     for experts in ("per_expert", "shared_outer"):
         lora = LoraConfig(rank=4, alpha=8.0, experts=experts)
-        with distributed(timeout_s=30) as parallel:
+        with distributed(timeout_s=120) as parallel:
             policy = new_policy(model_dir, parallel, lora.model_dump())
             trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
             numbers = sum(parameter.numel() for parameter in trained)
@@ -238,7 +238,7 @@ def test_each_family_is_the_model_with_the_products_added(models, family):
 
 
 def test_what_a_family_lacks_is_refused(models):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         for family, targets, message in (
             ("gpt_oss", ["experts"], "no adapters for the experts of gpt_oss, one tensor with gates and ups in turn"),
             ("qwen3_moe", ["mlp"], "qwen3_moe has no mlp; it has attention, experts"),
@@ -251,7 +251,7 @@ def test_what_a_family_lacks_is_refused(models):
 
 
 def test_targets_leave_the_others_alone(models):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(models["glm4_moe"], parallel, {**LORA, "targets": ["mlp", "shared_experts"]})
         names = {name.rpartition(".")[0] for name in adapter_parameters(policy.model)}
         leaves = ("gate_proj", "up_proj", "down_proj")
@@ -265,7 +265,7 @@ def test_targets_leave_the_others_alone(models):
 
 def test_a_base_in_bfloat16_is_held_in_bfloat16(models):
     """Beside adapters, their moments and gradients in float32; the loss falls."""
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(models["qwen3_moe"], parallel, {"rank": 8, "alpha": 16.0}, dtype="bfloat16")
         assert {p.dtype for p in model_tensors(policy.model).values()} == {torch.bfloat16}
         assert {p.dtype for p in adapter_parameters(policy.model).values()} == {torch.float32}
@@ -279,7 +279,7 @@ def test_a_base_in_bfloat16_is_held_in_bfloat16(models):
 def test_a_checkpoint_knows_what_it_was_trained_on(models, tmp_path):
     """Another start model, another scale, or weights in place of adapters are refused; the entry has no weight."""
     model_dir = models["qwen3_moe"]
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(model_dir, parallel, LORA)
         train(policy)
         save(policy, tmp_path / "checkpoints")
@@ -310,7 +310,7 @@ def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path)
     """The trainer's numbers of a version in bfloat16, and those of models that have merged it, dropped or mixed it."""
     model_dir = models["glm4_moe"]
     arch = load_arch(model_dir)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(model_dir, parallel, {"rank": 8, "alpha": 16.0}, dtype="bfloat16")
         scramble(policy)
         root = tmp_path / "weights"
@@ -349,7 +349,7 @@ def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path)
 
 def test_every_version_has_a_canary(models):
     """An engine may be started anew at any version, and the first that it loads is the one to compare."""
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(models["qwen3_moe"], parallel, LORA)
         canary = CanaryMaker(policy.recipe, policy.arch, parallel)
         assert all(canary(policy.model, version) is not None for version in range(1, 13))
@@ -359,7 +359,7 @@ def test_every_version_has_a_canary(models):
 def test_peft_reads_a_version_as_it_is(models, tmp_path, targets):
     """And gives the trainer's log-probabilities, without it and with it."""
     model_dir = models["qwen3_moe"]
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(model_dir, parallel, {**LORA, "targets": targets})
         scramble(policy)
         canary = CanaryMaker(policy.recipe, policy.arch, parallel)
@@ -385,7 +385,7 @@ def test_peft_reads_a_version_as_it_is(models, tmp_path, targets):
 def test_versions_of_earlier_trainers_are_read(models, tmp_path, monkeypatch):
     """Their tensors lie in shards with the names of a model's."""
     model_dir = models["qwen3_moe"]
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = new_policy(model_dir, parallel, LORA)
         scramble(policy)
         publisher = make_publisher(policy, model_dir, tmp_path)

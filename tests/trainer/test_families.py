@@ -108,7 +108,7 @@ def add_mtp(model_dir, prefix, count="num_nextn_predict_layers"):
 
 def restore_and_publish(rank, model_dir, checkpoints, weights, **trainer):
     """Everything that was restored, and the logits of this model."""
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         recipe = make_recipe(model_dir, steps=9, **trainer)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=None)
         entry = CheckpointLedger(checkpoints).newest_verified().entry

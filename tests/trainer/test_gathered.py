@@ -18,7 +18,7 @@ def test_embedding_and_head_are_gathered_while_they_are_needed(tmp_path, tied, m
     arch = replace(ARCHS["qwen3_moe"], tie_word_embeddings=tied)
     model_dir = write_model_dir(tmp_path, arch)
     gathered = {}
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         recipe = make_recipe(model_dir, steps=9, memory=memory)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         model = policy.model

@@ -64,7 +64,7 @@ def test_a_missing_compiler_is_named_with_a_way_out(monkeypatch):
 @pytest.mark.timeout(900)
 def test_parameters_on_the_host_go_with_compiled_layers(tmp_path):
     model_dir = write_model_dir(tmp_path / "model", FAMILIES["qwen3_moe"])
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         wanted = train_with(model_dir, parallel, {})
         with backend("eager") as counted:
             found = train_with(model_dir, parallel, {"parameter_offload": True, **COMPILED})
@@ -130,7 +130,7 @@ def on_meshes(rank, model_dir):
 @pytest.mark.timeout(900)  # 90 s of a processor; four times that were seen beside engines that start
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
 def test_graphs_compute_the_same(tmp_path, family):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         assert wrong(write_model_dir(tmp_path / "model", FAMILIES[family]), parallel) == {}
 
 
@@ -156,7 +156,7 @@ def test_kernels_compute_the_same(tmp_path):
         max_position_embeddings=128,
     )
     model_dir = write_model_dir(tmp_path / "model", arch)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         wanted = train_with(model_dir, parallel, SAVING)
         with backend("inductor") as counted:
             assert far(train_with(model_dir, parallel, {**SAVING, **COMPILED}), wanted) == []

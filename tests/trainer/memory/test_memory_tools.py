@@ -128,7 +128,7 @@ def wrong(model_dir, parallel):
     "family", [pytest.param(each, marks=[pytest.mark.campaign] if each in ALIKE else []) for each in FAMILIES]
 )
 def test_one_rank_computes_the_same(models, family):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         assert wrong(models[family], parallel) == {}
 
 
@@ -160,7 +160,7 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(tmp_path, models, before
         policy.optimizer_step(number)
         return state_of(policy)
 
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = policy_with(before, parallel, models["qwen3_moe"])
         for number in range(1, STEPS + 1):
             step(policy, number)

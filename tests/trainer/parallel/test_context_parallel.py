@@ -196,7 +196,7 @@ def test_every_way_trains_as_one_rank(tmp_path):
     archs = {name: ARCHS[name] for name in ("qwen3_moe", "deepseek_v3", "glm_moe_dsa")} | {"qwen3": DENSE}
     models = {name: write_model_dir(tmp_path / name, arch) for name, arch in archs.items()}
     ranks = run_ranks(RANKS, on_ranks, models, timeout_s=240.0)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         wanted = {
             (family, loss): train(new_policy(models[family], parallel, "ulysses", loss)) for family, _, _, loss in CASES
         }

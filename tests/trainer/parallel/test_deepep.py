@@ -132,7 +132,7 @@ def test_tokens_and_gradients_travel_as_by_collectives_of_torch(tmp_path):
 def test_a_trainer_without_deepep_says_so_first(tmp_path):
     model_dir = write_model_dir(tmp_path / "model", ARCHS["qwen3_moe"])
     recipe = make_recipe(model_dir, steps=9, parallelism={"dispatcher": "deepep"})
-    with distributed(timeout_s=30) as parallel, pytest.raises(UsageError, match=r"hint: .*all_to_all"):
+    with distributed(timeout_s=120) as parallel, pytest.raises(UsageError, match=r"hint: .*all_to_all"):
         TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
 
 

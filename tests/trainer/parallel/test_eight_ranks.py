@@ -33,7 +33,7 @@ def on_ranks(rank, models):
 def test_eight_ranks_train_as_one(tmp_path):
     models = {name: write_model_dir(tmp_path / name, ARCHS[name]) for name in {case[0] for case in CASES}}
     ranks = run_ranks(RANKS, on_ranks, models, timeout_s=500.0)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         wanted = {name: train(new_policy(path, parallel, "ulysses", "masked_ratio")) for name, path in models.items()}
     for number, case in enumerate(CASES):
         for rank in ranks:

@@ -301,7 +301,7 @@ def check_gather(group):
 
 @pytest.fixture(scope="module")
 def references(models):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         return {family: train(new_policy(model_dir, parallel)) for family, model_dir in models.items()}
 
 

@@ -24,7 +24,7 @@ WEIGHT_TOLERANCE = {"rtol": 0.0, "atol": 5e-6}
 def train_steps(rank, model_dir, micro_batches=2, count=6, **trainer):
     """Losses, norms, the first gradient and the last weights of three steps."""
     recipe = make_recipe(model_dir, steps=STEPS, **trainer)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         losses, norms, gradients = [], [], {}
         for step in range(1, STEPS + 1):
@@ -106,7 +106,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rank_that_has_all_does_not_copy_gradients_to_where_they_are(model_dir, dtype):
     recipe = make_recipe(model_dir, steps=STEPS, dtype=dtype)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         with Copies() as copies:
             policy.forward_backward(Rollouts(1, count=6).shard(micro_batches=2))
@@ -128,7 +128,7 @@ def test_gradients_of_ranks_are_added_in_float32(model_dir):
 
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(model_dir):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         recipe = make_recipe(model_dir, steps=1)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         policy.forward_backward(Rollouts(1).shard())

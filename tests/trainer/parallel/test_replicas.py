@@ -30,7 +30,7 @@ def bytes_of(entry):
 def restore(rank, model_dir, root, parallelism):
     """What is restored onto a mesh, one more step from it, and what it publishes."""
     recipe = make_recipe(model_dir, steps=9, parallelism=parallelism)
-    with distributed(timeout_s=30, parallelism=recipe.trainer.parallelism) as parallel:
+    with distributed(timeout_s=120, parallelism=recipe.trainer.parallelism) as parallel:
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=None)
         load_checkpoint(CheckpointLedger(root).newest_verified().entry, policy.model, policy.optimizer, parallel)
         restored = state_of(policy)
@@ -64,7 +64,7 @@ def test_copies_train_save_publish_and_restore_as_one_rank(tmp_path):
 def gradients_of_equal_micro_batches(rank, model_dir):
     """Of a step of two equal micro-batches, with copies summed once and after each; and how often they were."""
     recipe = make_recipe(model_dir, steps=9, parallelism={"dp_replicate": 2})
-    with distributed(timeout_s=30, parallelism=recipe.trainer.parallelism) as parallel:
+    with distributed(timeout_s=120, parallelism=recipe.trainer.parallelism) as parallel:
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         shard = Rollouts(3).shard(rank, 2, micro_batches=1)
         shard = msgspec.structs.replace(shard, micro_batches=shard.micro_batches * 2)

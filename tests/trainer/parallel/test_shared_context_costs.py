@@ -26,7 +26,7 @@ def group_of_all():
 
 def errors_of_ring(rank):
     """Squared errors in bfloat16 of output and gradients, of the ring and of one rank, at this rank's tokens."""
-    with distributed(timeout_s=30):
+    with distributed(timeout_s=120):
         ring = RingAttention(torch.tensor([0, TOKENS]), group_of_all())
         torch.manual_seed(0)
         sizes = ((HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH))
@@ -63,7 +63,7 @@ def largest_expansion(rank):
         sizes.append(made.k.numel() + made.v.numel())
         return made
 
-    with distributed(timeout_s=30), pytest.MonkeyPatch.context() as patch:
+    with distributed(timeout_s=120), pytest.MonkeyPatch.context() as patch:
         patch.setattr(latent_gather, "_expand", watched)
         gather = LatentGather(torch.tensor([0, TOKENS]), group_of_all())
         own = len(gather.own)

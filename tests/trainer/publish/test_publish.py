@@ -24,7 +24,7 @@ PROBE = torch.tensor([7, 30, 41, 99, 8, 50, 2, 3, 77])
 def publish_after_a_step(rank, model_dir, weights_dir, dtype="float32", version=1, fail_rank=None):  # noqa: PLR0917
     """Train a step, publish, and return the trainer's own logits on `PROBE`."""
     store = HandoffStore(weights_dir)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         arch = load_arch(model_dir)
         recipe = make_recipe(model_dir, steps=2, dtype=dtype)
         policy = TrainerPolicy(recipe, arch, parallel, model_dir=model_dir)
@@ -129,7 +129,7 @@ def test_a_version_is_never_overwritten(model_dir, tmp_path):
 def test_damage_is_seen(model_dir, tmp_path):
     publish_after_a_step(0, model_dir, tmp_path)
     store = HandoffStore(tmp_path)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         publisher = make_publisher(store, parallel, model_dir)
     (shard,) = store.open(1).shards
     data = bytearray(shard.read_bytes())

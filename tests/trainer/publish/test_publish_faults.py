@@ -59,7 +59,7 @@ def assert_only(root, *versions):
 
 def test_full_disk_is_seen_before_writing(small_disk, model_dir):
     store = HandoffStore(small_disk / "weights")
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         publisher = make_publisher(store.root, parallel, model_dir, overlap=False)
         publisher.publish(model, 1)
@@ -78,7 +78,7 @@ def test_too_few_inodes_are_seen_before_writing(small_disk, model_dir):
     store = HandoffStore(small_disk / "weights")
     for i in range(50):
         (small_disk / f"file{i}").touch()
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         publisher = make_publisher(store.root, parallel, model_dir, overlap=False)
         with pytest.raises(HandoffError, match="inodes"):
             publisher.publish(load_model(model_dir, parallel), 1)
@@ -94,7 +94,7 @@ def test_disk_that_fills_up_meanwhile(small_disk, model_dir, monkeypatch):
         fill(small_disk)
         real(*args)
 
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         publisher = make_publisher(store.root, parallel, model_dir)
         publisher.publish(model, 1)
@@ -117,7 +117,7 @@ def test_disk_that_fills_up_meanwhile(small_disk, model_dir, monkeypatch):
 def test_a_version_is_tried_again_until_the_disk_takes_it(small_disk, model_dir):
     """Said once with what the filesystem said and the space that there was; the training waits, and is not hung."""
     store, waited, words = HandoffStore(small_disk / "weights"), [], []
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         told = {"on_wait": lambda: waited.append(1), "on_refused": words.append}
         publisher = make_publisher(store.root, parallel, model_dir, told=told, retry_s=60.0, overlap=False)
@@ -140,7 +140,7 @@ def test_what_stays_refused_is_given_up_with_the_reason(tmp_path, model_dir, mon
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "model.safetensors")
 
     monkeypatch.setattr(writer_module, "preallocate", refused)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         publisher = make_publisher(tmp_path, parallel, model_dir, retry_s=0.5)
         publisher.publish(load_model(model_dir, parallel), 1)
         with pytest.raises(HandoffError) as failure:
@@ -160,7 +160,7 @@ def test_what_cannot_pass_is_not_tried_again(tmp_path, model_dir, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(writer_module, "preallocate", refused)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         publisher = make_publisher(tmp_path, parallel, model_dir, retry_s=60.0)
         publisher.publish(load_model(model_dir, parallel), 1)
         with pytest.raises(PermissionError):
@@ -180,7 +180,7 @@ def test_a_version_that_got_its_name_before_the_failure_is_taken_as_it_is(tmp_pa
 
     monkeypatch.setattr(fence_module, "fsync_dir", refused)
     published = []
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         publisher = make_publisher(tmp_path, parallel, model_dir, retry_s=60.0)
         publisher.publish(load_model(model_dir, parallel), 1, published.append)
         publisher.wait()
@@ -200,7 +200,7 @@ def refused_on_one_rank(rank, model_dir, root, failing):
         return write(*args)
 
     words = []
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         writer_module.write_units = refused
         publisher = make_publisher(root, parallel, model_dir, told={"on_refused": words.append}, retry_s=60.0)
@@ -223,7 +223,7 @@ def fail_then_work(rank, model_dir, root, failing):
     def broken(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         publisher = make_publisher(root, parallel, model_dir)
         publisher.publish(model, 1)
@@ -256,7 +256,7 @@ def test_failure_of_one_rank_surfaces_on_all_at_the_next_call(tmp_path, model_di
 def test_a_writer_that_hangs_is_not_waited_for_without_end(tmp_path, model_dir, monkeypatch):
     gate, write = threading.Event(), writer_module.write_units
     monkeypatch.setattr(writer_module, "write_units", lambda *args: gate.wait(30) and write(*args))
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         publisher = make_publisher(tmp_path, parallel, model_dir, publish_timeout_s=0.2)
         publisher.publish(model, 1)

@@ -243,7 +243,7 @@ def test_collecting_keeps_what_a_delta_needs(published):
 
 def one_rank(root, model_dir, acknowledged, versions, said=None, **settings):
     """Publish on this process; returns (kind, needs) of each version, and adds to ``said`` what was announced."""
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         publisher = make_publisher(root, parallel, model_dir, acknowledged, **settings)
         for version in range(versions):
@@ -329,7 +329,7 @@ def test_overlap_publishes_the_weights_of_the_call(tmp_path, model_dir, monkeypa
     gate, write = threading.Event(), module.write_units
     monkeypatch.setattr(module, "write_units", lambda *args: gate.wait(30) and write(*args))
     announced = []
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model = load_model(model_dir, parallel)
         store = HandoffStore(tmp_path / "overlap")
         publisher = make_publisher(store.root, parallel, model_dir)

@@ -42,7 +42,7 @@ def one_step(policy, parallel, step):
 
 def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, mode="async", keep_last=2, **trainer):
     recipe = make_recipe(model_dir, steps=9, **trainer)
-    with distributed(timeout_s=30, parallelism=recipe.trainer.parallelism) as parallel:
+    with distributed(timeout_s=120, parallelism=recipe.trainer.parallelism) as parallel:
         torch.manual_seed(5)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         for step in range(1, steps + 1):
@@ -69,7 +69,7 @@ def save(rank, model_dir, root, *, steps=2, state=b"orchestrator", fail=False, m
 
 def load(rank, model_dir, root):
     entry = CheckpointLedger(root).newest_verified().entry
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         torch.manual_seed(99)
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
         load_checkpoint(entry, policy.model, policy.optimizer, parallel)
@@ -121,8 +121,8 @@ def test_two_ranks_to_one(model_dir, tmp_path):
 
 
 def choose(rank, root, content):
-    with distributed(timeout_s=30) as parallel:
-        decision = choose_checkpoint(CheckpointLedger(root), parallel.world, content=content, timeout_s=30.0)
+    with distributed(timeout_s=120) as parallel:
+        decision = choose_checkpoint(CheckpointLedger(root), parallel.world, content=content, timeout_s=120.0)
         return decision.step, [(skipped.step, skipped.reason) for skipped in decision.skipped]
 
 
@@ -169,7 +169,7 @@ def test_a_step_that_contradicts_the_manifest_is_refused(model_dir, tmp_path):
     path = tmp_path / "step-000002"
     entry = CheckpointEntry.open(path)
     wrong = CheckpointEntry(path, msgspec.structs.replace(entry.manifest, step=7))
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
         with pytest.raises(CheckpointError, match="holds step 2, its manifest says 7"):
             load_checkpoint(wrong, policy.model, policy.optimizer, parallel)
@@ -193,7 +193,7 @@ def test_what_others_could_have_written_is_not_unpickled(model_dir, tmp_path):
 def lose_rank_1(rank, model_dir, root):
     """The second rank goes away when the first one has begun to load."""
     entry = CheckpointLedger(root).newest_verified().entry
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), load_arch(model_dir), parallel, model_dir=None)
         if rank == 1:
             raise KeyError("the cause")

@@ -70,7 +70,7 @@ def test_transformers_gives_the_logits_of_the_trainer(run, model_dir, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1))
     attention = PackedAttention(torch.tensor([0, 12]))
-    with torch.no_grad(), distributed(timeout_s=30) as parallel:
+    with torch.no_grad(), distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=9), tiny_arch(), parallel, model_dir=model_dir)
         start = policy.model(tokens, attention.context())
         load_checkpoint(entry, policy.model, policy.optimizer, parallel)

@@ -28,7 +28,7 @@ def start(rank, model_dir):
 
     os.preadv = counted
     try:
-        with distributed(timeout_s=30) as parallel:
+        with distributed(timeout_s=120) as parallel:
             policy = TrainerPolicy(make_recipe(model_dir, steps=1), load_arch(model_dir), parallel, model_dir=model_dir)
             size = sum(read)
             return {n: p.detach().full_tensor().tolist() for n, p in policy.model.named_parameters()}, size
@@ -138,7 +138,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
 def start_where_one_cannot_read(rank, model_dir):
     if rank == 1:
         os.preadv = fails
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         TrainerPolicy(make_recipe(model_dir, steps=1), load_arch(model_dir), parallel, model_dir=model_dir)
 
 

@@ -32,7 +32,7 @@ def model_dir(tmp_path_factory):
 
 
 def test_what_is_frozen_has_no_state_and_does_not_move(model_dir):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         recipe = make_recipe(model_dir, steps=2, freeze=[GATE, HEAD, "*.experts.*.down_proj.weight"])
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         before = {name: whole(parameter) for name, parameter in policy.model.named_parameters()}
@@ -59,7 +59,7 @@ def test_what_is_frozen_has_no_state_and_does_not_move(model_dir):
 )
 def test_patterns_that_do_not_fit_are_refused(model_dir, patterns, message):
     recipe = make_recipe(model_dir, steps=2, freeze=patterns)
-    with distributed(timeout_s=30) as parallel, pytest.raises(UsageError) as caught:
+    with distributed(timeout_s=120) as parallel, pytest.raises(UsageError) as caught:
         TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
     assert message in str(caught.value)
     assert "hint: trainer.freeze takes patterns" in str(caught.value)
@@ -82,7 +82,7 @@ def test_multi_token_prediction_is_kept_or_dropped(tmp_path, family, count, what
     names, start = add_mtp(model_dir, "model.layers.2", count), published(model_dir)
     wanted = set(start) if what == "keep" else set(start) - names
     save(0, model_dir, tmp_path / "checkpoints", mtp_tensors=what)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         recipe = make_recipe(model_dir, steps=2, mtp_tensors=what)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         publisher = make_publisher(HandoffStore(tmp_path / "weights"), parallel, model_dir)
@@ -114,7 +114,7 @@ def test_multi_token_prediction_in_block_fp8_is_brought_back(tmp_path):
     scales = scales_of(block_amax(original, (0, 0)))
     stored[name], stored[f"{name}_scale_inv"] = quantise(original, (0, 0), scales), scales
     save_file(stored, model_dir / "mtp.safetensors")
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
         carried = {n: whole(t) for n, t in policy.model.named_buffers() if n.startswith("carried.")}
     assert carried.keys() == {f"carried.{n}" for n in stored} - {f"carried.{name}_scale_inv"}
@@ -125,6 +125,6 @@ def test_tensors_behind_the_modules_of_the_config_are_refused(tmp_path):
     arch = arch_from_config({"model_type": "glm4_moe", "vocab_size": 103, **FAMILIES["glm4_moe"]})
     model_dir = write_model_dir(tmp_path / "model", arch)
     add_mtp(model_dir, "model.layers.3")
-    with distributed(timeout_s=30) as parallel, pytest.raises(ValueError, match=r"model\.layers\.3\..* is not part"):
+    with distributed(timeout_s=120) as parallel, pytest.raises(ValueError, match=r"model\.layers\.3\..* is not part"):
         TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
     assert load_file(model_dir / "mtp.safetensors")

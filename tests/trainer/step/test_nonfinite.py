@@ -140,7 +140,7 @@ def same(some, others):
 def explain(rank, model_dir, weight=None, broken=(), **trainer):
     """What one step finds, with a poisoned weight or rollouts; weights and optimizer stay as they were."""
     with distributed(
-        timeout_s=30, parallelism=make_recipe(model_dir, steps=2, **trainer).trainer.parallelism
+        timeout_s=120, parallelism=make_recipe(model_dir, steps=2, **trainer).trainer.parallelism
     ) as parallel:
         recipe = make_recipe(model_dir, steps=3, **trainer)
         data = parallel.data
@@ -232,7 +232,7 @@ def test_rollouts_are_named_where_the_embedding_needs_no_gradient(model_dir, fro
 
 def found_in(model_dir, spoil, **trainer):
     """The words about a step whose rollouts ``spoil`` has changed."""
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(
             make_recipe(model_dir, steps=1, **trainer), load_arch(model_dir), parallel, model_dir=model_dir
         )
@@ -285,7 +285,7 @@ def test_the_cause_names_what_was_not_finite_first_and_the_hint_fits(model_dir):
     ids=["all is trained", *FROZEN_BELOW],
 )
 def test_what_was_not_found_out_is_not_called_none(model_dir, trainer, words):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         recipe = make_recipe(model_dir, steps=1, **trainer)
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
         policy.forward_backward(Rollouts(1).shard())

@@ -106,7 +106,7 @@ def assert_close(found, wanted):
 def test_the_models_own_choice_changes_no_bit(models, family):
     arch = FAMILIES[family]
     shard = with_rows(Rollouts(4).shard(), own_rows(arch))
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         (metrics, gradients), (plain, others) = (
             train(models[family], parallel, shard, replay=replay) for replay in (True, False)
         )
@@ -151,7 +151,7 @@ def looped(self, x, context):
 def test_other_experts_are_weighed_by_the_routers_scores(models, family, monkeypatch):
     """Rows that no router would choose, some of them unknown, beside a plain loop."""
     shard = with_rows(Rollouts(4, count=3).shard(micro_batches=1), other_rows(FAMILIES[family]), missing=3)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         found, plain = (train(models[family], parallel, shard, replay=replay) for replay in (True, False))
         monkeypatch.setattr(SparseMLP, "forward", looped)
         wanted = train(models[family], parallel, shard)
@@ -167,7 +167,7 @@ def test_other_experts_are_weighed_by_the_routers_scores(models, family, monkeyp
 
 @pytest.mark.parametrize("tool", ["full", "selective"])
 def test_a_layer_that_is_computed_again_sees_the_same_experts(models, tool):
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         for family in ("qwen3_moe", "glm_moe_dsa"):
             shard = with_rows(Rollouts(4).shard(), other_rows(FAMILIES[family]))
             wanted, found = (
@@ -181,7 +181,7 @@ def test_a_layer_that_is_computed_again_sees_the_same_experts(models, tool):
 def test_replayed_experts_are_multiplied_in_fp8(models):
     """With the rows of an engine, as in float32 but for rounding; the same again where layers are computed again."""
     fp8, again = {"precision": {"fp8": {}}}, {"memory": {"activation_checkpointing": "full"}}
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         for family in ("qwen3_moe", "glm_moe_dsa"):
             shard = with_rows(Rollouts(4).shard(), other_rows(FAMILIES[family]), missing=3)
             plain, found, repeated, routed = (
@@ -215,7 +215,7 @@ def test_an_engine_with_other_routers_comes_close(tmp_path):
         rows = RoutedExperts.of(torch.stack(chosen, 1).numpy().astype(np.uint8), np.ones(len(ids), np.uint8))
         batches.append(msgspec.structs.replace(batch, logprobs=logprobs.astype(np.float32), routed_experts=rows))
     shard = msgspec.structs.replace(Rollouts(4, count=24, lags=0).shard(), micro_batches=batches)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         model_dir = write_model_dir(tmp_path / "model", arch)
         found, plain = (train(model_dir, parallel, shard, replay=replay)[0] for replay in (True, False))
     assert plain.routing_mismatch > 0.02
@@ -225,7 +225,7 @@ def test_an_engine_with_other_routers_comes_close(tmp_path):
 
 def test_batches_without_a_record_are_routed_and_counted(models):
     rollouts = Rollouts(4)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         metrics, gradients = train(models["qwen3_moe"], parallel, rollouts.shard())
         _, others = train(models["qwen3_moe"], parallel, rollouts.shard(), replay=False)
     assert all(torch.equal(gradients[name], others[name]) for name in others)
@@ -272,7 +272,7 @@ def rows_of_tokens(arch):
 
 def test_ranks_that_share_the_work_replay_as_one(models):
     ranks = run_ranks(2, on_ranks, models)
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         for number, (family, degrees, _) in enumerate(SHARED):
             shard = with_rows(Rollouts(4, count=5).shard(), rows_of_tokens(FAMILIES[family]))
             wanted = train(models[family], parallel, shard)
@@ -293,7 +293,7 @@ def test_a_probe_says_what_replay_is_good_for(models):
     arch = FAMILIES["qwen3_moe"]
     shard = with_rows(Rollouts(4).shard(), other_rows(arch))
     first = msgspec.structs.replace(shard, micro_batches=shard.micro_batches[:1])
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
 
         def metrics(shard, **trainer):
             return train(models["qwen3_moe"], parallel, shard, **trainer)

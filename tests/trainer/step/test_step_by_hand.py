@@ -53,7 +53,7 @@ def reference(arch):
 def gradients_of(rank, model_dir, micro_batches=2):
     """Loss, share of masked tokens and the gradients of all ranks together, for each way of the head."""
     found = []
-    with distributed(timeout_s=30) as parallel:
+    with distributed(timeout_s=120) as parallel:
         for chunk in CHUNKS:
             recipe = make_recipe(model_dir, steps=9, memory={"lm_head_chunk_tokens": chunk})
             sampling = recipe.rollouts.sampling.model_copy(update={"temperature": TEMPERATURE})
@@ -109,7 +109,7 @@ COUNTED = ("tokens", "routed_tokens", "routes_bytes", "replayed_share", "unknown
 
 
 def counts_of(rank, model_dir, arch, cp):
-    with distributed(timeout_s=30) as start:
+    with distributed(timeout_s=120) as start:
         mesh = ParallelDims(world_size=start.world.size, cp=cp)
         mesh.build_mesh("cpu")
         parallel = Parallel(mesh, start.device)
