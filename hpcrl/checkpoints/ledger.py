@@ -28,6 +28,7 @@ from hpcrl.fs import FileRecord, NumberedDirectories, decode_versioned
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST",
+    "MAX_SAVE_S",
     "ORCHESTRATOR_FILE",
     "TRAINER_DIR",
     "CheckpointEntry",
@@ -45,7 +46,7 @@ ORCHESTRATOR_FILE = "orchestrator.msgpack"
 _MEASURED_ENTRIES = 3
 _MAX_STEP = 2**31 - 1
 """Steps are policy versions, which are int32."""
-_MAX_SAVE_S = 1e7
+MAX_SAVE_S = 1e7
 """Maximum duration of a save, a hundred days: more is damage."""
 _MAX_BYTES = 2**53
 """Maximum size of a file; JSON of other programs has no larger numbers."""
@@ -94,7 +95,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
         """Yield one sentence for each number or name that cannot be one of an entry."""
         if not 0 <= self.step <= _MAX_STEP or self.attempt < 0 or self.world_size < 1:
             yield "its step, attempt or number of ranks is none"
-        if not all(0.0 <= seconds <= _MAX_SAVE_S for seconds in (self.save_s, self.blocked_s)):
+        if not all(0.0 <= seconds <= MAX_SAVE_S for seconds in (self.save_s, self.blocked_s)):
             yield f"no save takes {self.save_s:g} s, or blocks for {self.blocked_s:g} s"
         for name, record in self.files.items():
             parts = PurePosixPath(name).parts

@@ -17,6 +17,7 @@ from hpcrl.checkpoints.history import FILE as HISTORY
 from hpcrl.checkpoints.history import add_saved
 from hpcrl.checkpoints.ledger import (
     MANIFEST,
+    MAX_SAVE_S,
     ORCHESTRATOR_FILE,
     TRAINER_DIR,
     CheckpointEntry,
@@ -123,7 +124,8 @@ class CheckpointWriter:
                 attempt=self.attempt,
                 world_size=world_size,
                 created_at_s=now,
-                save_s=now - started_at_s,
+                # a clock that was set meanwhile makes no entry that nobody reads
+                save_s=min(max(now - started_at_s, 0.0), MAX_SAVE_S),
                 blocked_s=blocked_s,
                 files={**files, ORCHESTRATOR_FILE: own},
             )

@@ -15,9 +15,18 @@ from hpcrl.errors import ConfigError
 from hpcrl.jobplan import change_recipe
 
 
-def joined(*settings: str, **environ: str) -> tuple[dict[str, dict[str, Any]], Loaded[Any]]:
-    """What each partition of roce-h100 is charged to, with its source."""
-    _, site = load_both("quickstart", "roce-h100", settings, environ=environ)
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The profile roce-h100 of a site that charges all its jobs to one account."""
+    text = load_cluster("roce-h100").source.read_text()
+    path = tmp_path_factory.mktemp("site") / "roce-h100.yaml"
+    path.write_text(text.replace("    max_time_h:", "    account: research\n    max_time_h:"))
+    return str(path)
+
+
+def joined(profile: str, *settings: str, **environ: str) -> tuple[dict[str, dict[str, Any]], Loaded[Any]]:
+    """What each partition of the profile is charged to, with its source."""
+    _, site = load_both("quickstart", profile, settings, environ=environ)
     charges = {
         name: {
             key: (value, site.origin(("partitions", name, key)))
@@ -29,25 +38,27 @@ def joined(*settings: str, **environ: str) -> tuple[dict[str, dict[str, Any]], L
     return charges, site
 
 
-def test_recipe_before_environment_before_profile() -> None:
-    profile = load_cluster("roce-h100")
-    before = profile.origin(("partitions", "train", "account"))
-    charges, _ = joined()
+def test_recipe_before_environment_before_profile(profile: str) -> None:
+    before = load_cluster(profile).origin(("partitions", "train", "account"))
+    charges, _ = joined(profile)
     assert charges["train"] == {"account": ("research", before)}
-    charges, _ = joined(SBATCH_ACCOUNT="chem", SLURM_ACCOUNT="other", SLURM_QOS="long", SBATCH_RESERVATION="")
+    charges, _ = joined(profile, SBATCH_ACCOUNT="chem", SLURM_ACCOUNT="other", SLURM_QOS="long", SBATCH_RESERVATION="")
     assert charges["train"] == {"account": ("chem", "$SBATCH_ACCOUNT"), "qos": ("long", "$SLURM_QOS")}
     assert charges["serve"] == charges["train"]
-    charges, _ = joined("job.account=bio", "job.reservation=r1", SBATCH_ACCOUNT="chem", SBATCH_RESERVATION="r2")
+    asked = ("job.account=bio", "job.reservation=r1")
+    charges, _ = joined(profile, *asked, SBATCH_ACCOUNT="chem", SBATCH_RESERVATION="r2")
+        profile, "job.account=bio", "job.reservation=r1", SBATCH_ACCOUNT="chem", SBATCH_RESERVATION="r2"
+    )
     assert charges["train"] == {"account": ("bio", "--set"), "reservation": ("r1", "--set")}
 
 
-def test_the_recipe_can_ask_for_the_profile() -> None:
-    charges, _ = joined("job.account=null", SBATCH_ACCOUNT="chem")
+def test_the_recipe_can_ask_for_the_profile(profile: str) -> None:
+    charges, _ = joined(profile, "job.account=null", SBATCH_ACCOUNT="chem")
     assert charges["train"]["account"][0] == "research"
 
 
-def test_variables_of_the_job_that_we_are_in_are_not_wishes() -> None:
-    charges, site = joined(SLURM_JOB_ID="7", SLURM_ACCOUNT="old", SLURM_PARTITION="gone", SBATCH_QOS="new")
+def test_variables_of_the_job_that_we_are_in_are_not_wishes(profile: str) -> None:
+    charges, site = joined(profile, SLURM_JOB_ID="7", SLURM_ACCOUNT="old", SLURM_PARTITION="gone", SBATCH_QOS="new")
     assert charges["train"] == {"account": ("research", charges["train"]["account"][1]), "qos": ("new", "$SBATCH_QOS")}
     assert site.value.partition_name("trainer") == "train"
 
@@ -69,9 +80,9 @@ def test_a_machine_without_slurm_takes_nothing() -> None:
     ],
 )
 def test_partition_of_each_role(
-    settings: tuple[str, ...], environ: dict[str, str], expected: tuple[str, str, str]
+    profile: str, settings: tuple[str, ...], environ: dict[str, str], expected: tuple[str, str, str]
 ) -> None:
-    _, site = joined(*settings, **environ)
+    _, site = joined(profile, *settings, **environ)
     names = tuple(site.value.partition_name(role) for role in ("trainer", "prefill", "decode"))
     assert names == expected
 

@@ -426,12 +426,7 @@ def test_a_better_split_of_the_same_nodes_is_named(hpcrl: Hpcrl, slow_trainer: t
 def test_nothing_is_cut_or_broken_at_eighty_columns(
     hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    import rich.console
-
-    def narrow() -> rich.console.Console:
-        return rich.console.Console(width=80)
-
-    monkeypatch.setattr("hpcrl.cli.output.table_console", narrow)
+    monkeypatch.setattr("hpcrl.cli.output._PIPE_WIDTH", 80)
     out = hpcrl(*arguments, "--set", "seed=1")[1]
     lines = [line for line in out.splitlines() if not line.startswith(("directory ", "gpu "))]
     assert "…" not in out

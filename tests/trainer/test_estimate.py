@@ -34,6 +34,8 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 288,
     "num_experts": 8,
     "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,

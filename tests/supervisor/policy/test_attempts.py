@@ -147,6 +147,7 @@ PASSING = {
     CauseKind.GUARD_LOST: True,
     CauseKind.HUNG: True,
     CauseKind.STALE: True,
+    CauseKind.WRONG_WEIGHTS: True,
     CauseKind.START_TIMEOUT: True,
 }
 
