@@ -47,8 +47,6 @@ def test_recipe_before_environment_before_profile(profile: str) -> None:
     assert charges["serve"] == charges["train"]
     asked = ("job.account=bio", "job.reservation=r1")
     charges, _ = joined(profile, *asked, SBATCH_ACCOUNT="chem", SBATCH_RESERVATION="r2")
-        profile, "job.account=bio", "job.reservation=r1", SBATCH_ACCOUNT="chem", SBATCH_RESERVATION="r2"
-    )
     assert charges["train"] == {"account": ("bio", "--set"), "reservation": ("r1", "--set")}
 
 
