@@ -7,7 +7,6 @@ each node connects to each other one, on the addresses that a run would use.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcrl.daemon_threads import run_process
 from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write, write_json
 from hpcrl.interpreter import module_command
@@ -279,7 +279,7 @@ def _batch(directory: Path, questions: NodeQuestions) -> int:
         *("--overlap", *module_command(sys.executable, "hpcrl.sites.node_check", "node", str(directory))),
     ]
     env = step_environment(os.environ)
-    step = asyncio.run(check_step(directory, env))
+    step = run_process(check_step(directory, env))
     env |= RunAddresses.ask(questions.interface).to_env() | step.to_env()
     return subprocess.run(command, check=False, env=env, timeout=4 * _LAG_LIMIT_S).returncode
 

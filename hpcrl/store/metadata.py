@@ -14,6 +14,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+from hpcrl.daemon_threads import run_process
 from hpcrl.pending_connections import PendingConnections
 from hpcrl.serving import listen, make_runner, stop_serving
 
@@ -78,7 +79,7 @@ class MetadataServer:
 
     def _run(self, host: str, port: int) -> None:
         try:
-            asyncio.run(self._serve(host, port))
+            run_process(self._serve(host, port))
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that starts us
             self._failures.append(error)
         finally:

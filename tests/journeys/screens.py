@@ -41,6 +41,12 @@ _VARIABLE = (
     (re.compile(r"\b20\d\d-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?Z?"), "DATE"),
     (re.compile(r"\b[0-9a-f]{32}\b"), "RUN-ID"),
     (re.compile(r"\bpid \d+"), "pid PID"),
+    # how many rollouts had begun and failed when a run ended
+    (
+        re.compile(r"\b\d+ of \d+ rollouts failed \(\d+\.\d%\): \d+ raised"),
+        "SOME of SOME rollouts failed (SHARE): SOME raised",
+    ),
+    (re.compile(r"(?<= )\d+%$"), "SHARE"),
     (re.compile(r"\bjob \d+"), "job JOB"),
     (re.compile(r"(?<![\d:.])\d+:\d\d(?::\d\d)?(?![\d:])"), "TIME"),
     # of a checkpoint: rollouts are in it, as many as have just ended
