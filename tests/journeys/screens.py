@@ -46,7 +46,7 @@ _VARIABLE = (
         re.compile(r"\b\d+ of \d+ rollouts failed \(\d+\.\d%\): \d+ raised"),
         "SOME of SOME rollouts failed (SHARE): SOME raised",
     ),
-    (re.compile(r"(?<= )\d+%$"), "SHARE"),
+    (re.compile(r"(?m)(?<= )\d+% *$"), "SHARE"),
     (re.compile(r"\bjob \d+"), "job JOB"),
     (re.compile(r"(?<![\d:.])\d+:\d\d(?::\d\d)?(?![\d:])"), "TIME"),
     # of a checkpoint: rollouts are in it, as many as have just ended
