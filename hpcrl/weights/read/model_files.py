@@ -19,7 +19,7 @@ from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
 from hpcrl.weights.read.model_directory import INDEX, find_weight_files
 
-__all__ = ["INDEX", "ModelFiles", "StoredBlock"]
+__all__ = ["ModelFiles", "StoredBlock"]
 
 _DTYPES = {theirs: (ours, size) for ours, (theirs, size) in SAFETENSORS_DTYPES.items()}
 # powers of two, as scales are published; nothing here writes them
