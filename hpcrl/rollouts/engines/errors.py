@@ -20,6 +20,8 @@ class EngineError(Exception):
         Whether nobody listens there: the process is gone, or not ready yet.
     forgot:
         Whether the engine answered with weights that it was not given by us: it was started anew.
+    untaken:
+        Whether a router says that none of its engines takes requests now: nobody has worked on it.
     timed_out:
         Whether the time for an answer ran out: the engine may live, and hang.
     status:
@@ -38,7 +40,7 @@ class EngineError(Exception):
         status: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.timed_out, self.status = timed_out, status
+        self.timed_out, self.status, self.untaken = timed_out, status, False
         self.retryable, self.unreachable, self.refused, self.forgot = retryable, unreachable, refused, forgot
 
 

@@ -191,7 +191,8 @@ class EnginePool:
         """Generate on the session's engine; after a failure again, with a growing pause, and elsewhere if possible.
 
         To wait until an engine is there costs no attempt, to lose one during a request does: what kills engines must
-        not do so for ever. An answer that cannot be used costs none for a while (`Patience`).
+        not do so for ever. An answer that cannot be used costs none for a while (`Patience`), and neither does a router
+        without an engine that takes requests: when all are busy for seconds, it takes them all for broken.
 
         Parameters
         ----------
@@ -226,7 +227,7 @@ class EnginePool:
                     await self.lose(engine, str(error))
                 elif error.unreachable and not engine.suspected:
                     self._suspect(engine)
-                excused = (unusable or engine.shunned) and patience.lasts()
+                excused = (unusable or error.untaken or engine.shunned) and patience.lasts()
                 if not error.retryable or (attempt >= self._max_retries and not excused):
                     raise
                 attempt += not excused

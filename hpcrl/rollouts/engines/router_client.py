@@ -7,6 +7,7 @@ are never sent here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import quote
 
@@ -103,4 +104,5 @@ class RouterClient(EngineClient):
     def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
         error = super()._refusal(path, status, data)
         error.unreachable = status in _UPSTREAM
+        error.untaken = status == HTTPStatus.SERVICE_UNAVAILABLE
         return error

@@ -324,6 +324,52 @@ async def test_behind_a_router_each_engine_is_asked_whose_the_answers_were(
     assert [engine.away for engine in pool.engines] == [i in broken for i in range(4)]
 
 
+@pytest.mark.parametrize(("status", "asked"), [(503, 21), (502, 3)])
+async def test_a_router_without_engines_that_take_requests_costs_no_attempt(
+    tmp_path: Path, quick: None, monkeypatch: Any, status: int, asked: int
+) -> None:
+    """One that lost the engine during the request costs one, as without a router."""
+    monkeypatch.setattr(engine_pool, "_LONGEST_BACKOFF_S", 0.001)
+    requests = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal requests
+        requests += request.method == "POST"
+        if request.method == "POST" and requests <= 20:
+            return web.Response(status=status, text="No available workers (all circuits open or unhealthy)")
+        kind, body = text(routed_experts=None)
+        return web.Response(body=body, content_type=kind)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        pool = RoutedPool(
+            [Side("engine-0", None)],
+            router=RouterClient(session, name="router", url=str(server.make_url("")).rstrip("/")),
+            events=EventWriter(make_run(tmp_path), attempt=1, writer="test"),
+            counters=Counters(),
+            request_timeout_s=5.0,
+            max_retries=2,
+        )
+        pool.engines[0].serve(1, proved_s=0.0)
+        pool.engines[0].end_exchange()
+        pool._routed = set(pool.engines)
+        # nothing watches this pool, which would find that the router is still there
+        monkeypatch.setattr(pool, "_suspect", lambda engine: None)
+        await pool.notify()
+
+        async def salt() -> str:
+            return "1"
+
+        asking = pool.generate(pool.session("group"), [5, 6], PARAMS, cache_salt=salt)
+        if status == 503:
+            assert (await asking).token_ids.tolist() == [3, 4]
+        else:
+            with pytest.raises(EngineError, match="answered 502"):
+                await asking
+        assert requests == asked
+
+
 def test_who_complains_about_the_router_names_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     supervised = Supervised(RoleContext(run, attempt=1, role="orchestrator", replica=0, rank=0))

@@ -143,6 +143,8 @@ def test_graphs_compute_the_same_where_tokens_travel(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.campaign
+# a C++ compiler, many times: on a slow or busy machine it takes minutes
+@pytest.mark.timeout(1200)
 def test_kernels_compute_the_same(tmp_path):
     """With torch's compiler and the machine's."""
     arch = Qwen3Arch(
