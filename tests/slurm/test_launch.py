@@ -225,6 +225,10 @@ def test_apptainer() -> None:
     # no GPU for what runs beside
     assert "--nv" not in start(plan, Role.ORCHESTRATOR).argv
     assert plan.python == "python3"
+    without = plan_for("quickstart", "devcluster", container={**APPTAINER, "mount_home": False})[0]
+    argv = start(without, Role.ENGINE).argv
+    # a word of apptainer's, not of the command in the container
+    assert "--no-home" in argv[argv.index("exec") : argv.index("/images/hpcrl.sif")]
 
 
 def test_nodes_that_are_not_there() -> None:

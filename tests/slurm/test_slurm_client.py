@@ -469,6 +469,9 @@ def test_watcher_bounds_the_load(slurm: FakeSlurm) -> None:
     slurm.now = 10.0
     watch.poll([1, 2])
     assert len(slurm.calls) == 2
+    slurm.now = 14.0
+    assert {view.age_s for view in watch.poll([1, 2]).values()} == {4.0}
+    assert len(slurm.calls) == 2
 
 
 def test_silence_is_a_warning(slurm: FakeSlurm) -> None:

@@ -51,3 +51,8 @@ def test_only_the_last_half_hour_counts() -> None:
     assert found is not None
     assert found[1] <= 1800.0
     assert found[0] == pytest.approx((50_000 - 18_000) / 10, rel=0.08)
+
+
+def test_both_halves_of_the_past_have_their_share() -> None:
+    """What was left at the least in the second half, below that of the first, in half of the time: 400 in 30 s."""
+    assert seen(*((10.0 * n, 1000 - 100 * n) for n in range(7))).full_in_s() == pytest.approx((30.0, 60.0))
