@@ -29,7 +29,7 @@ class ElasticBuffer(Protocol):
         """Send ``x [T, width]``, whose experts and weights are ``topk_idx`` and ``topk_weights``, ``[T, k]``.
 
         Rows ``[rows, width]``, experts of this rank that each goes to, ``[rows, k]`` (-1: none), weights of these, a
-        handle, an event. With a ``handle`` instead: rows that go as those of that call went.
+        handle, an event. With a ``handle`` instead, and its ``num_sms``: rows that go as those of that call went.
         """
         ...
 
@@ -53,7 +53,7 @@ def find_deepep(device: torch.device) -> MakeBuffer:
     Raises
     ------
     UsageError
-        It cannot be used here: it is not installed, too old, or there is no GPU.
+        It cannot be used here: it is not installed, cannot be imported, is too old, or there is no GPU.
     """
     hint = "    hint: set trainer.parallelism.dispatcher: all_to_all"
     where = "trainer.parallelism.dispatcher: deepep"
@@ -64,6 +64,13 @@ def find_deepep(device: torch.device) -> MakeBuffer:
     except (ImportError, OSError) as error:
         install = ", or install DeepEP 2.0 from its sources in the environment of the trainer"
         raise UsageError(f"{where}: the package deep_ep is not installed here ({error})\n{hint}{install}") from error
+    except AssertionError as error:
+        # it looks for the toolkit of CUDA and for NCCL when it is imported
+        what = (
+            f"the package deep_ep cannot be imported here: a check of its own failed ({error or 'without a message'})"
+        )
+        needs = "it needs the toolkit of CUDA (CUDA_HOME) and NCCL 2.30.4 or later, which torch 2.13 does not bring"
+        raise UsageError(f"{where}: {what}\n{hint}, or mend its environment: {needs}") from error
     except AttributeError as error:
         what = "the package deep_ep is older than 2.0: it has no ElasticBuffer"
         raise UsageError(f"{where}: {what}\n{hint}, or install DeepEP 2.0") from error
@@ -166,4 +173,6 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.way.buffer.dispatch(gradients[0].contiguous(), handle=ctx.way.handle)[0]
+        way = ctx.way
+        # without a number of multiprocessors DeepEP computes one from `num_experts`, which a call with a handle lacks
+        return None, way.buffer.dispatch(gradients[0].contiguous(), handle=way.handle, num_sms=way.handle.num_sms)[0]

@@ -3,6 +3,8 @@
 import sys
 import types
 from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,11 +25,23 @@ from hpcrl.trainer.step.policy import TrainerPolicy
 RANKS = 2
 
 
+class Handle(NamedTuple):
+    """Where the tokens of a call went, and with how many multiprocessors."""
+
+    tokens: torch.Tensor
+    sent: list[int]
+    coming: list[int]
+    total: int
+    topk: int
+    num_sms: int
+
+
 class StandIn:
     """``deep_ep.ElasticBuffer`` in its layout without expansion, over collectives of torch.
 
     A token goes once to each rank that has some of its experts; these are numbered as the rank has them, -1 where they
-    are elsewhere.
+    are elsewhere. The number of multiprocessors is computed before ``num_experts`` is taken from the handle, as in
+    deep_ep/buffers/elastic.py of DeepEP 2.1.0 (dd758ca), so that a call with a handle alone fails here, too.
     """
 
     made = 0
@@ -43,7 +57,8 @@ class StandIn:
         assert num_topk == 2
         StandIn.made += 1
 
-    def dispatch(self, x, *, topk_idx=None, topk_weights=None, num_experts=None, handle=None):
+    def dispatch(self, x, *, topk_idx=None, topk_weights=None, num_experts=None, num_sms=0, handle=None):
+        num_sms = num_sms or 2 * self.ranks + num_experts % self.ranks
         assert x.is_contiguous()
         assert x.shape[1] == self.sizes
         assert len(x) <= self.most
@@ -53,18 +68,19 @@ class StandIn:
             counts = torch.tensor([len(tokens) for tokens in goes])
             coming = torch.empty_like(counts)
             dist.all_to_all_single(coming, counts, group=self.group)
-            handle = (torch.cat(goes), counts.tolist(), coming.tolist(), len(x), topk_idx.shape[1])
+            handle = Handle(torch.cat(goes), counts.tolist(), coming.tolist(), len(x), topk_idx.shape[1], num_sms)
             own = self._send(topk_idx, handle) - dist.get_rank(self.group) * here
             own = torch.where((own >= 0) & (own < here), own, -1)
             # who reads weights of experts that are elsewhere finds out
             shares = self._send(topk_weights, handle).masked_fill(own < 0, float("nan"))
         else:
             assert topk_idx is None
+            assert num_sms == handle.num_sms
             own = shares = None
         return self._send(x, handle), own, shares, handle, None
 
     def combine(self, x, *, handle, topk_weights=None):
-        tokens, sent, coming, total, k = handle
+        tokens, sent, coming, total, k, _ = handle
         assert len(x) == sum(coming)
         back = exchange_rows(x.contiguous(), coming, sent, self.group)
         mixed = x.new_zeros(total, x.shape[1]).index_add(0, tokens, back)
@@ -147,3 +163,12 @@ def test_what_is_wrong_with_deepep_is_named(monkeypatch):
         find_deepep(torch.device("cuda"))
     sys.modules["deep_ep"].ElasticBuffer = StandIn
     assert find_deepep(torch.device("cuda")) is StandIn
+
+
+def test_a_check_of_deepep_at_its_import_is_told_with_what_it_needs(tmp_path: Path, monkeypatch):
+    """It asserts that there is a toolkit of CUDA and an NCCL that is new enough."""
+    (tmp_path / "deep_ep.py").write_text("assert False, 'no CUDA_HOME'\n")
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"no CUDA_HOME.*\n.*hint: .*all_to_all.*NCCL 2\.30\.4"):
+        find_deepep(torch.device("cuda"))
