@@ -36,15 +36,24 @@ def test_the_smallest_values_are_values() -> None:
     assert list(manifest().problems()) == []
 
 
+def test_the_largest_values_are_values() -> None:
+    """A policy version is an int32, a save takes less than a hundred days, and JSON has no integer above 2^53."""
+    largest = manifest(step=2147483647, save_s=1e7, blocked_s=1e7, files={"a": FileRecord(9007199254740992, "")})
+    assert list(largest.problems()) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"step": -1}, "its step, attempt or number of ranks is none"),
+        ({"step": 2147483648}, "its step, attempt or number of ranks is none"),
         ({"attempt": -1}, "its step, attempt or number of ranks is none"),
         ({"world_size": 0}, "its step, attempt or number of ranks is none"),
         ({"save_s": -1.0}, "no save takes -1 s, or blocks for 0 s"),
         ({"blocked_s": -1.0}, "no save takes 0 s, or blocks for -1 s"),
         ({"save_s": float("nan")}, "no save takes nan s, or blocks for 0 s"),
+        ({"save_s": 1.01e7}, "no save takes 1.01e+07 s, or blocks for 0 s"),
+        ({"files": {"a": FileRecord(9007199254740993, "")}}, "'a' has a size that is none"),
         ({"files": {"a": FileRecord(-1, "")}}, "'a' has a size that is none"),
         ({"files": {"a": FileRecord(1 << 62, "")}}, "'a' has a size that is none"),
         ({"files": {"../a": FileRecord(1, "")}}, "'../a' is no name of a file of an entry"),
@@ -99,6 +108,10 @@ def test_what_was_found_is_known_of_the_entry_that_was_compared_alone(tmp_path: 
     found = read_check(ledger, 1)
     assert found is not None
     assert (found.by, found.compared, found.problem) == ("sizes", "sizes", "a file is missing")
+
+
+def test_the_bytes_of_an_entry_are_those_of_its_files() -> None:
+    assert manifest(files={"a": FileRecord(3, ""), "b": FileRecord(0, ""), "c": FileRecord(5, "")}).total_bytes == 8
 
 
 def test_large_files_are_shared_out_first() -> None:

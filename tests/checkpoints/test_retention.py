@@ -46,6 +46,14 @@ def test_retain(writer: CheckpointWriter) -> None:
     assert os.listdir(writer.fence.path) == []
 
 
+def test_what_was_put_aside_goes_when_it_is_passed_and_unpinned(writer: CheckpointWriter) -> None:
+    pin(writer.ledger, 4, reason="paper", by="ann")
+    assert sorted(writer.put_aside_after(2)) == [3, 4, 5, 6]
+    assert writer.ledger.steps() == [1, 2]
+    assert sorted(writer.collect_aside(5)) == [3, 5]
+    assert sorted(path.name for path in writer.root.glob("put-aside/*/*")) == ["step-000004", "step-000006"]
+
+
 def test_pins(writer: CheckpointWriter) -> None:
     ledger = writer.ledger
     pin(ledger, 2, reason="best so far", by="ann")

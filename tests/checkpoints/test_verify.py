@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,31 @@ def test_a_read_that_hangs_ends_with_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"hint: a longer checkpoint\.verify_timeout_s"):
         damaged_files(tmp_path, {"hangs": FileRecord(0, "")}, deadline_s=0.2)
     assert time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.2, None])
+def test_no_answer_is_waited_for_beyond_the_deadline(
+    deadline_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float | None] = []
+
+    class Answers(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            asked.append(timeout)
+            return super().get(block, timeout)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Answers)
+    (tmp_path / "there").write_bytes(b"")
+    if deadline_s is None:
+        assert damaged_files(tmp_path, {"there": FileRecord(1, "")}) == ["there has 0 bytes, the manifest says 1"]
+        assert asked == [None]
+        return
+    os.mkfifo(tmp_path / "hangs")
+    with pytest.raises(DeadlineError):
+        damaged_files(tmp_path, {"hangs": FileRecord(0, "")}, deadline_s=deadline_s)
+    (seconds,) = asked
+    assert seconds is not None
+    assert 0.0 <= seconds <= deadline_s
 
 
 def failing_open(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> list[Path]:

@@ -441,5 +441,5 @@ def test_no_picture_without_steps_or_without_matplotlib(tmp_path: Path, monkeypa
     with pytest.raises(UsageError, match="no step yet"):
         write_report(run)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingExtraError, match="hpcrl\\[report\\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[report\]"):
         write_report(run)
