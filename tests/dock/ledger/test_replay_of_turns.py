@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from ledger_entries import begin, finished
 
-from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved
+from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved
 from hpcrl.dock.ledger.replay import Replay
-
-
-def begin(restored: int = 0) -> Begin:
-    return Begin(attempt=1, restored=restored, time_s=0.0, believed={})
 
 
 def turn(number: int, *, group: int = 0, member: int = 0, first: int = 0, last: int | None = None) -> TurnSaved:
@@ -26,20 +23,8 @@ def turn(number: int, *, group: int = 0, member: int = 0, first: int = 0, last: 
     )
 
 
-def finished(group: int, member: int, *, file: str = "a", version: int = 0) -> Finished:
-    return Finished(
-        group=group,
-        member=member,
-        environment="words",
-        prompt_index=5,
-        reward=1.0,
-        tokens=8,
-        sampled_tokens=4,
-        first_version=version,
-        last_version=version,
-        ended_s=1.0,
-        payload=PayloadPlace(file, 0, 1, ""),
-    )
+def ended(group: int, member: int, *, file: str = "a", version: int = 0) -> Finished:
+    return finished(group, member, version=version, place=PayloadPlace(file, 0, 1, ""))
 
 
 def turns_of(replay: Replay) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -70,7 +55,7 @@ def test_a_turn_without_those_before_it_continues_nothing() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [finished(0, 0), Kept(group=0), Dropped(group=0, members=[], why="too few")],
+    [ended(0, 0), Kept(group=0), Dropped(group=0, members=[], why="too few")],
     ids=["finished", "kept", "over"],
 )
 def test_turns_go_with_their_rollout_or_group(end: Entry) -> None:
@@ -82,7 +67,7 @@ def test_turns_go_with_their_rollout_or_group(end: Entry) -> None:
 
 
 def test_a_group_that_starts_again_keeps_its_turns() -> None:
-    replay = Replay([begin(), finished(0, 0), turn(0, member=1), Kept(group=0)])
+    replay = Replay([begin(), ended(0, 0), turn(0, member=1), Kept(group=0)])
     assert not replay.unfinished
     replay.add(Dropped(group=0, members=[0], why="too old", again=True))
     assert (replay.kept, replay.over_groups()) == (set(), frozenset())
@@ -110,8 +95,8 @@ def test_a_new_turn_is_of_the_branch_that_goes_on() -> None:
 
 
 def test_the_newest_try_is_found() -> None:
-    replay = Replay([begin(), finished(0, 1), Dropped(group=0, members=[1], why="too old", again=True)])
-    replay.add(finished(0, 1, version=4))
+    replay = Replay([begin(), ended(0, 1), Dropped(group=0, members=[1], why="too old", again=True)])
+    replay.add(ended(0, 1, version=4))
     found = replay.find(0, 1)
     assert found is not None
     assert found.version == 4
@@ -119,7 +104,7 @@ def test_the_newest_try_is_found() -> None:
 
 
 def test_what_was_dropped_for_good_is_forgotten_with_its_columns() -> None:
-    replay = Replay([begin(), *(finished(group, 0, file=f"{group}") for group in range(4))])
+    replay = Replay([begin(), *(ended(group, 0, file=f"{group}") for group in range(4))])
     replay.add(Dropped(group=0, members=[0], why="no variance"))  # of no step: no restore gives it back
     replay.add(Dropped(group=1, members=[0], why="too old", step=4))
     replay.add(Taken(step=1, groups=[(2, [0])]))
@@ -132,8 +117,8 @@ def test_what_was_dropped_for_good_is_forgotten_with_its_columns() -> None:
 
 
 def test_what_was_given_up_before_a_new_try_is_forgotten_with_its_columns() -> None:
-    replay = Replay([begin(), finished(0, 0, file="old"), Dropped(group=0, members=[0], why="too old", again=True)])
-    replay.add(finished(0, 0, file="new"))
+    replay = Replay([begin(), ended(0, 0, file="old"), Dropped(group=0, members=[0], why="too old", again=True)])
+    replay.add(ended(0, 0, file="new"))
     assert len(replay.rollouts) == 2
     replay.forget(lambda file: file == "old")
     assert [held.entry.payload.file for held in replay.rollouts] == ["new"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_entries import begin, finished
 
 from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger import entries, payload
@@ -20,28 +21,6 @@ from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, Pay
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay, State
-
-NOWHERE = PayloadPlace("000001-000001.columns", 0, 1, "")
-
-
-def finished(group: int, member: int, *, version: int = 0, last: int | None = None, place: Any = NOWHERE) -> Finished:
-    return Finished(
-        group=group,
-        member=member,
-        environment="words",
-        prompt_index=5,
-        reward=1.0,
-        tokens=8,
-        sampled_tokens=4,
-        first_version=version,
-        last_version=version if last is None else last,
-        ended_s=1.0,
-        payload=place,
-    )
-
-
-def begin(restored: int = 0, attempt: int = 1) -> Begin:
-    return Begin(attempt=attempt, restored=restored, time_s=0.0, believed={})
 
 
 def open_log(path: Path, *, attempt: int = 1, restored: int = 0) -> RolloutLog:
