@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.fp8.quantiser import LEAST_OF_BLOCK, LEAST_OF_ROW, PLAIN, Quantised, Quantiser
+from hpcrl.modeling.fp8.quantiser import (
+    LEAST_OF_BLOCK,
+    LEAST_OF_ROW,
+    PLAIN,
+    Quantised,
+    Quantiser,
+    empty_row_scales,
+)
 from hpcrl.weights.format.quantize import BLOCK
 
 __all__ = ["find_quantiser", "fused_quantiser", "try_quantiser"]
@@ -52,8 +59,11 @@ def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
         step = _ROWS_AT_ONCE if by_row else BLOCK
         down, across = -(-rows // step), -(-columns // BLOCK)
         padded = rows if by_row else down * BLOCK
-        values = x.new_empty(number, padded, across * BLOCK, dtype=dtype)
-        scales = x.new_empty(number, rows if by_row else down, across, dtype=torch.float32)
+        values = x.new_empty(*shape[:-2], padded, across * BLOCK, dtype=dtype)
+        if by_row:
+            scales = empty_row_scales(x, rows, across)
+        else:
+            scales = x.new_empty(*shape[:-2], down, across, dtype=torch.float32)
         if values.numel():
             programs.quantise_tiles[number, down, across](
                 *(matrices, values, scales, rows, columns, *matrices.stride()),
@@ -64,8 +74,7 @@ def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
                 WHOLE_ROWS=not by_row,
                 num_warps=4 if by_row else 8,
             )
-        lead = shape[:-2]
-        return Quantised(values.view(*lead, *values.shape[1:]), scales.view(*lead, *scales.shape[1:]))
+        return Quantised(values, scales)
 
     return Quantiser(lambda x: quantise(x, by_row=True), lambda weight: quantise(weight, by_row=False))
 
