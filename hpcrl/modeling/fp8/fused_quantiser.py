@@ -34,12 +34,17 @@ def find_quantiser(device: torch.device) -> Quantiser:
     Raises
     ------
     LookupError
-        The fused one fails, or gives other bits than torch.
+        Triton is installed and does not load, or the fused one fails, or gives other bits than torch.
     """
     try:
         made = fused_quantiser()
-    except (ImportError, OSError, RuntimeError):
-        return PLAIN
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return PLAIN
+        raise LookupError(f"quantises by triton, which does not load: {error}") from error
+    except Exception as error:
+        # it looks for compilers and drivers while it is imported, and raises what it likes
+        raise LookupError(f"quantises by triton, which does not load: {type(error).__name__}: {error}") from error
     try_quantiser(made, device)
     return made
 
