@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.modeling.fp8 import products
 from hpcrl.modeling.fp8.backends import Groups, Reference
-from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser
+from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser, quantise_rows
+from hpcrl.modeling.fp8.scaled_mm import _by_columns, _padded
 
 COUNTS = torch.tensor([300, 0, 17, 700])
 ROWS = int(COUNTS.sum())
@@ -91,3 +92,17 @@ def test_whole_blocks_are_not_copied_to_be_padded() -> None:
         with NewMemory(least=x.numel()) as memory:
             make(x)
         assert not [name for name, _ in memory.found if "pad" in name or "clone" in name], memory.found
+
+
+@pytest.mark.parametrize("rows", [16, 48, 20, 1])
+def test_torch_takes_scales_of_rows_as_they_are(rows: int) -> None:
+    """cuBLASLt wants columns without a gap, of a multiple of 16 rows; only what is padded to that is copied."""
+    made = quantise_rows(torch.randn(rows, 300))
+    padded = _padded(made)
+    whole = -(-rows // 16) * 16
+    scales = _by_columns(padded.scales)
+    assert scales.shape == (whole, 3)
+    assert scales.stride() == (1, whole)
+    assert torch.equal(scales[:rows], made.scales)
+    assert (scales.data_ptr() == made.scales.data_ptr()) == (rows == whole)
+    assert scales.data_ptr() == padded.scales.data_ptr()
