@@ -4,10 +4,10 @@
     python bench/kernels.py --kinds head     one of them
     python bench/kernels.py --tiny           small sizes, also on a processor: that it works, not how fast
 
-What is not installed is named with its reason. Each candidate runs once to be compiled and then a few times; seconds
-are the median, by the device's clock, and memory is what was allocated on top of the inputs. FLOPs are those of the
-products that a candidate cannot avoid, whatever it computes: where two ways differ in what they compute again, the time
-decides. Figures of a GPU go to ``bench/results/kernels-<device>.json``.
+What is not installed is named with its reason, and what fails with its error. Each candidate runs once to be compiled
+and then a few times; seconds are the median, by the device's clock, and memory is what was allocated on top of the
+inputs. FLOPs are those of the products that a candidate cannot avoid, whatever it computes: where two ways differ in
+what they compute again, the time decides. Figures of a GPU go to ``bench/results/kernels-<device>.json``.
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ def measure(case: Case, name: str, device: torch.device, repeats: int) -> dict[s
     try:
         run = case.candidates[name]()
         run()
-    except (NotHere, UsageError, LookupError, ImportError) as error:
-        return found | {"not_here": str(error).splitlines()[0]}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = statistics.median(seconds_of(run, device) for _ in range(repeats))
     except torch.OutOfMemoryError:
         return found | {"not_here": "does not fit into the device's memory"}
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = statistics.median(seconds_of(run, device) for _ in range(repeats))
+    except Exception as error:  # noqa: BLE001 - it stands in the row, and the other candidates are measured
+        first = (str(error).splitlines() or [""])[0]
+        # hpcrl says so by a LookupError itself; those that derive from it are mistakes of a program
+        if isinstance(error, NotHere | UsageError | ImportError) or type(error) is LookupError:
+            return found | {"not_here": first or type(error).__name__}
+        return found | {"failed": f"{type(error).__name__}: {first}"}
     found |= {"ms": round(seconds * 1e3, 4)}
     if case.flops:
         found |= {"tflops": round(case.flops / seconds / 1e12, 2)}
@@ -86,7 +90,9 @@ def main() -> None:
                 found = measure(case, candidate, device, arguments.repeats)
                 rows.append({"kind": case.kind, **case.sizes, **found})
                 said = found.get("not_here") or (
-                    f"{found['ms']:10.3f} {found.get('tflops', 0):8.1f} {found.get('peak_mib', 0):9.1f}"
+                    f"FAILED {found['failed']}"
+                    if "failed" in found
+                    else f"{found['ms']:10.3f} {found.get('tflops', 0):8.1f} {found.get('peak_mib', 0):9.1f}"
                 )
                 print(f"{case.kind:>17} {sizes:>44} {candidate:>24} {said}", flush=True)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}

@@ -134,3 +134,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         hint = "python3 tools/bootstrap.py --vllm"
         terminalreporter.write_sep("!", f"{len(skipped)} tests with a real vLLM did NOT run: {hint}", red=True)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A test of a GPU is skipped where there is none. Any other reason to skip it is a failure: it would hide one."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.skipped and item.get_closest_marker("gpu") and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason != "no GPU":
+            report.outcome = "failed"
+            report.longrepr = f"A test of a GPU is skipped for another reason than that there is none: {reason}"

@@ -29,5 +29,6 @@ def library(name: str) -> Any:
     """A package that is not ours."""
     try:
         return import_module(name)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise NotHere(f"{name} does not load: {error}") from error
+    except Exception as error:
+        # it looks for compilers and drivers while it is imported, and raises what it likes
+        raise NotHere(f"{name} does not load: {type(error).__name__}: {error}") from error

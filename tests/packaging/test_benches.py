@@ -64,6 +64,51 @@ def test_the_bench_of_kernels_runs_all_kinds_on_a_processor(tmp_path: Path) -> N
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     measured = {row["kind"].split()[0] for row in rows if "ms" in row}
     assert measured == {"sparse", "index", "dense", "head", "fp8"}
-    # what is not here says why
+    # what is not here says why, and nothing fails
     assert all(("ms" in row) != ("not_here" in row) for row in rows)
     assert any("triton is for GPUs" in row.get("not_here", "") for row in rows)
+
+
+FAILS = """
+import json, sys
+
+sys.path.insert(0, sys.argv[1])
+import torch
+from kernel_cases.case import Case, NotHere
+from kernels import measure
+
+runs = []
+
+def raising(error, first=1):
+    def run():
+        runs.append(error)
+        if len(runs) >= first:
+            raise error
+    return lambda: (runs.clear(), run)[1]
+
+errors = [AssertionError(), TypeError("unexpected keyword\\nmore"), KeyError("CUDA_PATH")]
+errors += [LookupError(), NotHere("it is not")]
+candidates = {str(i): raising(error) for i, error in enumerate(errors)}
+candidates["later"] = raising(RuntimeError("invalid argument"), first=3)
+candidates["well"] = lambda: lambda: None
+case = Case("tried", {"rows": 1}, 1.0, candidates)
+print(json.dumps([measure(case, name, torch.device("cpu"), 3) for name in candidates]))
+"""
+
+
+def test_a_candidate_that_fails_ends_no_bench() -> None:
+    """Each of its errors stands in its row; those behind it are measured."""
+    command = [sys.executable, "-c", FAILS, str(BENCH)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *failed, well = json.loads(done.stdout.splitlines()[-1])
+    assert [row.get("failed") or row["not_here"] for row in failed] == [
+        "AssertionError: ",
+        "TypeError: unexpected keyword",
+        "KeyError: 'CUDA_PATH'",
+        "LookupError",
+        "it is not",
+        "RuntimeError: invalid argument",
+    ]
+    assert all("ms" not in row for row in failed)
+    assert "ms" in well

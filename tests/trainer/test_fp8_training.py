@@ -17,6 +17,7 @@ from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.precision import quantised_modules
+from hpcrl.trainer.step import policy as policies
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.format.quantize import FP8_DTYPE
 from hpcrl.weights.read.reconstruct import read_tensors
@@ -188,3 +189,18 @@ def test_what_keeps_nothing_is_an_error(models):
             make_policy(models["qwen3_moe"], parallel, {"linears": False, "experts": False})
         with pytest.raises(UsageError, match=r"(?s)deep_gemm: .*computes on cpu.*hint"):
             make_policy(models["qwen3_moe"], parallel, {"backend": "deep_gemm"})
+
+
+def test_products_are_tried_once_at_the_start(models, monkeypatch):
+    """A trial on a GPU compiles and multiplies for seconds."""
+    asked = []
+
+    def find(config, device):
+        asked.append((config, device))
+        return Reference()
+
+    monkeypatch.setattr(policies, "find_precision", find)
+    with distributed(timeout_s=60) as parallel:
+        made = make_policy(models["qwen3"], parallel, {})
+    assert len(asked) == 1
+    assert made.kernels["fp8"] == "reference"

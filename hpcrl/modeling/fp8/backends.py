@@ -53,7 +53,8 @@ class Groups(NamedTuple):
 
     def spread(self, rows: Tensor) -> Tensor:
         """Rows ``[rows, columns]`` in their places, zeros between them."""
-        return rows.new_zeros(len(self.experts), rows.shape[1]).index_copy(0, self.places, rows)
+        # in place: index_copy would make a second copy of all rows
+        return rows.new_zeros(len(self.experts), rows.shape[1]).index_copy_(0, self.places, rows)
 
 
 class Backend(Protocol):

@@ -20,6 +20,9 @@ __all__ = ["DeepGemm", "need_hopper"]
 _NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous")
 _BY_ROWS = (1, 1, 128)
 """What DeepGEMM calls a product of two matrices that are both quantised by rows."""
+_TOKENS_ARE_ROWS, _TOKENS_ARE_SUMMED = "nk", "mn"
+"""Which of a product's sizes ``[m, k] @ [n, k].T`` DeepGEMM compiles into a kernel: those of the weight. It compiles
+anew, for seconds, for each new value of these, and numbers of tokens differ between micro-batches."""
 
 
 def need_hopper(device: torch.device) -> None:
@@ -41,8 +44,9 @@ class DeepGemm:
         need_hopper(device)
         try:
             self._library: Any = import_module("deep_gemm")
-        except (ImportError, OSError, RuntimeError) as error:
-            reason = f"is not installed where the trainer runs, or does not load: {error}"
+        except Exception as error:
+            # it looks for compilers and drivers while it is imported, and raises what it likes
+            reason = f"is not installed where the trainer runs, or does not load: {type(error).__name__}: {error}"
             raise LookupError(f"{reason} (DeepGEMM from its sources, or sgl-deep-gemm for this torch)") from error
         self.version = str(getattr(self._library, "__version__", "of an unknown version"))
         missing = [name for name in _NEEDED if not hasattr(self._library, name)]
@@ -53,7 +57,7 @@ class DeepGemm:
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         """See `Backend`; made in bfloat16, or in float32 from that for such a model."""
         product = a.values.new_empty(len(a.values), len(b.values), dtype=torch.bfloat16)
-        self._library.fp8_gemm_nt(tuple(a), tuple(b), product)
+        self._library.fp8_gemm_nt(tuple(a), tuple(b), product, compiled_dims=_TOKENS_ARE_ROWS)
         return product.to(dtype)
 
     def multiply_rows(self, a: Quantised, b: Quantised) -> Tensor:
@@ -61,14 +65,18 @@ class DeepGemm:
         # it adds to what is there
         product = a.scales.new_zeros(len(a.values), len(b.values))
         if a.values.shape[1]:
-            self._library.fp8_gemm_nt(tuple(a), tuple(b), product, c=product, recipe=_BY_ROWS)
+            self._library.fp8_gemm_nt(
+                *(tuple(a), tuple(b), product), c=product, recipe=_BY_ROWS, compiled_dims=_TOKENS_ARE_SUMMED
+            )
         return product
 
     def multiply_groups(self, a: Quantised, b: Quantised, groups: Groups, dtype: torch.dtype) -> Tensor:
         """See `Backend`."""
         product = a.values.new_empty(len(a.values), b.values.shape[1], dtype=torch.bfloat16)
         if len(a.values):
-            self._library.m_grouped_fp8_gemm_nt_contiguous(tuple(a), tuple(b), product, groups.experts)
+            self._library.m_grouped_fp8_gemm_nt_contiguous(
+                *(tuple(a), tuple(b), product, groups.experts), compiled_dims=_TOKENS_ARE_ROWS
+            )
         return product.to(dtype)
 
     def multiply_within_groups(self, a: Quantised, b: Quantised, groups: Groups) -> Tensor:
@@ -77,12 +85,15 @@ class DeepGemm:
         product = a.scales.new_zeros(len(sizes), len(a.values), len(b.values))
         if sum(sizes):
             self._library.k_grouped_fp8_gemm_nt_contiguous(
-                _flat(a, sizes), _flat(b, sizes), product, sizes, groups.sizes.int(), c=product, recipe=_BY_ROWS
+                *(_flat(a, sizes), _flat(b, sizes), product, sizes, groups.sizes.int()),
+                c=product,
+                recipe=_BY_ROWS,
+                compiled_dims=_TOKENS_ARE_SUMMED,
             )
         return product
 
 
 def _flat(rows: Quantised, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Groups one behind the other, each ``[rows, size]`` in one piece, and the scales of all of them."""
+    """Groups one behind the other, each ``[rows, size]`` in one piece, and the scales of all of them, column-major."""
     parts = [part.flatten() for part in torch.split(rows.values[:, : sum(sizes)], sizes, 1)]
-    return torch.cat(parts), rows.scales[:, : sum(sizes) // 128].contiguous()
+    return torch.cat(parts), rows.scales[:, : sum(sizes) // 128]

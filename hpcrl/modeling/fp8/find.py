@@ -20,6 +20,9 @@ _TOLERANCE = 0.01
 """Norm of what differs over that of the reference: rounding to bfloat16 is 0.2 %, scales of other rows all of it."""
 _ROWS, _COLUMNS, _SUMMED = 256, 384, 512
 _COUNTS = (130, 0, 70)
+_LONG_ROWS, _LONG_COUNTS = 128, (150_000, 0, 144, 112_000)
+"""On a GPU sums over tokens are tried once more, over about as many (262,144 and what groups are padded with) as a rank
+of a large run has in one layer: what a library has room for, and which program it takes, depends on this number."""
 
 
 def find_backend(name: str, device: torch.device) -> Backend:
@@ -73,10 +76,40 @@ def products(backend: Backend, device: torch.device) -> Iterator[tuple[str, Tens
     )
 
 
+def long_products(backend: Backend, device: torch.device, counts: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """The products of `Backend` that sum over tokens, by name, where experts have ``counts`` of them."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def normal(tokens: int) -> Tensor:
+        return torch.randn(tokens, _LONG_ROWS, generator=draw, device=device).bfloat16()
+
+    tokens = sum(counts)
+    grad, x = normal(tokens), normal(tokens)
+    yield f"multiply_rows over {tokens} tokens", backend.multiply_rows(PLAIN.rows(grad.T), PLAIN.rows(x.T))
+    groups = Groups.of(torch.tensor(counts, device=device), tokens)
+    of_grad, of_x = (PLAIN.rows(groups.spread(each).T) for each in (grad, x))
+    yield f"multiply_within_groups of {tokens} tokens", backend.multiply_within_groups(of_grad, of_x, groups)
+
+
+def all_products(
+    backend: Backend, device: torch.device, long_counts: tuple[int, ...] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """`products`, and `long_products` unless ``long_counts`` is None."""
+    yield from products(backend, device)
+    if long_counts is not None:
+        yield from long_products(backend, device, long_counts)
+
+
+def long_counts_for(device: torch.device) -> tuple[int, ...] | None:
+    """Tokens of experts for `long_products`; None on a processor, where no library multiplies and it takes seconds."""
+    return None if device.type == "cpu" else _LONG_COUNTS
+
+
 def try_backend(backend: Backend, device: torch.device) -> None:
     """LookupError where ``backend`` fails on ``device``, or differs from the reference."""
-    tried = products(backend, device)
-    for name, wanted in products(Reference(), device):
+    long_counts = long_counts_for(device)
+    tried = all_products(backend, device, long_counts)
+    for name, wanted in all_products(Reference(), device, long_counts):
         try:
             _, found = next(tried)
         except Exception as error:

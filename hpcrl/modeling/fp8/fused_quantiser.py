@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.fp8.quantiser import LEAST_OF_BLOCK, LEAST_OF_ROW, PLAIN, Quantised, Quantiser
+from hpcrl.modeling.fp8.quantiser import (
+    LEAST_OF_BLOCK,
+    LEAST_OF_ROW,
+    PLAIN,
+    Quantised,
+    Quantiser,
+    empty_row_scales,
+)
 from hpcrl.weights.format.quantize import BLOCK
 
 __all__ = ["find_quantiser", "fused_quantiser", "try_quantiser"]
@@ -27,12 +34,17 @@ def find_quantiser(device: torch.device) -> Quantiser:
     Raises
     ------
     LookupError
-        The fused one fails, or gives other bits than torch.
+        Triton is installed and does not load, or the fused one fails, or gives other bits than torch.
     """
     try:
         made = fused_quantiser()
-    except (ImportError, OSError, RuntimeError):
-        return PLAIN
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return PLAIN
+        raise LookupError(f"quantises by triton, which does not load: {error}") from error
+    except Exception as error:
+        # it looks for compilers and drivers while it is imported, and raises what it likes
+        raise LookupError(f"quantises by triton, which does not load: {type(error).__name__}: {error}") from error
     try_quantiser(made, device)
     return made
 
@@ -52,8 +64,11 @@ def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
         step = _ROWS_AT_ONCE if by_row else BLOCK
         down, across = -(-rows // step), -(-columns // BLOCK)
         padded = rows if by_row else down * BLOCK
-        values = x.new_empty(number, padded, across * BLOCK, dtype=dtype)
-        scales = x.new_empty(number, rows if by_row else down, across, dtype=torch.float32)
+        values = x.new_empty(*shape[:-2], padded, across * BLOCK, dtype=dtype)
+        if by_row:
+            scales = empty_row_scales(x, rows, across)
+        else:
+            scales = x.new_empty(*shape[:-2], down, across, dtype=torch.float32)
         if values.numel():
             programs.quantise_tiles[number, down, across](
                 *(matrices, values, scales, rows, columns, *matrices.stride()),
@@ -64,8 +79,7 @@ def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
                 WHOLE_ROWS=not by_row,
                 num_warps=4 if by_row else 8,
             )
-        lead = shape[:-2]
-        return Quantised(values.view(*lead, *values.shape[1:]), scales.view(*lead, *scales.shape[1:]))
+        return Quantised(values, scales)
 
     return Quantiser(lambda x: quantise(x, by_row=True), lambda weight: quantise(weight, by_row=False))
 

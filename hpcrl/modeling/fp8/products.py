@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.fp8.backends import Backend, Groups
@@ -109,7 +108,7 @@ class _Grouped(torch.autograd.Function):
         backend: Backend = ctx.backend
         experts, out, inside = weight.shape
         groups = Groups.of(counts, len(x))
-        spread = groups.spread(_apart(grad, ctx.parts))
+        spread = _spread_apart(groups, grad, ctx.parts)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             blocks = _blocks(weight, ctx.parts, backend.quantiser).mT
@@ -134,7 +133,8 @@ def _fp8_grouped_product(x: Tensor, weight: Tensor, counts: Tensor, parts: int, 
     y = x.new_empty(len(x), weight.shape[1])
     # FSDP2 wants no view of something larger
     cut = torch.unflatten(product, 1, (parts, -1))[:, :, : y.shape[1] // parts]
-    torch.unflatten(y, 1, (parts, -1)).copy_(cut[groups.places])
+    # into its place: an index would make a second copy of all rows first
+    torch.index_select(cut, 0, groups.places, out=torch.unflatten(y, 1, (parts, -1)))
     return y
 
 
@@ -144,7 +144,10 @@ def _blocks(weight: Tensor, parts: int, quantiser: Quantiser) -> Quantised:
     return Quantised(blocks.values.flatten(1, 2), blocks.scales.flatten(1, 2))
 
 
-def _apart(rows: Tensor, parts: int) -> Tensor:
-    """``[rows, out]`` with zeros where the blocks of a part go beyond it."""
+def _spread_apart(groups: Groups, rows: Tensor, parts: int) -> Tensor:
+    """Rows ``[rows, out]`` in their places, with zeros between them and where the blocks of a part go beyond it."""
     cut = torch.unflatten(rows, 1, (parts, -1))
-    return F.pad(cut, (0, -cut.shape[2] % BLOCK)).flatten(1)
+    size = cut.shape[2]
+    made = rows.new_zeros(len(groups.experts), parts, -(-size // BLOCK) * BLOCK)
+    made[..., :size].index_copy_(0, groups.places, cut)
+    return made.flatten(1)

@@ -1,8 +1,11 @@
 """The one quantiser: e4m3 with a scale for each 128 x 128 block of a weight, or each 128 numbers of a row.
 
-Trainer, hand-off and readers use it. Of weights every bit is what vLLM 0.32 makes of the unquantised matrix when it
-loads one with ``quantization: fp8_per_block`` (as DeepGEMM's `per_block_cast_to_fp8`): the same floor of scales, and a
-product with the reciprocal of a scale, not a quotient. Blocks begin with a matrix; what a last block lacks is zero.
+Trainer, hand-off and readers use it, and it gives the same bits on CPUs and on GPUs: a scale is a product with
+`SCALE_OF_AMAX`, never a quotient by 448. Torch divides a float32 tensor on a GPU by a number of the host as a product
+with the rounded reciprocal of the number (``BinaryDivTrueKernel.cu``) and on a CPU as IEEE says, so that more than half
+of the scales differ in their last bit. What is quantised is a product with the reciprocal of its scale, in both.
+vLLM 0.32 (``quantization: fp8_per_block``, as DeepGEMM's `per_block_cast_to_fp8`) has the same floor of scales and, on
+GPUs, the same products. Blocks begin with a matrix; what a last block lacks is zero.
 """
 
 from __future__ import annotations
@@ -17,26 +20,32 @@ from torch import Tensor
 from hpcrl.weights.format.quantize import BLOCK
 
 __all__ = [
-    "E4M3_MAX",
     "LEAST_OF_BLOCK",
     "LEAST_OF_ROW",
     "PLAIN",
+    "SCALE_OF_AMAX",
+    "TMA_ROWS",
     "Quantised",
     "Quantiser",
     "block_amax",
     "dequantise",
+    "empty_row_scales",
     "quantise",
     "quantise_blocks",
     "quantise_rows",
     "scales_of",
 ]
 
-E4M3_MAX = 448.0
+SCALE_OF_AMAX = float.fromhex("0x1.24924ap-9")
+"""1 / 448 rounded to float32: the scale of a block, or of 128 numbers of a row, over its largest magnitude. 448 is the
+largest number of e4m3. A program may hold it in float32 or float64, because it is the same number in both."""
 LEAST_OF_BLOCK = 1e-4
 """The largest magnitude of a block of weights counts as this at least."""
 LEAST_OF_ROW = 1e-30
 """The same for a row of activations or gradients: gradients are divided by the tokens of a batch, and may be as small
 as 1e-12 throughout; with the floor of weights they would be rounded to nothing. Its reciprocal is still finite."""
+TMA_ROWS = 4
+"""Float32 scales in the 16 bytes that Hopper's tensor memory accelerator (TMA) wants a column to begin at."""
 
 
 class Quantised(NamedTuple):
@@ -48,7 +57,7 @@ class Quantised(NamedTuple):
         ``[..., rows, columns]`` float8_e4m3fn.
     scales:
         Float32: of `quantise_blocks` ``[..., rows / 128, columns / 128]``, of `quantise_rows`
-        ``[..., rows, columns / 128]``.
+        ``[..., rows, columns / 128]`` in the layout of `empty_row_scales`.
     """
 
     values: Tensor
@@ -69,9 +78,8 @@ class Quantised(NamedTuple):
 
 def quantise_blocks(weight: Tensor) -> Quantised:
     """Matrices ``[..., rows, columns]`` in blocks of 128 x 128."""
-    rows, columns = weight.shape[-2:]
-    padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = torch.unflatten(torch.unflatten(padded, -1, (-1, BLOCK)), -3, (-1, BLOCK))
+    rows = weight.shape[-2]
+    blocks = torch.unflatten(torch.unflatten(_whole(weight, rows), -1, (-1, BLOCK)), -3, (-1, BLOCK))
     scales = scales_of(blocks.abs().amax((-3, -1)).float())
     values = _rounded(blocks, scales[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
     return Quantised(values, scales)
@@ -79,9 +87,26 @@ def quantise_blocks(weight: Tensor) -> Quantised:
 
 def quantise_rows(x: Tensor) -> Quantised:
     """Matrices ``[..., rows, columns]``, 128 numbers of a row at a time."""
-    groups = torch.unflatten(F.pad(x, (0, -x.shape[-1] % BLOCK)), -1, (-1, BLOCK))
-    scales = groups.abs().amax(-1).float().clamp(LEAST_OF_ROW) / E4M3_MAX
+    groups = torch.unflatten(_whole(x), -1, (-1, BLOCK))
+    scales = empty_row_scales(x, x.shape[-2], groups.shape[-2])
+    scales.copy_(groups.abs().amax(-1)).clamp_(LEAST_OF_ROW).mul_(SCALE_OF_AMAX)
     return Quantised(_rounded(groups, scales[..., None]).flatten(-2), scales)
+
+
+def empty_row_scales(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Make scales ``[..., rows, columns]`` for `quantise_rows` of ``x [..., rows, n]``, not filled.
+
+    Neighbours in memory are those of a column, and columns begin at multiples of `TMA_ROWS`: DeepGEMM reads them as
+    they are. It would turn row-major ones over in shared memory, which has room for 907 columns (116,096 summed rows).
+    """
+    aligned = -(-rows // TMA_ROWS) * TMA_ROWS
+    return x.new_empty(*x.shape[:-2], columns, aligned, dtype=torch.float32)[..., :rows].mT
+
+
+def _whole(x: Tensor, rows: int = 0) -> Tensor:
+    """``x`` with zeros up to whole blocks of its columns and ``rows``; not a copy where nothing is added."""
+    columns, more = -x.shape[-1] % BLOCK, -rows % BLOCK
+    return F.pad(x, (0, columns, 0, more)) if columns or more else x
 
 
 class Quantiser(NamedTuple):
@@ -100,11 +125,11 @@ def _rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def scales_of(amax: Tensor) -> Tensor:
-    """What a quantised element of a block is multiplied with, ``max(amax, LEAST_OF_BLOCK) / E4M3_MAX``.
+    """What a quantised element of a block is multiplied with, ``max(amax, LEAST_OF_BLOCK) * SCALE_OF_AMAX``.
 
     Of the largest magnitudes of blocks of weights, float32 of any shape: the same shape.
     """
-    return amax.clamp(LEAST_OF_BLOCK) / E4M3_MAX
+    return amax.clamp(LEAST_OF_BLOCK) * SCALE_OF_AMAX
 
 
 def block_amax(part: Tensor, low: tuple[int, ...]) -> Tensor:

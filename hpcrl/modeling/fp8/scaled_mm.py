@@ -39,7 +39,7 @@ class ScaledMm:
         if cuda < _FIRST_CUDA:
             raise LookupError(f"needs CUDA 12.9, and this torch was built for {torch.version.cuda}")
         if not hasattr(F, "scaled_mm"):
-            raise LookupError(f"needs torch 2.10, and this is {torch.__version__}")
+            raise LookupError(f"needs torch 2.11, and this is {torch.__version__}")
         self.quantiser = find_quantiser(device)
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
@@ -100,11 +100,11 @@ def _padded(rows: Quantised) -> Quantised:
         return Quantised(rows.values.contiguous(), rows.scales)
     # as bytes: not all operators know FP8
     values = F.pad(rows.values.view(torch.uint8), (0, 0, 0, more)).view(torch.float8_e4m3fn)
-    return Quantised(values, F.pad(rows.scales, (0, 0, 0, more)))
+    return Quantised(values, F.pad(rows.scales.t(), (0, more)).t())
 
 
 def _by_columns(scales: Tensor) -> Tensor:
-    """The same numbers, neighbours along columns."""
+    """The same numbers column-major without a gap; a copy only of some rows of a larger matrix."""
     return scales.t().contiguous().t()
 
 

@@ -1,6 +1,7 @@
 """Programs in Triton that quantise in one pass: a matrix is read once, and each number is written once.
 
-Quotients are rounded as IEEE says (``div_rn``): those of Triton's ``/`` are not, and scales would differ in a bit.
+A scale is a product with the constant of `hpcrl.modeling.fp8.quantiser`, as torch has it on every device. Reciprocals
+are rounded as IEEE says (``div_rn``): those of Triton's ``/`` are not, and numbers would differ in a bit.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hpcrl.modeling.fp8.quantiser import SCALE_OF_AMAX, TMA_ROWS
+
 __all__ = ["quantise_tiles"]
 
-_E4M3_MAX = tl.constexpr(448.0)
+_SCALE_OF_AMAX = tl.constexpr(SCALE_OF_AMAX)
+_TMA_ROWS = tl.constexpr(TMA_ROWS)
 
 
 @triton.jit
@@ -31,7 +35,8 @@ def quantise_tiles(
 ):
     """A tile of ``ROWS`` rows and ``BLOCK`` columns of one of several matrices, with a scale each row or for the tile.
 
-    ``values [matrices, padded rows, padded columns]``; rows are padded where ``WHOLE_ROWS``.
+    ``values [matrices, padded rows, padded columns]``; rows are padded where ``WHOLE_ROWS``. Scales of rows lie as
+    `hpcrl.modeling.fp8.quantiser.empty_row_scales` has them, ``[matrices, blocks, aligned rows]`` in memory.
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -44,13 +49,14 @@ def quantise_tiles(
     if WHOLE_ROWS:
         padded = tl.num_programs(1) * ROWS
     if BY_ROW:
-        scale = tl.div_rn(tl.maximum(largest, least), tl.full([ROWS], _E4M3_MAX, tl.float32))
-        place = (matrix * padded + row) * blocks + tl.program_id(2)
+        scale = tl.maximum(largest, least) * tl.full([ROWS], _SCALE_OF_AMAX, tl.float32)
+        aligned = (rows + _TMA_ROWS - 1) // _TMA_ROWS * _TMA_ROWS
+        place = (matrix * blocks + tl.program_id(2)) * aligned + row
         tl.store(scales + place, scale, mask=row < padded)
     else:
-        # as many equal numbers as rows: a quotient of one is no tensor
+        # as many equal numbers as rows: the reciprocal of one number is no tensor
         every = tl.full([ROWS], 0.0, tl.float32) + tl.max(largest, 0)
-        scale = tl.div_rn(tl.maximum(every, least), tl.full([ROWS], _E4M3_MAX, tl.float32))
+        scale = tl.maximum(every, least) * tl.full([ROWS], _SCALE_OF_AMAX, tl.float32)
         place = (matrix * tl.num_programs(1) + tl.program_id(1)) * blocks + tl.program_id(2)
         tl.store(scales + place, tl.max(scale, 0))
     reciprocal = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)

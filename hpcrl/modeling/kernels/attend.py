@@ -47,12 +47,14 @@ def use_flash_attention_3(device: torch.device, dtype: torch.dtype) -> None:
         problem = f"computes in half precision, and trainer.dtype is {str(dtype).removeprefix('torch.')}"
     else:
         try:
-            # torch 2.10 has none
+            # importing it takes time
             from torch.nn.attention import activate_flash_attention_impl  # noqa: PLC0415
 
             activate_flash_attention_impl("FA3")
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
-            problem = f"needs the package flash_attn_3 where the trainer runs, which does not load: {error}"
+        except Exception as error:  # noqa: BLE001 - raised below
+            # it looks for compilers and drivers while it is imported, and raises what it likes
+            reason = f"{type(error).__name__}: {error}"
+            problem = f"needs the package flash_attn_3 where the trainer runs, which does not load: {reason}"
     if problem:
         raise UsageError(
             f"trainer.kernels.attention: flash_attention_3 {problem}\n    hint: leave trainer.kernels.attention out"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +36,12 @@ class VarlenKernel:
         """See `Kernel`."""
         width = inputs.v.shape[2]
         q, k, v = _widen(*inputs)
+        options: dict[str, Any] = {}
+        if (share := q.shape[1] // k.shape[1]) > 1:
+            if _knows_groups():
+                options["enable_gqa"] = True
+            else:
+                k, v = _for_each_head(k, share), _for_each_head(v, share)
         out, lse = varlen_attn(
             q,
             k,
@@ -41,7 +50,7 @@ class VarlenKernel:
             return_aux=AuxRequest(lse=True),
             scale=scale,
             window_size=_window(segments),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **options,
         )
         # [heads, Q]; where there is no key FlashAttention says plus infinity
         lse = lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == float("inf"), float("-inf"))
@@ -52,6 +61,10 @@ class VarlenKernel:
         widths, lse = [x.shape[2] for x in inputs], attended.lse
         q, k, v, out, grad = _widen(*inputs, attended.out, grad)
         window = _window(segments)
+        key_heads, share = k.shape[1], q.shape[1] // k.shape[1]
+        apart = share > 1 and not _knows_groups()
+        if apart:
+            k, v = _for_each_head(k, share), _for_each_head(v, share)
         found = torch.ops.torch_attn._varlen_attn_backward(
             grad,
             q,
@@ -65,7 +78,21 @@ class VarlenKernel:
             scale,
             list(window),
         )
+        if apart:
+            of_q, *of_keys = found
+            found = of_q, *(torch.unflatten(x, 1, (key_heads, share)).sum(2) for x in of_keys)
         return QKV(*(x[..., :n] for x, n in zip(found, widths, strict=True)))
+
+
+@cache
+def _knows_groups() -> bool:
+    """Return whether torch's function takes fewer heads of keys than of queries: from torch 2.12 on."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _for_each_head(x: Tensor, share: int) -> Tensor:
+    """``[K, key_heads, dim]`` once for each head of queries that a head of keys is for, neighbours in order."""
+    return x.repeat_interleave(share, 1)
 
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:

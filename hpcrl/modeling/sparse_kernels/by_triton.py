@@ -66,8 +66,10 @@ class TritonKernel:
             raise LookupError("computes in bfloat16 and float16: set trainer.dtype: bfloat16")
         try:
             self._programs: Any = import_module("hpcrl.modeling.sparse_kernels.triton_programs")
-        except (ImportError, OSError, RuntimeError) as error:
-            raise LookupError(f"needs the package triton, which does not load here: {error}") from error
+        except Exception as error:
+            # it looks for compilers and drivers while it is imported, and raises what it likes
+            reason = f"needs the package triton, which does not load here: {type(error).__name__}: {error}"
+            raise LookupError(reason) from error
 
     def rows_at_once(self, heads: int, keys: int) -> int:
         """See `SparseKernel`; what chooses among scores makes about four tensors of their size."""

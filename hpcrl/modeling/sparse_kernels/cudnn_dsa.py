@@ -33,12 +33,17 @@ class FlashMlaCudnn(FlashMla):
         """LookupError with the reason where it cannot run."""
         super().__init__(device, shape)
         try:
-            self._backward: Any = import_module("cudnn").DSA.sparse_attention_backward_wrapper
-        except (ImportError, OSError, RuntimeError) as error:
+            library: Any = import_module("cudnn")
+            # it imports nvidia-cutlass-dsl where DSA is asked for
+            functions = getattr(library, "DSA", None)
+            backward = getattr(functions, "sparse_attention_backward_wrapper", None)
+        except Exception as error:
+            # both look for compilers and drivers while they are imported, and raise what they like
             what = "needs nvidia-cudnn-frontend 1.32 with nvidia-cutlass-dsl, which does not load here"
-            raise LookupError(f"{what}: {error}") from error
-        except AttributeError as error:
-            raise LookupError("needs nvidia-cudnn-frontend 1.32: an older one has no DSA") from error
+            raise LookupError(f"{what}: {type(error).__name__}: {error}") from error
+        if backward is None:
+            raise LookupError("needs nvidia-cudnn-frontend 1.32: an older one has no DSA")
+        self._backward: Any = backward
 
     def backward(self, grad: Tensor, inputs: Chosen, attended: Attended) -> tuple[Tensor, Tensor]:
         """See `SparseKernel`."""

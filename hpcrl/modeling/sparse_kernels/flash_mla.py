@@ -37,11 +37,14 @@ class FlashMla(TritonKernel):
         """LookupError with the reason where it cannot run."""
         need_hopper_shape(device, shape)
         try:
-            self._sparse_fwd: Any = import_module("flash_mla").flash_mla_sparse_fwd
-        except (ImportError, OSError, RuntimeError) as error:
-            raise LookupError(f"is not installed where the trainer runs, or does not load: {error}") from error
-        except AttributeError as error:
-            raise LookupError("is too old: it has no flash_mla_sparse_fwd") from error
+            library: Any = import_module("flash_mla")
+        except Exception as error:
+            # it looks for compilers and drivers while it is imported, and raises what it likes
+            reason = f"is not installed where the trainer runs, or does not load: {type(error).__name__}: {error}"
+            raise LookupError(reason) from error
+        if not hasattr(library, "flash_mla_sparse_fwd"):
+            raise LookupError("is too old: it has no flash_mla_sparse_fwd")
+        self._sparse_fwd: Any = library.flash_mla_sparse_fwd
         super().__init__(device, shape)
 
     def forward(self, inputs: Chosen) -> Attended:

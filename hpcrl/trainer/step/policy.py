@@ -18,6 +18,7 @@ from hpcrl.modeling.adapters import adapt, init_adapters
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.decoder import HeadFn
+from hpcrl.modeling.fp8.backends import Backend
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import sum_over_copies
 from hpcrl.modeling.spec import spec_of
@@ -76,13 +77,15 @@ class TrainerPolicy:
         find = partial(find_dispatcher, recipe.trainer, parallel.device)
         parallel.world.all_succeed(lambda: find() is None, "looking for the dispatcher")
         fp8 = recipe.trainer.precision.fp8
-        find_fp8 = partial(find_precision, fp8, parallel.device)
-        parallel.world.all_succeed(lambda: find_fp8() is None, "looking for what multiplies in FP8")
+        multipliers: list[Backend | None] = []
+        parallel.world.all_succeed(
+            lambda: multipliers.append(find_precision(fp8, parallel.device)), "looking for what multiplies in FP8"
+        )
         kernels: list[TrainerKernels] = []
         parallel.world.all_succeed(
             lambda: kernels.append(find_kernels(recipe.trainer, arch, parallel.device)), "trying kernels"
         )
-        dtype, lora, multiplier = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora, find_fp8()
+        dtype, lora, multiplier = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora, multipliers[0]
         self.kernels = kernels[0].names | ({} if multiplier is None else {"fp8": multiplier.name})
         """What computes attention, and products in FP8."""
         # nothing is whole anywhere: shards get their memory after the model is cut

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +179,45 @@ def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UsageError, match="flash_mla is not installed where the trainer runs"):
         find_sparse_kernel("flash_mla", torch.device("cuda"), shape(64, 576))
+
+
+@pytest.mark.parametrize("name", ["flash_mla", "flash_mla_cudnn", "triton"])
+@pytest.mark.parametrize(
+    "program",
+    ["assert None is not None", "raise KeyError('CUDA_PATH')", "raise ImportError('undefined symbol')", "1 / 0"],
+)
+def test_a_library_that_does_not_load_is_a_usage_error(
+    name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such libraries look for CUDA and compilers while they are imported, and raise what they like."""
+    fails = {"flash_mla": "flash_mla", "flash_mla_cudnn": "cudnn", "triton": "triton"}[name]
+    for module in ("flash_mla", "cudnn"):
+        (tmp_path / f"{module}.py").write_text("flash_mla_sparse_fwd = None\n", encoding="utf-8")
+    (tmp_path / f"{fails}.py").write_text(f"{program}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # with a name that is imported nowhere, for Triton by its own programs
+    for module in ("flash_mla", "cudnn", "triton", "hpcrl.modeling.sparse_kernels.triton_programs"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    if name == "flash_mla_cudnn":
+        monkeypatch.setattr(FlashMla, "__init__", lambda self, device, shape: None)
+    with pytest.raises(UsageError) as caught:
+        find_sparse_kernel(name, torch.device("cuda"), shape(64, 576))
+    said = str(caught.value)
+    assert said.startswith(f"trainer.kernels.sparse_attention: {name} ")
+    assert "does not load" in said
+    assert "\n    hint: set it to reference" in said
+
+
+def test_a_cudnn_that_fails_when_it_is_asked_for_sparse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports its compiler then."""
+
+    class Cudnn:
+        @property
+        def DSA(self) -> Any:
+            raise AssertionError("no nvidia-cutlass-dsl")
+
+    monkeypatch.setitem(sys.modules, "cudnn", Cudnn())  # type: ignore[arg-type]
+    monkeypatch.setattr(FlashMla, "__init__", lambda self, device, shape: None)
+    with pytest.raises(UsageError, match="does not load here: AssertionError: no nvidia-cutlass-dsl"):
+        find_sparse_kernel("flash_mla_cudnn", torch.device("cuda"), shape(64, 576))
