@@ -34,6 +34,7 @@ from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.warehouse.sharing import Sharing
 from hpcrl.dock.wire import BatchShard, ReferencedShard, decode_answer
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
+from hpcrl.http_body import read_body
 
 __all__ = ["DockClient"]
 
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
 """How long the server holds a request that cannot be answered yet."""
+_MAX_BYTES = 16 << 30
+"""Maximum size of an answer: a shard names its rollouts, and the orchestrator's state holds texts of waiting ones."""
 _RETRY_S = 0.1
 """Between two requests to a dock that does not answer."""
 
@@ -155,7 +158,10 @@ class DockClient:
 
     def _shard(self, data: bytes) -> BatchShard:
         """The shard with its columns, read from where they lie."""
-        shard = decode_answer(data)
+        try:
+            shard = decode_answer(data)
+        except ValueError as error:
+            raise PeerLostError(f"the answer of the orchestrator at {self.url} cannot be read: {error}") from error
         if not isinstance(shard, ReferencedShard):
             return shard
         authorization = self._headers.get("Authorization", "")
@@ -264,7 +270,7 @@ class DockClient:
         try:
             connection.request(method, path, headers=self._headers)
             response = connection.getresponse()
-            return response.status, response.read()
+            return response.status, read_body(response, _MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise _UnreachableError(f"orchestrator at {self.url} cannot be reached: {error}") from error
         finally:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import RunDirError
 from hpcrl.runs.known import remember
 from hpcrl.runs.record import RunRecord
@@ -22,15 +21,16 @@ from hpcrl.runs.rundir import RunDir
 __all__ = ["belongs_elsewhere", "original_of", "with_own_identity"]
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """What is read of a ``plan.json``: records of earlier versions do not say where the run was made."""
+def original_of(run: RunDir, record: RunRecord, planned: str | None = None) -> Path | None:
+    """Return where the run lies that a directory is a copy of; None where it is the run itself, moved or not.
 
-    run_dir: str = ""
-
-
-def original_of(run: RunDir, record: RunRecord) -> Path | None:
-    """Where the run lies that a directory is a copy of; None where it is the run itself, moved or not."""
-    place = record.run_dir or _planned(run)
+    Parameters
+    ----------
+    planned:
+        What its ``plan.json`` says, where the caller has read that: records of earlier versions do not say where the
+        run was made.
+    """
+    place = record.run_dir or (_planned(run) if planned is None else planned)
     if not os.path.isabs(place) or _same(place, run.path):
         return None
     with contextlib.suppress(RunDirError, OSError):
@@ -66,8 +66,8 @@ def belongs_elsewhere(place: str, run_dir: Path) -> bool:
 
 
 def _planned(run: RunDir) -> str:
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(run.plan_path.read_bytes(), type=prepared(_Place)).run_dir
+    with contextlib.suppress(OSError, RunDirError):
+        return run.names().run_dir
     return ""
 
 

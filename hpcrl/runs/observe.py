@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +18,7 @@ from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.job_facts import JobFact, ask
 from hpcrl.runs.record import RunRecord, Submission
-from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.rundir import PlanNames, RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
 __all__ = ["RunView", "observe", "observe_all", "open_job"]
@@ -111,19 +112,40 @@ def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
     RunDirError
         It is no run.
     """
-    return _view(run, RunRecord.read(run), RunStatus.read(run), time.time() if now_s is None else now_s)
+    return _view(_read(run), time.time() if now_s is None else now_s)
 
 
-def _view(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float) -> RunView:
+class _Files(NamedTuple):
+    """What was read of a run, each file once.
+
+    Attributes
+    ----------
+    original:
+        Where the run lies that this directory is a copy of; None where it is none.
+    """
+
+    run: RunDir
+    record: RunRecord
+    status: RunStatus | None
+    names: PlanNames
+    original: Path | None
+
+
+def _read(run: RunDir) -> _Files:
+    """Read what a view is made of (RunDirError where it is no run)."""
+    record, status, names = RunRecord.read(run), RunStatus.read(run), run.names()
+    return _Files(run, record, status, names, original_of(run, record, names.run_dir))
+
+
+def _view(files: _Files, now_s: float) -> RunView:
     """`observe`, by what was just read."""
-    if (original := original_of(run, record)) is not None:
-        return _view_of_copy(run, record, status, original)
-    return _view_of_run(run, record, status, now_s)
+    return _view_of_run(files, now_s) if files.original is None else _view_of_copy(files, files.original)
 
 
-def _view_of_run(run: RunDir, record: RunRecord, status: RunStatus | None, now_s: float) -> RunView:
+def _view_of_run(files: _Files, now_s: float) -> RunView:
+    run, record, status, names, _ = files
     submission = record.submissions[-1] if record.submissions else None
-    attempts, names = run.attempts(), run.names()
+    attempts = run.attempts()
     view = RunView(
         name=record.name,
         run_id=record.run_id,
@@ -173,9 +195,10 @@ def _view_of_run(run: RunDir, record: RunRecord, status: RunStatus | None, now_s
     return _lost(view, run, submission)
 
 
-def _view_of_copy(run: RunDir, record: RunRecord, status: RunStatus | None, original: Path) -> RunView:
+def _view_of_copy(files: _Files, original: Path) -> RunView:
     """The state of a copy: nobody works on it, whatever its files say, and nobody is asked about the original's job."""
-    attempts, names = run.attempts(), run.names()
+    run, record, status, names, _ = files
+    attempts = run.attempts()
     ended = status is not None and status.state.ended
     cause = Cause(
         kind=CauseKind.SUPERVISOR_LOST,
@@ -228,15 +251,15 @@ def observe_all(runs: Iterable[RunDir]) -> Iterator[tuple[RunDir, RunRecord, Run
     found, open_ends = [], []
     for run in runs:
         with contextlib.suppress(RunDirError):
-            record, status = RunRecord.read(run), RunStatus.read(run)
-            found.append((run, record, status))
-            theirs = original_of(run, record) is not None
-            if record.submissions and not theirs and not _has_last_word(status, record.submissions[-1]):
-                open_ends.append(record.submissions[-1])
+            files = _read(run)
+            found.append(files)
+            submissions, theirs = files.record.submissions, files.original is not None
+            if submissions and not theirs and not _has_last_word(files.status, submissions[-1]):
+                open_ends.append(submissions[-1])
     ask(open_ends)
-    for run, record, status in found:
+    for files in found:
         with contextlib.suppress(RunDirError):
-            yield run, record, _view(run, record, status, time.time())
+            yield files.run, files.record, _view(files, time.time())
 
 
 def _lost_unseen(run: RunDir, status: RunStatus, now_s: float) -> bool:

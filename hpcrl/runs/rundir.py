@@ -57,10 +57,11 @@ __all__ = ["RunDir"]
 
 
 class PlanNames(msgspec.Struct, frozen=True):
-    """Names of the recipe and of the cluster profile that a plan was made of."""
+    """Names of the recipe and of the cluster profile that a plan was made of, and of the directory it was made for."""
 
     recipe: str
     cluster: str
+    run_dir: str = ""
 
 
 class RunDir:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import re
-import urllib.error
 import urllib.request
 
 import msgspec
 
 from hpcrl.decoding import decode_json
 from hpcrl.errors import HpcrlError
+from hpcrl.http_body import read_body
 
 __all__ = ["PoolSegment", "PoolStatus", "StoreAdmin"]
 
@@ -96,8 +97,14 @@ class StoreAdmin:
         Raises
         ------
         HpcrlError
-            The master does not answer; names it.
+            The master does not answer, or something else than it should; names it.
         """
+        try:
+            return self._status()
+        except (ValueError, OverflowError) as error:
+            raise HpcrlError(f"the answer of the KV store's master at {self.url} cannot be read: {error}") from error
+
+    def _status(self) -> PoolStatus:
         names = self._get("/get_all_segments").decode().split()
         plain: dict[str, float] = {}
         by_segment: dict[str, dict[str, float]] = {}
@@ -123,7 +130,6 @@ class StoreAdmin:
     def _get(self, path: str) -> bytes:
         try:
             with self._opener.open(self.url + path, timeout=self._timeout_s) as answer:
-                data: bytes = answer.read(_MAX_BYTES)
-                return data
-        except (urllib.error.URLError, OSError) as error:
+                return read_body(answer, _MAX_BYTES)
+        except (OSError, http.client.HTTPException) as error:
             raise HpcrlError(f"the KV store's master at {self.url} does not answer: {error}") from error

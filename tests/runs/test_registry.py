@@ -74,5 +74,5 @@ finally:
         )
     assert out.stdout.splitlines()[1].split()[0] == "c", out
     opened, schemas = out.stdout.split()[-2:]
-    # run.json twice (is it ours; what is it), status.json, plan.json for its state, its place and its environments
-    assert (int(opened), schemas) == (3 * 6, "False")
+    # run.json twice (is it ours; what is it), status.json, and plan.json once
+    assert (int(opened), schemas) == (3 * 4, "False")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -30,6 +31,9 @@ __all__ = [
 
 FORMAT_VERSION = 1
 _FILE = re.compile(r"(\d{6,})\.jsonl")
+_MAX_FILE = 1 << 60
+_MAX_BLOCK = 1 << 40
+"""Maximum size of the columns of one rollout in bytes."""
 
 
 class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -46,8 +50,8 @@ class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
     """
 
     file: str
-    offset: int
-    bytes: int
+    offset: Annotated[int, msgspec.Meta(ge=0, le=_MAX_FILE)]
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=_MAX_BLOCK)]
     xxh3_128: str
 
 

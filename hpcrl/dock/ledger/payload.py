@@ -105,6 +105,9 @@ def read_payload(directory: Path, place: PayloadPlace) -> bytes:
         It is cut off, or has another content.
     """
     with (directory / place.file).open("rb") as stream:
+        if place.bytes > (left := os.fstat(stream.fileno()).st_size - place.offset):
+            # memory is not taken for what a record says and a file has not
+            raise ValueError(f"{place.file} ends {place.bytes - left} bytes before the end of a rollout")
         stream.seek(place.offset)
         block = stream.read(place.bytes)
     check_block(block, place)

@@ -135,7 +135,10 @@ class BlockReader:
         if self._here:
             return self._counted("node", self._view(place, view_block), place)
         if self._served:
-            memory = memoryview(bytearray(place.bytes))
+            try:
+                memory = memoryview(bytearray(place.bytes))
+            except MemoryError as error:
+                raise ValueError(f"there is no memory for a rollout of {place.bytes} bytes") from error
             self._ask(place, memory)
             return self._counted("server", memory.toreadonly(), place)
         if self._pool is not None and key_of(place) not in self._fetched:

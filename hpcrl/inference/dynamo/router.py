@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -24,6 +25,7 @@ from hpcrl.daemon_threads import run_process
 from hpcrl.decoding import decode_json
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
 from hpcrl.gate import Gate
+from hpcrl.http_body import receive_body
 from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEngineError, Selection
 from hpcrl.inference.metrics import Counter, Gauge, Registry
 from hpcrl.log_format import start_logging
@@ -37,6 +39,9 @@ __all__ = ["Front", "front_apps", "main"]
 _log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 256 << 20
+_MAX_ANSWER_BYTES = 1 << 30
+"""Maximum size of an answer that comes as a whole: log-probabilities and routed experts of 131,072 tokens as text take
+some 140 MB. What comes in parts is handed on as it comes."""
 _CONNECT_S = 10.0
 _FAILURES = 2
 """Health checks in a row after which an engine is not chosen."""
@@ -50,7 +55,7 @@ _STREAMED = ("text/event-stream", MEDIA_TYPE)
 class _Prompt(msgspec.Struct):
     """What of a request decides where it goes."""
 
-    token_ids: list[int]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
     cache_salt: str | None = None
 
 
@@ -188,13 +193,14 @@ class Front:
             ) as answer:
                 if answer.content_type not in _STREAMED:
                     content_type = {"content-type": answer.headers.get("content-type", "application/json")}
-                    return web.Response(status=answer.status, body=await answer.read(), headers=content_type)
+                    data = await receive_body(answer, _MAX_ANSWER_BYTES)
+                    return web.Response(status=answer.status, body=data, headers=content_type)
                 kind = {"content-type": answer.headers["content-type"]}
                 parts = web.StreamResponse(status=answer.status, headers=kind)
                 await parts.prepare(request)
                 await self._hand_on(answer, parts, choice)
                 return parts
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             what = f"{choice.worker.url}: {str(error) or type(error).__name__}"
             _log.warning("a request failed: %s", what)
             if parts is None:

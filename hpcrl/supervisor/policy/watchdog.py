@@ -20,6 +20,7 @@ import aiohttp
 from hpcrl import reporting
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
 from hpcrl.credentials import Credentials
+from hpcrl.http_body import receive_body
 from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.progress import RoleProgress, progress_path
@@ -29,6 +30,8 @@ from hpcrl.supervisor.component import Component
 
 __all__ = ["Pulse", "Sign", "Watchdog", "read_engine_metrics"]
 
+_MAX_METRICS_BYTES = 64 << 20
+"""Maximum size of an engine's metrics; vLLM's are some hundred kilobytes."""
 _FACTOR = 5.0
 """How much longer than the longest pause so far a pause may be."""
 _POLL_S = 2.0
@@ -308,7 +311,7 @@ async def _look_at_server(url: str, session: aiohttp.ClientSession, *, updating:
         async with session.get(f"{url}/metrics", allow_redirects=False) as response:
             if response.status != 200:
                 return None  # what a refusal says must not look like an idle engine
-            sign = read_engine_metrics(await response.text())
+            sign = read_engine_metrics((await receive_body(response, _MAX_METRICS_BYTES)).decode())
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
         return None
     return sign._replace(pauses=sign.pauses or updating)

@@ -12,6 +12,7 @@ import msgspec
 from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.decoding import decode_json
 from hpcrl.errors import HandoffError, PeerLostError
+from hpcrl.http_body import read_body
 from hpcrl.weights.handover import HandoverLayer
 
 __all__ = ["ColocatedEngines"]
@@ -109,7 +110,7 @@ class ColocatedEngines:
         try:
             connection.request(method, path, body=body, headers=self._headers)
             answer = connection.getresponse()
-            data = answer.read(_MAX_BYTES)
+            data = read_body(answer, _MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise PeerLostError(f"the engine at {url} cannot be reached: {error}") from error
         finally:

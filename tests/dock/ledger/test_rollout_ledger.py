@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ledger_entries import begin, finished
@@ -406,3 +407,18 @@ def test_every_rollout_has_one_place_whatever_happens(seed: int) -> None:
     assert not replay.problems
     assert {g: [h.entry.member for h in each] for g, each in replay.waiting().items()} == waiting
     assert all((held.state is State.WAITING) == (held.id[0] in waiting) for held in replay.rollouts)
+
+
+@pytest.mark.parametrize("size", [11, 1 << 39, 1 << 40])
+def test_memory_is_not_taken_for_a_block_that_a_file_has_not(size: int, tmp_path: Path) -> None:
+    (tmp_path / "000001-000001.columns").write_bytes(bytes(10))
+    with pytest.raises(ValueError, match="before the end of a rollout"):
+        read_payload(tmp_path, PayloadPlace("000001-000001.columns", 0, size, "00"))
+
+
+@pytest.mark.parametrize(
+    "place", ['["a", -1, 1, ""]', '["a", 0, -1, ""]', f'["a", 0, {1 << 62}, ""]', f'["a", {1 << 62}, 1, ""]']
+)
+def test_a_place_that_is_none_is_refused(place: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(place, type=PayloadPlace)

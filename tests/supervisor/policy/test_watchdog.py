@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from supervisor_testing import create
 
 from hpcrl import reporting
@@ -21,6 +22,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
 from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.replica_launcher import Address
+from hpcrl.supervisor.policy import watchdog
 from hpcrl.supervisor.policy.watchdog import Pulse, Sign, Watchdog, read_engine_metrics
 
 POLICY = WatchPolicy(floor_s=10.0, ceiling_s=100.0)
@@ -304,3 +306,20 @@ async def test_it_looks_several_times_within_the_shortest_limit(
     with pytest.raises(KeyError, match="enough"):
         await watchdog.run()
     assert pauses == [pause_s] * 3
+
+
+async def test_metrics_without_end_are_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics)])
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        monkeypatch.setattr(watchdog, "_MAX_METRICS_BYTES", len(text))
+        sign = await watchdog._look_at_server(url, session, updating=False)
+        assert (sign is not None and sign.work) == 1
+        monkeypatch.setattr(watchdog, "_MAX_METRICS_BYTES", len(text) - 1)
+        assert await watchdog._look_at_server(url, session, updating=False) is None

@@ -216,9 +216,11 @@ class ControlApi:
         return json_response({"success": True, "new_version": version})
 
     def _weights_here(self) -> str | None:
-        """Return the label that the weights which are there may have; None while there are none."""
+        """Return the label that the weights which are there may have; None while there are none, or they change."""
         if self._turns is not None:
             return None if self._turns.version is None else str(self._turns.version)
+        if self._updater.exchanges:
+            return None
         served = self._updater.served_version
         return self._engine.config.weight_version if served is None else str(served)
 

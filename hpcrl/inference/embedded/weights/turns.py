@@ -103,9 +103,13 @@ class Turns:
         Raises
         ------
         UpdateOrderError
-            Weights are missing.
+            Weights are missing; or it is awake already, with another version.
         """
         with self._lock:
+            if not self._asleep and version != self._version:
+                raise UpdateOrderError(
+                    f"it is awake with version {self._version}: call /sleep before {version} is there"
+                )
             if self._missing:
                 raise UpdateOrderError(
                     f"{len(self._missing)} tensors were not loaded, the first is {min(self._missing)!r}"

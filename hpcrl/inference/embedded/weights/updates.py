@@ -126,6 +126,7 @@ class UpdateSession:
         self._subscriber: Subscriber | None = None
         self._spare: Decoder | None = None
         self._served: _Weights | None = None
+        self._exchanges = False
         self._acknowledged: int | None = None
         self._base = KeptBase()
         self._initialised = False
@@ -140,6 +141,11 @@ class UpdateSession:
         """The version whose weights run; None before the first update."""
         served = self._served
         return None if served is None else served.version.manifest.version
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether weights are being exchanged just now, so that `served_version` may be behind what runs."""
+        return self._exchanges
 
     def has_tensor(self, name: str, record: TensorRecord) -> bool:
         """Return whether the model has the published tensor ``name`` in the shape of ``record``."""
@@ -278,8 +284,13 @@ class UpdateSession:
     def _exchange(self, ready: _Version, exchange: Exchange) -> None:
         model, self._spare = self._spare, None
         assert model is not None
-        old = exchange(model, str(ready.manifest.version))
-        self._served = _Weights(ready, model)
+        # what runs is known again when it is recorded, or when the exchange was not made
+        self._exchanges = True
+        try:
+            old = exchange(model, str(ready.manifest.version))
+            self._served = _Weights(ready, model)
+        finally:
+            self._exchanges = False
         # what is no longer served is the room for the next update
         self._template = self._spare = old
 
