@@ -47,7 +47,8 @@ class SlurmPathsConfig(PathsConfig):
     cache: str | None = None
     """Shared directory for downloads (Hugging Face); visible from all nodes. None: what the tools choose."""
     scratch: str | None = None
-    """Directory on a disk of each node, for compile caches of single runs. None: what the tools choose."""
+    """Directory on a disk of each node, for all compile caches of single runs (docs/admins.md lists them). None: what
+    the tools choose, mostly the home directory."""
     tables: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Files of kernel times that `hpcrl plan profile` measured on this site; the last one counts for what it has."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hpcrl.compile_caches import COMPILE_CACHES
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NicConfig, NodeConfig
 from hpcrl.config.engine_shape import engine_gpus
@@ -79,9 +80,7 @@ def _caches(cluster: SlurmCluster, run_name: str) -> dict[str, str]:
         variables["HF_HOME"] = f"{cluster.paths.cache}/huggingface"
     if cluster.paths.scratch is not None:
         scratch = f"{cluster.paths.scratch}/hpcrl-{run_name}"
-        for name, directory in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-            variables[name] = f"{scratch}/{directory}"
-        variables["VLLM_CACHE_ROOT"] = f"{scratch}/vllm"
+        variables |= {name: f"{scratch}/{directory}" for name, directory in COMPILE_CACHES.items()}
     return variables
 
 

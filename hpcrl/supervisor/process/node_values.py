@@ -9,12 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcrl.compile_caches import COMPILE_CACHES
 from hpcrl.ours import check_parent, make_private
 
 __all__ = ["fill_node", "fill_node_rank", "own_caches"]
 
-_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
-"""Directories of compiled code that a plan puts on the node's disk."""
 _NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
 
 
@@ -58,7 +57,7 @@ def own_caches(env: Mapping[str, str], scratch: str) -> None:
     OSError
         The directory of the run on that disk belongs to somebody else, or can be changed or replaced by others.
     """
-    for cache in (env[name] for name in _CACHES if env.get(name)):
+    for cache in (env[name] for name in COMPILE_CACHES if env.get(name)):
         if scratch and cache != scratch and Path(cache).is_relative_to(scratch):
             Path(scratch).mkdir(parents=True, exist_ok=True)
             check_parent(Path(scratch))
