@@ -54,7 +54,7 @@ def hardware_trouble(logs: Sequence[Path]) -> dict[int, str]:
         except OSError:
             continue
         if match := _SIGNS.search(tail):
-            found[index] = match[0].decode(errors="replace")
+            found[index] = match[0].decode()
     return found
 
 
