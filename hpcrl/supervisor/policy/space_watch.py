@@ -60,10 +60,10 @@ class SpaceTrend:
         if len(self._seen) < 4:
             return None
         began, (now, left) = self._seen[0][0], self._seen[-1]
-        span_s = now - began
-        first = [left for at, left in self._seen if at - began <= span_s / 2]
-        second = [left for at, left in self._seen if at - began > span_s / 2]
-        per_s = (max(first) - max(second)) / (span_s / 2) if span_s > 0 and second else 0.0
+        span_s, half_s = now - began, (now - began) / 2
+        first = [left for at, left in self._seen if at - began <= half_s]
+        second = [left for at, left in self._seen if at - began > half_s]
+        per_s = (max(first) - max(second)) / half_s if span_s > 0 and second else 0.0
         if per_s <= 0:
             return None
         full_s = left / per_s

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.excerpt import excerpt
 
 KEPT = 400
@@ -61,3 +64,37 @@ def test_it_costs_what_is_kept(tokens: int) -> None:
     token_ids = np.arange(tokens, dtype=np.int32)
     assert len(excerpt(token_ids, decode, KEPT)) == KEPT + 3
     assert given <= 4 * KEPT
+
+
+@pytest.mark.parametrize("letters", [(1, 4), (2, 5), (11, 16), (3, 4), (1, 1), (3, 1)])
+def test_no_more_is_decoded_than_four_times_what_is_kept(letters: tuple[int, int]) -> None:
+    """Of tokens that have so many letters, one with another, of so many tokens."""
+    given = 0
+    written, of = letters
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal given
+        given += len(token_ids)
+        return "a" * (len(token_ids) * written // of)
+
+    assert excerpt(np.zeros(50_000, np.int32), decode, KEPT) == f"{'a' * (KEPT // 2)} … {'a' * (KEPT // 2)}"
+    needed = (KEPT // 2 + 8) * of / written  # with what is not looked at
+    assert given <= 2 * 4 * max(needed, KEPT // 4)
+
+
+@pytest.mark.parametrize("tokens", [60, 5000])
+def test_bytes_that_are_no_text_end_too(tokens: int) -> None:
+    """No cut reads better than another."""
+    token_ids = np.full(tokens, 200, np.int32)
+    whole = by_fallback().decode(token_ids.tolist())
+    assert set(whole) == {"\ufffd"}
+    found = excerpt(token_ids, by_fallback().decode, KEPT)
+    assert found == (whole if len(whole) <= KEPT else f"{whole[: KEPT // 2]} … {whole[-KEPT // 2 :]}")
+
+
+def test_columns_that_cannot_be_read_are_no_reason_to_fail(tmp_path: Path) -> None:
+    columns = RolloutColumns(tmp_path, lambda: None, decode=by_bytes().decode)
+    said = columns.text(PayloadPlace("nowhere", 0, 8, ""))
+    assert said.startswith("(cannot be read: ")
+    assert "nowhere" in said
+    assert columns.location is None

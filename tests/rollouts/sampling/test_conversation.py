@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -129,6 +130,29 @@ async def test_one_sequence_with_exact_ids(bench: Bench, stub: StubEngine, tmp_p
         "top_k": 0,
         "logprobs": 1,
     }
+
+
+async def test_a_turn_says_how_long_the_environment_and_the_engine_took(
+    bench: Bench, stub: StubEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the environment: since it had the reply before, or since the beginning."""
+    clock = [100.0]
+    module = "hpcrl.rollouts.sampling.conversation.time"
+    monkeypatch.setattr(module, SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 5.0))
+
+    def answer(_: object, __: object) -> list[int]:
+        clock[0] += 4.0
+        return [*encode("abc"), EOS]
+
+    stub.answer = answer
+    conversation = bench.conversation()
+    for wait_s in (1.5, 20.0):
+        clock[0] += wait_s
+        await conversation.reply(USER if wait_s < 2 else TOOL)
+    rollout = await conversation.rollout(0, Outcome(reward=1.0), seconds=9.0)
+    assert rollout is not None
+    assert [(turn.wait_s, turn.reply_s) for turn in rollout.turns] == [(1.5, 4.0), (20.0, 4.0)]
+    assert (rollout.seconds, rollout.ended_s) == (9.0, 5.0)
 
 
 async def test_what_is_said_after_the_last_reply_is_not_trained_on(bench: Bench, stub: StubEngine) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.config.rollouts import RolloutFailuresConfig
-from hpcrl.errors import EnvironmentFailedError, RolloutsFailedError
+from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError, RolloutsFailedError
+from hpcrl.reporting import ReportedFile
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError
-from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError
+from hpcrl.rollouts.environments.outcomes import OutcomeError
+from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport, NoRoomError, describe_failure
 from hpcrl.runs.cause import CauseKind, from_record
 from hpcrl.runs.role import FailureRecord
-from hpcrl.runs.rollout_failures import EnvironmentFailures
+from hpcrl.runs.rollout_failures import EnvironmentFailures, FailureCause, RolloutFailures
 
 
 def raised() -> EnvironmentRaisedError:
@@ -142,3 +147,135 @@ def test_the_end_has_a_cause_of_its_own_that_names_the_first_and_the_setting() -
     assert "64 raised an exception; the first: NameError: name 'ITEMZ' is not defined" in cause.details[0]
     assert cause.details[1].strip().startswith("/home/me/shop.py:31 in tool")
     assert "rollouts.failures.end_share" in cause.details[2]
+
+
+def test_the_report_is_written_where_something_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[bytes] = []
+    monkeypatch.setattr(ReportedFile, "put", lambda self, data: put.append(data))
+    count = FailureCount()
+    report = FailureReport(tmp_path / "failures.json", count)
+    for _ in range(2):
+        report.write()
+        assert len(put) == 1  # that there is nothing is said once
+    rollout = count.begin("shop")
+    for _ in range(2):
+        report.write()
+        assert len(put) == 2
+    count.failed(NoRoomError(), rollout)
+    report.write()
+    said = [msgspec.json.decode(data, type=RolloutFailures).environments for data in put]
+    assert said == [[], [EnvironmentFailures(environment="shop", started=1)], count.report()]
+
+
+def fail(error: Exception) -> Exception:
+    """The same with the place where it was raised."""
+    try:
+        raise error
+    except Exception as caught:  # noqa: BLE001
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "what", "placed"),
+    [
+        (raised(), FailureCause.RAISED, "NameError: name 'ITEMZ' is not defined", False),
+        (EnvironmentRaisedError("late", cause="timeout", what="no answer"), FailureCause.TIMEOUT, "no answer", False),
+        (EnvironmentLostError("it was killed", ("a", 1)), FailureCause.LOST, "it was killed", False),
+        (EngineError("no engine"), FailureCause.ENGINE, "no engine", False),
+        (OutcomeError("reward is nan"), FailureCause.UNUSABLE, "reward is nan", False),
+        (NoRoomError(), FailureCause.NO_ROOM, "the prompt leaves no room for an answer (engine.max_model_len)", False),
+        (TimeoutError("slow"), FailureCause.TIMEOUT, "TimeoutError: slow", True),
+        (ValueError("  odd \n more lines"), FailureCause.RAISED, "ValueError: odd", True),
+        (KeyError("x" * 1000), FailureCause.RAISED, f"KeyError: '{'x' * 1000}'", True),
+    ],
+)
+def test_each_failure_has_a_cause_and_one_line(error: Exception, cause: FailureCause, what: str, placed: bool) -> None:
+    before_s = time.time()
+    found, first = describe_failure(fail(error))
+    assert (found, first.what) == (cause, what if len(what) <= 500 else f"{what[:500]}…")
+    assert before_s <= first.time_s <= time.time()
+    if isinstance(error, EnvironmentRaisedError):
+        assert first.where == error.where
+    else:
+        assert (f"{__file__}:" in first.where and first.where.endswith(" in fail")) is placed
+        assert bool(first.where) is placed
+
+
+def test_one_that_was_never_raised_has_no_place() -> None:
+    assert describe_failure(ValueError("odd"))[1].where == ""
+
+
+def test_people_are_warned_of_an_environment_once() -> None:
+    told: list[EnvironmentFailures] = []
+    count = FailureCount(on_failing=told.append)
+    for _ in range(30):
+        count.failed(raised(), count.begin("shop"))
+        count.finished(count.begin("other"), {})
+    assert [each.environment for each in told] == ["shop"]
+
+
+def test_a_rollout_that_ends_well_ends_a_row_of_failures() -> None:
+    count = FailureCount()
+    for _ in range(3):
+        for _ in range(63):
+            assert count.failed(raised(), count.begin("shop")) is None
+        count.finished(count.begin("shop"), {})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (EngineError("away", unreachable=True), PeerLostError, "EngineError: away"),
+        (EngineError("odd"), HpcrlError, "EngineError: odd"),
+        (ValueError("odd"), HpcrlError, "ValueError: odd"),
+    ],
+)
+def test_many_failures_in_a_row_end_the_run_by_the_last(error: Exception, kind: type[HpcrlError], words: str) -> None:
+    count = FailureCount()
+    found = [count.failed(error, count.begin("shop")) for _ in range(64)]
+    assert found[:-1] == [None] * 63
+    assert type(found[-1]) is kind
+    assert str(found[-1]) == f"64 rollouts failed one after the other; the last: {words}"
+
+
+def test_deaths_in_a_row_are_counted_each_once() -> None:
+    count = FailureCount()
+    for death in range(64):
+        for number in range(3):
+            error = count.failed(EnvironmentLostError("gone\n  why", ("a", death)), count.begin("a"))
+            assert (error is None) is (death < 63 or number > 0)
+            if error is not None:
+                assert isinstance(error, EnvironmentFailedError)
+                assert str(error) == "gone (64 rollouts failed one after the other)\n  why"
+
+
+@pytest.mark.parametrize(("newest", "ends"), [(8, False), (9, True)])
+def test_the_share_is_that_of_as_many_as_the_recipe_wants_to_see(newest: int, ends: bool) -> None:
+    """And of the newest four waves of what may be in flight, where that is more; a half is not above a half."""
+    count = FailureCount(RolloutFailuresConfig(end_share=0.5, min_rollouts=8), max_in_flight=3)
+    rollouts = [count.begin("a") for _ in range(newest)]
+    errors = [count.failed(raised(), rollout) for rollout in rollouts[: newest // 2 + newest % 2]]
+    assert [error is not None for error in errors] == [False] * (len(errors) - 1) + [ends]
+
+
+def test_a_failure_of_long_ago_does_not_count_in_the_share_of_the_newest() -> None:
+    count = FailureCount(RolloutFailuresConfig(end_share=0.0, min_rollouts=4), max_in_flight=2)
+    old = [count.begin("a") for _ in range(3)]
+    assert count.failed(raised(), old[0]) is None  # there are too few to say
+    for _ in range(8):
+        count.finished(count.begin("a"), {})
+    # eight are the newest now: all three have gone, and what the first took with it
+    assert count.failed(raised(), old[1]) is None
+    error = count.failed(raised(), count.begin("a"))
+    assert isinstance(error, RolloutsFailedError)
+    assert str(error).startswith("environment 'a': 1 of the newest 8 rollouts failed (12%; ")
+
+
+def test_causes_are_told_from_the_most_frequent_on() -> None:
+    count = FailureCount(RolloutFailuresConfig(end_share=0.9, min_rollouts=8), max_in_flight=1)
+    rollouts = [count.begin("a") for _ in range(8)]
+    causes = [NoRoomError(), *(raised() for _ in range(4)), NoRoomError(), raised(), TimeoutError("slow")]
+    errors = [count.failed(error, rollout) for error, rollout in zip(causes, rollouts, strict=True)]
+    assert errors[:-1] == [None] * 7
+    lines = str(errors[-1]).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("    ") and "; the first: " in line] == ["5", "2", "1"]

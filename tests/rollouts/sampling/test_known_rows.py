@@ -114,3 +114,25 @@ def test_what_a_thread_has_prepared_is_kept_as_the_store_is_by_then() -> None:
     store.keep(3, late)
     assert store.bytes == 0
     store.used(name for name, _ in filled)  # they have gone meanwhile
+
+
+@pytest.mark.parametrize(("keep", "unknown"), [(True, 12), (False, 0)])
+def test_where_an_engine_said_nothing_all_rows_but_the_last_are_unknown(keep: bool, unknown: int) -> None:
+    """Who does not want to know misses none; and nobody counts where there is no store."""
+    settings = POOLED if keep else POOLED.unkept()
+    store = store_of()
+    assert RoutedExpertsRows(settings, store).aligned(13) is None
+    assert counted(store) == (0, 0, unknown)
+    assert RoutedExpertsRows(settings).aligned(13) is None
+
+
+def test_without_a_store_a_conversation_has_what_its_own_answers_said() -> None:
+    rows = RoutedExpertsRows(POOLED)
+    given = experts_of(OPENING)
+    given[:4] = 0
+    rows.add(11, given, opening=(3, OPENING))
+    routes = rows.aligned(12)
+    assert routes is not None
+    assert routes.known.tolist() == [False] * 4 + [True] * 7 + [False]
+    assert (routes.experts[4:11] == given[4:]).all()
+    assert rows.nbytes == given.nbytes

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import math
+import os
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 from supervisor_testing import create
 
+from hpcrl import reporting
 from hpcrl.checkpoints.history import add_saved
 from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.plan import Plan
@@ -18,16 +23,19 @@ from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.record import RunRecord, Submission
+from hpcrl.runs.reserve import keep_start_reserve
 from hpcrl.runs.role import save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.supervisor.board import Board
 from hpcrl.supervisor.policy.attempts import (
     LEAVE_S,
+    begin_attempt,
     exhausted,
     has_trained,
     lead_s,
     may_retry,
+    newest_checkpoint,
     retries,
     save_now,
     with_measured_lead,
@@ -260,6 +268,116 @@ async def test_saving_waits_for_the_answer(run: RunDir, step: int | None) -> Non
         assert not saving.done()
         write_json(save_answer_path(run, 1), {"step": step, "reason": ""})
         assert await saving == step
+
+
+@pytest.mark.parametrize("unreadable", [b"{", b"{}", b"[]", b'{"step": '])
+async def test_an_answer_that_cannot_be_read_yet_is_read_again(run: RunDir, unreadable: bytes) -> None:
+    run.start_attempt()
+    saving = asyncio.create_task(save_now(run, 1, timeout_s=20.0))
+    answer = save_answer_path(run, 1)
+    async with asyncio.timeout(10.0):
+        while not save_request_path(run, 1).exists():
+            await asyncio.sleep(0.01)
+        answer.write_bytes(unreadable)
+        await asyncio.sleep(0.3)
+        assert not saving.done()
+        write_json(answer, {"step": 14, "reason": ""})
+        assert await saving == 14
+
+
+async def test_a_request_to_save_says_who_asks_and_since_when(run: RunDir) -> None:
+    run.start_attempt()
+    before_s = time.time()
+    await save_now(run, 1, timeout_s=0.3)
+    assert reporting.flush(30.0, directory=run.path)
+    asked = json.loads(save_request_path(run, 1).read_text())
+    assert asked["pid"] == os.getpid()
+    assert before_s <= asked["time_s"] <= time.time()
+
+
+class Refusing(RunDir):
+    """A run whose first attempts to begin are refused."""
+
+    refusals: list[OSError]
+
+    def start_attempt(self) -> int:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return super().start_attempt()
+
+
+def refusing(run: RunDir, number: int, *, times: int) -> RunDir:
+    kept = Refusing(run.path)
+    kept.refusals = [OSError(number, os.strerror(number)) for _ in range(times)]
+    return kept
+
+
+def test_an_attempt_begins_with_the_patience_that_it_was_given(run: RunDir) -> None:
+    keep_start_reserve(run)
+    assert begin_attempt(run, limit_s=30.0) == (1, 30.0)
+    # what is refused for a moment is waited for
+    assert begin_attempt(refusing(run, errno.ENOSPC, times=1), limit_s=30.0) == (2, 30.0)
+    assert (run.path / ".reserve-start").exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_an_attempt_without_space_begins_with_what_was_kept_for_its_words(run: RunDir, number: int) -> None:
+    """It was waited for already: there is no patience left."""
+    keep_start_reserve(run)
+    assert begin_attempt(refusing(run, number, times=1), limit_s=0.0) == (1, 0.0)
+    assert not (run.path / ".reserve-start").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+def test_an_attempt_that_is_refused_for_another_reason_does_not_begin(run: RunDir, number: int) -> None:
+    keep_start_reserve(run)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        begin_attempt(refusing(run, number, times=2), limit_s=0.0)
+    assert run.attempts() == []
+    assert (run.path / ".reserve-start").exists()
+
+
+def test_before_its_first_attempt_a_run_has_nothing_to_try_again(run: RunDir) -> None:
+    assert not may_retry(run, retrying(run, 1), began_at=None)
+    assert not has_trained(run)
+    assert newest_checkpoint(run) is None
+
+
+def test_the_lead_follows_the_last_fifty_steps(run: RunDir) -> None:
+    """Not the first one, which compiles."""
+    run.start_attempt()
+    saved_in(run, 40.0)
+    warned = run.plan()
+    warned = warned.model_copy(update={"attempts": warned.attempts.model_copy(update={"signal_lead_s": 500})})
+    metrics = MetricsWriter(run, 1)
+    for step in range(1, 51):
+        metrics.write(step_of(step, {"optimizer": 900.0 if step == 1 else 10.0}))
+    assert reporting.flush(30.0, directory=run.path)
+    assert lead_s(run, warned) == 900 + 80 + LEAVE_S + SIGNAL_EARLY_S
+    metrics.write(step_of(51, {"optimizer": 10.0}))
+    metrics.close()
+    assert lead_s(run, warned) == 10 + 80 + LEAVE_S + SIGNAL_EARLY_S
+
+
+def test_attempts_in_a_row_are_those_that_began_and_the_last_of_them(run: RunDir) -> None:
+    """One that ended before it began is none, and an older one that began elsewhere is passed over."""
+    checkpoint(run, 10)
+    began(run, 1, 5)
+    for attempt in (2, 4, 5):
+        began(run, attempt, 10)
+    assert "3 attempts in a row began at the checkpoint of step 10" in exhausted(run, plan(run), 6)
+    add_saved(run.checkpoints_dir, step=9, attempt=1)
+    assert exhausted(run, plan(run), 6)
+    add_saved(run.checkpoints_dir, step=9, attempt=2)
+    assert exhausted(run, plan(run), 6) == ""
+
+
+def test_attempts_are_bounded_where_only_failures_are_retried(run: RunDir) -> None:
+    limits = {"requeue": False, "retries": 2, "max_attempts": 4}
+    policy = plan(run).attempts.model_copy(update=limits)
+    assert exhausted(run, plan(run).model_copy(update={"attempts": policy}), 4) == ""
+    said = exhausted(run, plan(run).model_copy(update={"attempts": policy}), 5)
+    assert said == "the run had 4 attempts, job.max_attempts are 4"
 
 
 async def test_saving_gives_up_in_time(run: RunDir) -> None:

@@ -101,6 +101,14 @@ def test_hardware_shows_in_the_log_of_its_own_rank(tmp_path: Path) -> None:
     assert hardware_trouble(logs) == {1: "uncorrectable ECC error"}
 
 
+@pytest.mark.parametrize(("before_end", "found"), [(1 << 16, True), ((1 << 16) + 1, False)])
+def test_the_end_of_a_log_tells_of_hardware_and_no_more(tmp_path: Path, before_end: int, found: bool) -> None:
+    """What a role survived long ago did not end it."""
+    log, words = tmp_path / "0.log", b"NVRM: Xid"
+    log.write_bytes(b"\n" * 9 + words + b"x" * (before_end - len(words)))
+    assert hardware_trouble([log]) == ({0: "NVRM: Xid"} if found else {})
+
+
 def test_exclusions_end_and_never_starve_the_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     exclude(run, {"n1": "down"}, attempt=1, now_s=100.0, seconds=50.0)

@@ -68,7 +68,7 @@ def test_no_answer_is_judged_by_the_floor_alone() -> None:
     pulse.extra_s = 1000.0
     pulse.see(busy(1), 0.0)
     pulse.see(None, 9.0)
-    assert pulse.problem(9.0) == ""
+    assert pulse.problem(10.0) == ""
     assert pulse.problem(11.0) == "it has not answered for 11 s"
 
 
