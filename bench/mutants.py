@@ -14,9 +14,9 @@ nothing that anybody could see, each with the reason; they are not counted.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -107,12 +107,15 @@ def one_line(name: str) -> str:
 
 
 def sample(known: dict[str, list[Mutant]], count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """Choose as many of each room and of each kind, at most one of a line; room by room: tests are recorded once."""
+    """Choose as many of each room and of each kind, at most one of a line; room by room: tests are recorded once.
+
+    The order is of digests: a change of the code or of the list of equivalent mutants replaces those mutants alone.
+    """
     chosen: list[tuple[str, Mutant]] = []
     for room, mutants in known.items():
         of_kind: Counter[str] = Counter()
         places: dict[Mutant, int] = {}
-        for mutant in random.Random(f"{seed} {room}").sample(mutants, len(mutants)):
+        for mutant in sorted(mutants, key=lambda each: hashlib.sha256(f"{seed} {each.name}".encode()).digest()):
             of_kind[mutant.kind] += 1
             places[mutant] = of_kind[mutant.kind]
         order = sorted(places, key=places.__getitem__)
