@@ -170,15 +170,14 @@ def _environments() -> Iterator[Fault]:
         order = {"kind": "environment", "what": what, "share": share}
         return Fault("environment", what, "nothing", "", seconds, order=order, said=said, counted=counted)
 
-    for what, shown in (("NaN", "nan"), ("infinity", "inf"), ("minus infinity", "-inf")):
-        yield fault(what, rf"environment reverse: .*gave an unusable reward(.|\n)*its reward is .*{shown}")
-    for what in ("text", "nothing", "a huge number"):
-        yield fault(what, r"environment reverse: .*gave an unusable reward")
+    # of each cause the first is shown, which may be that of an earlier fault
+    for what in ("NaN", "infinity", "minus infinity", "text", "nothing", "a huge number"):
+        yield fault(what, r"environment reverse: .*gave an unusable reward(.|\n)*its reward is ")
     yield fault("NaN part", r"part 'letters' was left out", "refused_parts")
     yield fault(
         "raises", r"environment reverse: .*raised an exception(.|\n)*KeyError: 'stdout', at .*fault_trial_words"
     )
-    yield fault("exits", r"environment reverse: .*lost their process", share=0.02)
+    yield fault("exits", r"environment reverse: .*lost their process", share=0.15)
     order = {"kind": "environment", "what": "raises", "share": 1.0}
     why = r"(?s)environment 'reverse'.*KeyError: 'stdout'"
     yield Fault("environment", "raises each time", "attempt|end", why, order=order)

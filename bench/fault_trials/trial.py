@@ -326,7 +326,10 @@ class Trial:
             said = self._answer.stdout + self._answer.stderr
             return ["a traceback"] if "Traceback" in said else [said]
         why = self.lab.json("why", self.run.name)
-        return [why["sentence"], *(c["what"] for c in why["consequences"]), *why["earlier"].values()]
+        details = "\n".join((why["cause"] or {}).get("details", []))
+        rollouts = "\n".join(why["failed_rollouts"])
+        earlier = (f"{cause}\n{rollouts}" for cause in why["earlier"].values())
+        return [f"{why['sentence']}\n{details}", *(c["what"] for c in why["consequences"]), *earlier]
 
     def _left(self, *, ended: bool) -> int:
         """Processes that should be gone after 15 s: all after an end; else those of what was replaced."""
