@@ -2,8 +2,10 @@
 
 Processes of the run are killed or stopped at a random moment; files of the run directory cannot be written or are
 stale for some seconds; under Slurm nodes also go down, jobs are cancelled or preempted, srun hangs, guards do not
-answer, slurmctld is away for three minutes, and in every second run the clock of one node is off (libfaketime). After
-each fault: did the run do what its policy says (`fault_trials/policies.py`), does ``hpcrl why`` name the cause, how
+answer, slurmctld is away for three minutes, and in every second run the clock of one node is off (libfaketime).
+Environments give no usable rewards or raise, engines answer damaged, lose connections in an update or hold other
+weights than they say, reads of weights hang for longer than an update may take, strangers send to ports. After each
+fault: did the run do what its policy says (`fault_trials/policies.py`), does ``hpcrl why`` name the cause, how
 many steps were lost, is anything left over, and how long did it take. A run that ended is resumed. After its last
 fault each run must reach its last step.
 
@@ -31,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fault_trials.checks import check_end
 from fault_trials.places import Lab, Skew, SlurmLab, Switches, laboratory, processes
-from fault_trials.policies import FLOOR_S, LOCAL, SLURM, Fault
+from fault_trials.policies import FLOOR_S, LOCAL, SLURM, UPDATE_S, Fault
 from fault_trials.trial import Trial
 from fault_trials.watching import LIMIT_S, ready_for_fault, status, wait_for
 from harness import ROOT, record, scratch, warmup
@@ -50,7 +53,12 @@ SETTINGS = (
     "trainer.ranks=2",
     "engine.replicas=2",
     f"supervision.hang_floor_s={FLOOR_S:g}",
-    "supervision.engine.max_restarts=20",
+    "supervision.engine.max_restarts=50",
+    f"handoff.update_timeout_s={UPDATE_S:g}",
+)
+ENVIRONMENTS = (
+    "environments=[{name: reverse, kind: custom, factory: 'fault_trial_words:Words'}, "
+    "{name: calculator, kind: calculator}]"
 )
 
 
@@ -91,7 +99,7 @@ class Bench:
     def one_run(self, name: str) -> None:
         """A run with as many faults as its steps have room for, to its last step."""
         retries = self.slurm or self.rng.random() < 0.5
-        settings = [f"trainer.steps={self.arguments.steps}", *SETTINGS]
+        settings = [f"trainer.steps={self.arguments.steps}", *SETTINGS, ENVIRONMENTS]
         settings += [] if self.slurm else [*SMALL_RUN, f"job.retry_failures={9 if retries else 0}"]
         # nodes come back: with too many of the few avoided for hours, the run would wait for one
         slurm = ["job.layout=hetjob", "job.retry_failures=9", "job.exclude_failed_nodes_h=0.05"]
@@ -143,6 +151,7 @@ class Bench:
         end = {"run": run.name, "end": state, "steps": len(steps), "attempts": len(run.attempts())}
         end["every_step_once"] = sorted(set(steps)) == list(range(1, (steps[-1] if steps else 0) + 1))
         end["left"] = len(processes(run))
+        end["problems"] = check_end(self.lab, run, self.switches.root)
         skew = self.switches.skew
         if skew.node:
             measured = [
@@ -208,7 +217,9 @@ def counts(results: list[dict[str, Any]]) -> dict[str, Any]:
 def kind_of(fault: str) -> str:
     """What was done, and of a file also how it failed."""
     words = fault.split()
-    return f"file {words[2]}" if words[0] == "file" else words[0]
+    if words[0] == "file":
+        return f"file {words[2]}"
+    return words[0] if words[0] not in ("print", "copy", "share", "cut", "stranger", "squeue", "weights") else fault
 
 
 def together(figures: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 from harness import ROOT
@@ -47,6 +50,24 @@ echo "export LD_PRELOAD=$LD_PRELOAD:{library}"
 echo "export FAKETIME=$seconds"
 echo "export FAKETIME_DONT_FAKE_MONOTONIC=1"
 """
+#: squeue that answers what it answered before, leaves out what was asked for, or does not reach its controller
+_SQUEUE = """\
+#!/bin/bash
+kept={kept}/$(printf '%s ' "$@" | md5sum | cut -c1-16)
+mode=$(cat {mode} 2>/dev/null)
+case "$mode" in
+fails) echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2; exit 1;;
+"leaves the job out") exit 0;;
+lags) [ -e "$kept" ] && exec cat "$kept";;
+esac
+{squeue} "$@" > "$kept.$$"
+code=$?
+cat "$kept.$$"
+if [ $code = 0 ] && [ -z "$mode" ]; then mv "$kept.$$" "$kept"; else rm "$kept.$$"; fi
+exit $code
+"""
+INSIDE = Path(__file__).parent / "inside"
+"""What processes of runs import: an environment, and what makes an engine one that can be told to fail."""
 
 
 class Skew:
@@ -77,9 +98,19 @@ class Switches:
     def __init__(self, root: Path) -> None:
         root.mkdir()
         self.root = root
-        self._fault, self._hang = root / "fault", root / "hang"
+        self._fault, self._hang, self._order = root / "fault", root / "hang", root / "order"
+        self._squeue = root / "squeue"
         self.skew = Skew(root / "skew")
-        self.environment = {"LD_PRELOAD": str(build_shim(root)), "TEST_FAULT": f"control={self._fault}"}
+        self.environment = {
+            "LD_PRELOAD": str(build_shim(root)),
+            "TEST_FAULT": f"control={self._fault}",
+            "FAULT_TRIAL_ORDERS": str(self._order),
+        }
+
+    @staticmethod
+    def python_path(*more: str) -> str:
+        """Return a ``PYTHONPATH`` by which processes of runs can be told to do something wrong."""
+        return os.pathsep.join((str(INSIDE), *filter(None, more)))
 
     def fail_files(self, spec: str) -> None:
         """From now on calls of the filesystem fail (tests/faults.c)."""
@@ -87,23 +118,35 @@ class Switches:
         temporary.write_text(spec)
         temporary.rename(self._fault)
 
+    def order(self, order: Mapping[str, Any]) -> None:
+        """From now on an environment or an engine does what is ordered."""
+        temporary = self._order.with_suffix(".new")
+        temporary.write_text(json.dumps(dict(order)))
+        temporary.rename(self._order)
+
+    def answer_squeue(self, how: str) -> None:
+        """From now on squeue is wrong."""
+        self._squeue.write_text(how)
+
     def hang_srun(self) -> None:
         """From now on srun begins and does nothing."""
         self._hang.touch()
 
     def heal(self) -> None:
         """End all of that; clocks stay as they are."""
-        for path in (self._fault, self._hang):
+        for path in (self._fault, self._hang, self._order, self._squeue):
             path.unlink(missing_ok=True)
 
     def programs(self) -> Path:
-        """A directory for the front of ``PATH`` with an srun that has these switches."""
-        directory = self.root / "bin"
+        """A directory for the front of ``PATH`` with an srun and an squeue that have these switches."""
+        directory, kept = self.root / "bin", self.root / "kept"
         directory.mkdir()
-        real = subprocess.run(["which", "srun"], capture_output=True, text=True, check=True).stdout.strip()
+        kept.mkdir()
+        srun, squeue = (shutil.which(name) or f"/usr/bin/{name}" for name in ("srun", "squeue"))
         prolog = self.root / "prolog"
         texts = {
-            directory / "srun": _SRUN.format(hang=self._hang, srun=real, prolog=prolog),
+            directory / "srun": _SRUN.format(hang=self._hang, srun=srun, prolog=prolog),
+            directory / "squeue": _SQUEUE.format(mode=self._squeue, kept=kept, squeue=squeue),
             prolog: _PROLOG.format(skew=self.root / "skew", library=_FAKETIME),
         }
         for path, text in texts.items():
@@ -118,7 +161,7 @@ def laboratory(root: Path, model: Path, *, slurm: bool) -> Iterator[tuple[Lab | 
     switches = Switches(root / "switches")
     if not slurm:
         lab = Lab(root, model)
-        lab.env |= switches.environment
+        lab.env |= switches.environment | {"PYTHONPATH": switches.python_path(os.environ.get("PYTHONPATH", ""))}
         try:
             yield lab, switches
         finally:
@@ -130,14 +173,17 @@ def laboratory(root: Path, model: Path, *, slurm: bool) -> Iterator[tuple[Lab | 
     cluster.up(ClusterSettings(name="faults", nodes=NODES, grace_s=30))
     try:
         profile = yaml.safe_load((ROOT / "clusters" / "devcluster.yaml").read_text())
+        programs = switches.programs()
         slurm_lab = SlurmLab(
             root,
             model,
             cluster,
             limits={**profile["limits"], "start_timeout_s": START_S},
-            launch={"inherit": ["PYTHONPATH", *switches.environment], "path": [str(switches.programs())]},
+            launch={"inherit": ["PYTHONPATH", *switches.environment], "path": [str(programs)]},
         )
-        slurm_lab.env |= switches.environment
+        slurm_lab.env |= switches.environment | {"PYTHONPATH": switches.python_path(slurm_lab.env["PYTHONPATH"])}
+        # commands by which people ask see the same Slurm as jobs
+        slurm_lab.env["PATH"] = f"{programs}{os.pathsep}{slurm_lab.env.get('PATH', '')}"
         yield slurm_lab, switches
     finally:
         subprocess.run(["scancel", "--me"], env={**os.environ, **cluster.environment()}, check=False)

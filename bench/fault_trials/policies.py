@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-__all__ = ["FLOOR_S", "LOCAL", "SLURM", "Fault", "expected_outcomes"]
+__all__ = ["FLOOR_S", "FOREIGN", "LOCAL", "SLURM", "UPDATE_S", "Fault", "expected_outcomes"]
 
 FLOOR_S = 20.0
 """A role that has work and does nothing for so long is said to hang, in these runs."""
@@ -21,7 +22,9 @@ class Fault(NamedTuple):
     ----------
     how, what:
         ``kill`` or ``stop`` a process of a role, ``print`` into the stream of its guard, ``copy`` the run directory and
-        cancel and remove the copy, ``file`` (writing fails for some seconds), or an order to Slurm.
+        cancel and remove the copy, ``file`` (writing fails for some seconds), ``share`` (reading hangs), an order to an
+        ``environment`` or an engine (``answers``, ``cut``, ``weights``), a ``stranger`` at a port, ``squeue`` that is
+        wrong, or an order to Slurm.
     policy:
         What must follow, where several are right with ``|`` between: ``restart`` in place, ``attempt`` (the next one,
         where failures are retried; else the end), ``end``, ``requeue``, or ``nothing`` (the run goes on).
@@ -34,6 +37,12 @@ class Fault(NamedTuple):
     during:
         Of a file that is only used at a start: what makes one while it fails. A role that is killed, or ``resume`` of a
         run whose supervisor was killed.
+    order:
+        Of what an environment or an engine does wrong (`inside/`), the order that it gets.
+    said:
+        Pattern of what ``hpcrl why --events`` and ``hpcrl status`` must say where the run goes on; empty: nothing.
+    counted:
+        Which of the orchestrator's counters must have grown where the run goes on; empty: none.
     """
 
     how: str
@@ -43,6 +52,9 @@ class Fault(NamedTuple):
     seconds: float = 0.0
     spec: str = ""
     during: str = ""
+    order: Mapping[str, Any] = MappingProxyType({})
+    said: str = ""
+    counted: str = ""
 
     @property
     def name(self) -> str:
@@ -150,9 +162,74 @@ def _spec(operation: str, number: int, file: str) -> str:
     return f"op={operation} errno={number} path={path}"
 
 
-LOCAL = (*_PROCESSES, *_files())
+def _environments() -> Iterator[Fault]:
+    """What code of others gives: a rollout is lost and counted, and the run goes on where it is a share of them."""
+    share, seconds = 0.3, 4.0
+
+    def fault(what: str, said: str, counted: str = "dropped_environment", share: float = share) -> Fault:
+        order = {"kind": "environment", "what": what, "share": share}
+        return Fault("environment", what, "nothing", "", seconds, order=order, said=said, counted=counted)
+
+    # of each cause the first is shown, which may be that of an earlier fault
+    for what in ("NaN", "infinity", "minus infinity", "text", "nothing", "a huge number"):
+        yield fault(what, r"environment reverse: .*gave an unusable reward(.|\n)*its reward is ")
+    yield fault("NaN part", r"part 'letters' was left out", "refused_parts")
+    yield fault(
+        "raises", r"environment reverse: .*raised an exception(.|\n)*KeyError: 'stdout', at .*fault_trial_words"
+    )
+    yield fault("exits", r"environment reverse: .*lost their process", share=0.15)
+    order = {"kind": "environment", "what": "raises", "share": 1.0}
+    why = r"(?s)environment 'reverse'.*KeyError: 'stdout'"
+    yield Fault("environment", "raises each time", "attempt|end", why, order=order)
+
+
+_DAMAGED = (
+    "truncated",
+    "token -1",
+    "token beyond the vocabulary",
+    "more tokens than asked for",
+    "log-probability 55",
+    "log-probability NaN",
+    "log-probability -infinity",
+    "fewer log-probabilities than tokens",
+    "half a number",
+    "another type",
+    "no choice",
+    "a version that is none",
+)
+UPDATE_S = 12.0
+"""Timeout of a weight update in these runs."""
+
+
+def _engines() -> Iterator[Fault]:
+    """What an engine answers, and what becomes of its weights."""
+    for what in _DAMAGED:
+        order = {"kind": "answers", "what": what}
+        broken = r"{role} {replica} (?s:.*)answered \d+ prompts in a way that cannot be used"
+        yield Fault("answers", f"of engine, all: {what}", "restart", broken, order=order)
+        once = {**order, "count": 2}
+        # two are two flipped bits
+        yield Fault("answers", f"of engine, two: {what}", "nothing", "", 3.0, order=once, counted="unusable_answers")
+    cut = {"kind": "cut", "count": 3}
+    yield Fault("cut", "update of engine", "nothing|restart", r"{role} {replica} ", 6.0, order=cut)
+    for what in ("not loaded", "altered"):
+        wrong = r"{role} {replica} computes with other weights than those of version"
+        yield Fault("weights", f"of engine {what}", "restart", wrong, order={"kind": "weights", "what": what})
+    yield Fault("stranger", "at engine", "nothing", "", 4.0)
+    yield Fault("stranger", "at orchestrator", "nothing", "", 4.0)
+    # reads begin, and end when the update that they were for has been given up
+    hangs = f"op=read delay_us={int((UPDATE_S + 6.0) * 1e6)} count=2 path=/{{run}}/weights/v"
+    read = r"{role} {replica} "
+    yield Fault("share", "hangs", "nothing|restart", "", 2.0 * UPDATE_S, hangs)
+    yield Fault("share", "hangs for engine", "nothing|restart", read, 2.0 * UPDATE_S, hangs + " who=engine-{replica}")
+
+
+FOREIGN = (*_environments(), *_engines())
+LOCAL = (*_PROCESSES, *_files(), *FOREIGN)
 SLURM = (
     *LOCAL,
+    # Slurm's answers are late, lack the job, or do not come: nothing that is not known has ended
+    *(Fault("squeue", what, "nothing", "", 25.0) for what in ("lags", "leaves the job out", "fails")),
     Fault("node", "of engine", "requeue", r"node {node} went down"),
     Fault("node", "of trainer", "requeue", r"node {node} went down"),
     Fault("scancel", "job", "end", r"(?i)cancelled|ended by Slurm"),

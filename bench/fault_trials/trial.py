@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from fault_trials.checks import other_weights
 from fault_trials.places import Lab, SlurmLab, Switches, processes
 from fault_trials.policies import Fault, expected_outcomes
+from fault_trials.strangers import disturb
 from fault_trials.watching import ENDED, NOTICED, OVER, is_end, is_rank, status, wait_for
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import read_metrics
@@ -25,6 +27,12 @@ __all__ = ["Trial"]
 
 _PRINTED = b'Welcome, quota 80%\n{"a": 1}\n7\n\xff\xfe no text '
 """What others print into a step, the last of it without an end of line."""
+
+
+HEALTH_S = 5.0
+"""Longest time for an answer of a server that strangers disturb, on a machine that does much else."""
+LOG_BYTES = 300_000
+"""How much its log may grow by meanwhile."""
 
 
 class Target(NamedTuple):
@@ -60,11 +68,14 @@ class Trial:
         self.lab, self.switches, self.run, self.fault, self.rng = lab, switches, run, fault, rng
         self.retries = retries
         self._answer: subprocess.CompletedProcess[str] | None = None
+        self.problems: list[str] = []
+        self.said: list[str] = []
 
     def go(self) -> dict[str, Any]:
         """Make the fault and look at all that follows."""
         before = status(self.run)
         self.attempt, self.target = before.attempt, self._choose(before)
+        self.counted = self._counter()
         self.began_s, self.step = time.time(), read_metrics(self.run)[-1].step
         result: dict[str, Any] = {"fault": self.fault.name, "attempt": self.attempt, "step": self.step}
         try:
@@ -73,8 +84,13 @@ class Trial:
         finally:
             self._heal()
         result |= {"outcome": outcome, "detected_s": self._detected_s()}
-        result["as_policy_says"] = outcome in expected_outcomes(self.fault, retries=self.retries)
-        result["why"] = self._why(outcome) if self.fault.why and outcome != "went on" else None
+        result["why"] = self._why(outcome)
+        self._look_closer(outcome)
+        result["as_policy_says"] = outcome in expected_outcomes(self.fault, retries=self.retries) and not self.problems
+        if self.problems:
+            result["problems"] = self.problems
+        if self.said:
+            result["said"] = self.said
         result["left"] = self._left(ended=outcome in ENDED)
         if outcome in ENDED:
             self.lab.hpcrl("resume", self.run.name)
@@ -86,10 +102,11 @@ class Trial:
     def _choose(self, before: RunStatus) -> Target:
         what = {"": self.fault.what, "resume": "supervisor"}.get(self.fault.during) or self.fault.during
         what = what.removeprefix("kill ")
-        of = what.removeprefix("guard ").removeprefix("of ").split()[0]
+        names = re.findall("engine|trainer|orchestrator", what)
+        of = names[0] if names else ""
         if what == "supervisor":
             return Target("supervisor", 0, psutil.Process(before.supervisor.pid))
-        if what in ("job", "slurmctld", "run") or (self.fault.how == "file" and not self.fault.during):
+        if not of or (self.fault.how in ("file", "environment", "squeue") and not self.fault.during):
             return Target()
         component = self.rng.choice([c for c in before.components if c.role == of])
         assert component.pid is not None
@@ -114,12 +131,21 @@ class Trial:
                 stream.write(_PRINTED)
         elif how == "copy":
             self._strike_copy()
+        elif how == "share":
+            self.switches.fail_files(self.fault.spec.format(run=self.run.name, replica=self.target.replica))
+        elif how in ("environment", "answers", "cut", "weights"):
+            pid = {} if how == "environment" else {"pid": self._process.pid}
+            self.switches.order({**self.fault.order, **pid, "number": self.rng.randrange(1000)})
+        elif how == "stranger":
+            self._strike_stranger()
+        elif how == "squeue":
+            self._strike_squeue()
         elif how == "srun hangs":
             self.switches.hang_srun()
             self._process.kill()
         else:
             self._strike_cluster(how)
-        if self.fault.seconds:
+        if self.fault.seconds and how not in ("stranger", "squeue"):
             # long enough for an alarm, were it one; then it goes on
             time.sleep(self.fault.seconds)
             self._heal()
@@ -145,6 +171,32 @@ class Trial:
         assert "is a copy of" in cancelled.stderr, cancelled.stderr
         self.lab.hpcrl("rm", str(copy), "--yes")
         assert not copy.exists()
+
+    def _strike_stranger(self) -> None:
+        component = find(status(self.run), self.target)
+        log = self.run.path / str(component.log)
+        before = log.stat().st_size
+        health_s = disturb(component.host or "127.0.0.1", component.port or 0, self.fault.seconds)
+        if health_s > HEALTH_S:
+            self.problems.append(f"/health took {health_s:.1f} s")
+        if (grown := log.stat().st_size - before) > LOG_BYTES:
+            self.problems.append(f"{log.name} grew by {grown:,} bytes")
+
+    def _strike_squeue(self) -> None:
+        """Ask as people do while squeue is wrong: nothing has ended, and nothing is submitted again."""
+        self.switches.answer_squeue(self.fault.what)
+        submissions = len(RunRecord.read(self.run).submissions)
+        deadline = time.monotonic() + self.fault.seconds
+        while time.monotonic() < deadline:
+            if (state := self.lab.json("status", self.run.name)["state"]) in OVER:
+                self.problems.append(f"status said {state} of a run that runs")
+                break
+            time.sleep(2.0)
+        if self.lab.hpcrl("resume", self.run.name, check=False).returncode == 0:
+            self.problems.append("resume was not refused")
+        if len(RunRecord.read(self.run).submissions) != submissions:
+            self.problems.append("another job was submitted")
+        self._heal()
 
     def _strike_cluster(self, how: str) -> None:
         lab = self.lab
@@ -223,7 +275,39 @@ class Trial:
     def _events(self) -> list[Event]:
         return [event for event in read_events(self.run) if event.time_s > self.began_s]
 
+    def _counter(self) -> float:
+        return float(read_metrics(self.run)[-1].rollouts.get(self.fault.counted, 0.0)) if self.fault.counted else 0.0
+
+    def _look_closer(self, outcome: str) -> None:
+        """What the fault must not have done, whatever came of the run."""
+        counts = self.fault.counted and outcome == "went on"
+        if counts and not wait_for(lambda: self._counter() > self.counted, 20.0):
+            self.problems.append(f"{self.fault.counted} has not grown")
+        if self.fault.how in ("share", "cut", "weights") and outcome in ("went on", "restarted"):
+            for component in status(self.run).components:
+                if component.role == "engine" and (other := other_weights(self.run, component.replica)):
+                    self.problems.append(other)
+
+    def _shown(self, outcome: str) -> bool | None:
+        """Whether people are told of what a run goes on with."""
+        if not self.fault.said:
+            return None
+
+        def told() -> bool:
+            self.said = [
+                self.lab.hpcrl(*command).stdout for command in (("why", self.run.name), ("status", self.run.name))
+            ]
+            return any(re.search(self.fault.said, unwrapped(text)) for text in self.said)
+
+        good = bool(wait_for(told, 15.0))
+        self.said = [] if good else [text[-1500:] for text in self.said]
+        return good
+
     def _why(self, outcome: str) -> bool | None:
+        if outcome == "went on":
+            return self._shown(outcome)
+        if not self.fault.why:
+            return None
         said = self._said(outcome)
         pid = "" if self.target.process is None else str(self.target.process.pid)
         pattern = self.fault.why.format(
@@ -233,7 +317,7 @@ class Trial:
             return None  # nothing has failed
         good = any(re.search(pattern, text) for text in said)
         if not good:
-            print(f"    why says: {said}")
+            self.said = said
         return good
 
     def _said(self, outcome: str) -> list[str]:
@@ -242,7 +326,10 @@ class Trial:
             said = self._answer.stdout + self._answer.stderr
             return ["a traceback"] if "Traceback" in said else [said]
         why = self.lab.json("why", self.run.name)
-        return [why["sentence"], *(c["what"] for c in why["consequences"]), *why["earlier"].values()]
+        details = "\n".join((why["cause"] or {}).get("details", []))
+        rollouts = "\n".join(why["failed_rollouts"])
+        earlier = (f"{cause}\n{rollouts}" for cause in why["earlier"].values())
+        return [f"{why['sentence']}\n{details}", *(c["what"] for c in why["consequences"]), *earlier]
 
     def _left(self, *, ended: bool) -> int:
         """Processes that should be gone after 15 s: all after an end; else those of what was replaced."""
@@ -288,6 +375,11 @@ class Trial:
         again_s = min(s.time_s for s in steps) - self.began_s
         old = [e.data["step"] for e in read_events(self.run, attempt=self.attempt, kind="step")]
         return round(again_s, 2), 0 if same else max(old, default=self.step) - (restored[0] if restored else 0)
+
+
+def unwrapped(text: str) -> str:
+    """Join what a screen has cut into lines, and keep the lines as well."""
+    return text + "\n" + " ".join(text.split())
 
 
 def find(now: RunStatus, target: Target) -> ComponentStatus:
