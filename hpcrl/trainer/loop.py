@@ -53,8 +53,6 @@ __all__ = ["train"]
 
 _log = logging.getLogger(__name__)
 
-_COLLECTIVE_MARGIN_S = 300.0
-"""How much longer than a wait at the dock the other ranks wait in a collective."""
 _LEAVE_S = 60.0
 """How long a trainer that fails lets a save end that began before."""
 _ON_RECORD_S = 2.0
@@ -78,8 +76,7 @@ def train(context: RoleContext) -> None:
     refuse_planned_settings(recipe, str(context.run.recipe_path))
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
-    timeout_s = recipe.wait_for_batch_s + _COLLECTIVE_MARGIN_S
-    with distributed(timeout_s=timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
+    with distributed(timeout_s=recipe.collective_timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
         settle_determinism(parallel.device, wanted=recipe.trainer.deterministic)
         try:
             Trainer(context, recipe, parallel).run()

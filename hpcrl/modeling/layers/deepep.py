@@ -1,12 +1,14 @@
 """Tokens to their experts and back by kernels of DeepEP (github.com/deepseek-ai/DeepEP, 2.0: its ``ElasticBuffer``).
 
-Never run on a GPU by this project: tests put a stand-in with the same interface in place of the buffer. A token travels
+Never run on a GPU by this project: tests run DeepEP's own Python over a stand-in of its compiled part. A token travels
 once to each rank that has some of its experts. What experts made of it is added up there, by weight, and travels back
 once; so experts are sorted and weighted here, on the rank that has them.
 """
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -29,7 +31,7 @@ class ElasticBuffer(Protocol):
         """Send ``x [T, width]``, whose experts and weights are ``topk_idx`` and ``topk_weights``, ``[T, k]``.
 
         Rows ``[rows, width]``, experts of this rank that each goes to, ``[rows, k]`` (-1: none), weights of these, a
-        handle, an event. With a ``handle`` instead, and its ``num_sms``: rows that go as those of that call went.
+        handle, an event. With a ``handle`` instead: rows that go as those of that call went.
         """
         ...
 
@@ -47,58 +49,105 @@ class MakeBuffer(Protocol):
     def __call__(self, group: dist.ProcessGroup, **settings: Any) -> ElasticBuffer: ...
 
 
+_WHERE = "trainer.parallelism.dispatcher: deepep"
+_HINT = "    hint: set trainer.parallelism.dispatcher: all_to_all"
+_NCCL = "2.30.4"
+"""The oldest NCCL that DeepEP 2 works with (its README; torch 2.13 itself asks for 2.29.7)."""
+
+
 def find_deepep(device: torch.device) -> MakeBuffer:
-    """DeepEP's class of buffers.
+    """Return DeepEP's class of buffers.
 
     Raises
     ------
     UsageError
-        It cannot be used here: it is not installed, cannot be imported, is too old, or there is no GPU.
+        It cannot be used here: it is not installed, does not start, is too old, or there is no GPU.
     """
-    hint = "    hint: set trainer.parallelism.dispatcher: all_to_all"
-    where = "trainer.parallelism.dispatcher: deepep"
     if device.type != "cuda":
-        raise UsageError(f"{where} needs GPUs of NVIDIA, and this trainer computes on {device.type}\n{hint}")
+        raise UsageError(f"{_WHERE} needs GPUs of NVIDIA, and this trainer computes on {device.type}\n{_HINT}")
     try:
-        found = import_module("deep_ep").ElasticBuffer
-    except (ImportError, OSError) as error:
+        package = import_module("deep_ep")
+    except ImportError as error:
         install = ", or install DeepEP 2.0 from its sources in the environment of the trainer"
-        raise UsageError(f"{where}: the package deep_ep is not installed here ({error})\n{hint}{install}") from error
-    except AssertionError as error:
-        # it looks for the toolkit of CUDA and for NCCL when it is imported
-        what = (
-            f"the package deep_ep cannot be imported here: a check of its own failed ({error or 'without a message'})"
-        )
-        needs = "it needs the toolkit of CUDA (CUDA_HOME) and NCCL 2.30.4 or later, which torch 2.13 does not bring"
-        raise UsageError(f"{where}: {what}\n{hint}, or mend its environment: {needs}") from error
+        raise UsageError(f"{_WHERE}: the package deep_ep is not installed here ({error})\n{_HINT}{install}") from error
+    except Exception as error:
+        # its import asserts that NCCL and CUDA are as it wants them, and starts its compiler
+        raise _does_not_start("the package deep_ep cannot be imported here", error) from error
+    try:
+        made: MakeBuffer = package.ElasticBuffer
     except AttributeError as error:
         what = "the package deep_ep is older than 2.0: it has no ElasticBuffer"
-        raise UsageError(f"{where}: {what}\n{hint}, or install DeepEP 2.0") from error
-    made: MakeBuffer = found
+        raise UsageError(f"{_WHERE}: {what}\n{_HINT}, or install DeepEP 2.0") from error
     return made
+
+
+def _does_not_start(what: str, error: Exception) -> UsageError:
+    """Return the error for people where DeepEP is there and does not start: what to look at is NCCL and CUDA."""
+    found = ""
+    # absent from builds of torch without CUDA
+    with suppress(Exception):
+        found = f" (torch has loaded {'.'.join(map(str, torch.cuda.nccl.version()))})"
+    return UsageError(
+        f"{_WHERE}: {what} ({type(error).__name__}: {str(error) or 'no reason given'})\n{_HINT}, or give the trainer's "
+        f"environment what DeepEP 2 needs: NCCL {_NCCL} or later, the same library for torch and DeepEP{found}: pip "
+        f"install --no-deps 'nvidia-nccl-cu13>={_NCCL}' before DeepEP is built; and CUDA_HOME, a CUDA toolkit with nvcc"
+    )
 
 
 class Exchange:
     """The buffer that all layers share; it is made when the first tokens leave, on all ranks of the group at once."""
 
-    def __init__(self, make: MakeBuffer, group: dist.ProcessGroup, *, most_tokens: int) -> None:
-        """``most_tokens`` is of one rank in one pass, and the same on all."""
+    def __init__(self, make: MakeBuffer, group: dist.ProcessGroup, *, most_tokens: int, timeout_s: float) -> None:
+        """Remember how to make it.
+
+        Parameters
+        ----------
+        most_tokens:
+            Of one rank in one pass, and the same on all.
+        timeout_s:
+            How long a rank waits for the others in one exchange. They may compile kernels meanwhile, so it is no
+            shorter than the timeout of collectives. DeepEP's own defaults are 100 s on the GPU, after which the kernel
+            traps, and 300 s on the host.
+        """
         self._make, self._group, self.most_tokens = make, group, most_tokens
+        self._timeout_s = math.ceil(timeout_s)
         self._buffers: dict[tuple[int, int], ElasticBuffer] = {}
 
-    def buffer(self, width: int, experts_per_token: int) -> ElasticBuffer:
-        """The buffer for rows of ``width``."""
+    def buffer(self, width: int, experts_per_token: int, device: torch.device) -> ElasticBuffer:
+        """Return the buffer for rows of ``width`` on ``device``; the first time all ranks make it together.
+
+        Raises
+        ------
+        UsageError
+            DeepEP does not start with this network, NCCL or driver.
+        """
         wanted = (width, experts_per_token)
         if wanted not in self._buffers:
-            self._buffers[wanted] = self._make(
+            # DeepEP takes the group's communicator, which torch makes in the group's first collective on a device; a
+            # `device_id` of the process group would make it earlier, and cuts mesh groups by splitting, which Gloo's
+            # half of our groups cannot do
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            self._buffers[wanted] = self._made(width, experts_per_token)
+        return self._buffers[wanted]
+
+    def _made(self, width: int, experts_per_token: int) -> ElasticBuffer:
+        try:
+            return self._make(
                 self._group,
                 num_max_tokens_per_rank=self.most_tokens,
                 hidden=width,
                 num_topk=experts_per_token,
                 # else rows arrive in another order each time, and sums of gradients differ
                 deterministic=True,
+                num_cpu_timeout_secs=self._timeout_s,
+                num_gpu_timeout_secs=self._timeout_s,
             )
-        return self._buffers[wanted]
+        except (dist.DistError, torch.OutOfMemoryError):
+            # another rank went away, or the plan was wrong: neither is the fault of DeepEP's installation
+            raise
+        except Exception as error:
+            # assertions of its Python, exceptions of its C++
+            raise _does_not_start("DeepEP's buffer cannot be made here", error) from error
 
 
 class DeepEPDispatcher:
@@ -119,7 +168,7 @@ class DeepEPDispatcher:
         """
         if len(x) > self._exchange.most_tokens:
             raise ValueError(f"{len(x)} tokens in a pass; DeepEP's buffer was made for {self._exchange.most_tokens}")
-        way = _Way(self._exchange.buffer(x.shape[1], chosen.shape[1]), self._experts)
+        way = _Way(self._exchange.buffer(x.shape[1], chosen.shape[1], x.device), self._experts)
         rows, shares, experts = _Leave.apply(way, x, weights, chosen)  # type: ignore[no-untyped-call]
         places = experts.flatten()
         # what is of other ranks comes last, and is left out
@@ -174,5 +223,5 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         way = ctx.way
-        # without a number of multiprocessors DeepEP computes one from `num_experts`, which a call with a handle lacks
+        # without num_sms DeepEP computes it from num_experts, before it takes that from the handle
         return None, way.buffer.dispatch(gradients[0].contiguous(), handle=way.handle, num_sms=way.handle.num_sms)[0]

@@ -24,14 +24,17 @@ def find_dispatcher(config: TrainerConfig, device: torch.device) -> MakeBuffer |
     return find_deepep(device) if config.parallelism.dispatcher == "deepep" else None
 
 
-def use_dispatcher(model: nn.Module, mesh: ParallelDims, config: TrainerConfig, make: MakeBuffer | None) -> None:
-    """Let the sparse layers of a model that is dealt out over ``ep`` use what `find_dispatcher` found."""
+def use_dispatcher(
+    model: nn.Module, mesh: ParallelDims, config: TrainerConfig, make: MakeBuffer | None, *, timeout_s: float
+) -> None:
+    """Let the sparse layers of a model that is dealt out over ``ep`` use what `find_dispatcher` found.
+
+    ``timeout_s`` is that of the trainer's collectives.
+    """
     if make is None or mesh.ep == 1:
         return
-    # chunks near heads and tails are of unequal length, and what fills up comes on top
-    share = -(-config.micro_batch_tokens // mesh.cp)
-    most = (2 * share if config.parallelism.cp_scheme != "ulysses" and mesh.cp > 1 else share) + 2 * mesh.cp
-    exchange = Exchange(make, mesh.get_mesh("ep").get_group(), most_tokens=most)
+    most = config.dispatched_tokens
+    exchange = Exchange(make, mesh.get_mesh("ep").get_group(), most_tokens=most, timeout_s=timeout_s)
     for module in model.modules():
         if isinstance(module, SparseMLP):
             module.dispatcher = DeepEPDispatcher(module.gate.out_features, mesh.ep, exchange)

@@ -97,7 +97,8 @@ class TrainerPolicy:
         else:
             adapt(self.model, lora)
         spec.parallelize(self.model, parallel.mesh, dtype=dtype, on_host=memory.parameter_offload)
-        use_dispatcher(self.model, parallel.mesh, recipe.trainer, find())
+        wait_s = recipe.collective_timeout_s
+        use_dispatcher(self.model, parallel.mesh, recipe.trainer, find(), timeout_s=wait_s)
         apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
         self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
         self._watch = GradientWatch(self.model)

@@ -1,19 +1,18 @@
-"""The adapter of DeepEP, over a stand-in of its buffer with the same interface: DeepEP itself needs GPUs."""
+"""The adapter of DeepEP: over a stand-in of its buffer, and over its own Python with a stand-in of what is compiled."""
 
+import inspect
 import sys
 import types
 from itertools import product
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepep_stand_in import OWN_PYTHON, Compiled, StandIn, load_own_python
 from test_meshes import ARCHS, train
 from trainer_testing import make_recipe, run_ranks, write_model_dir
 
 from hpcrl.errors import UsageError
-from hpcrl.modeling.exchange import exchange_rows
 from hpcrl.modeling.layers.deepep import DeepEPDispatcher, Exchange, find_deepep
 from hpcrl.modeling.layers.dispatch import LocalDispatcher
 from hpcrl.modeling.mesh import ParallelDims
@@ -23,86 +22,34 @@ from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 RANKS = 2
+OWN = pytest.mark.skipif(not OWN_PYTHON.is_dir(), reason="no DeepEP: python3 tools/bootstrap.py --deepep")
+KINDS = ["stand-in", pytest.param("own", marks=OWN)]
 
 
-class Handle(NamedTuple):
-    """Where the tokens of a call went, and with how many multiprocessors."""
-
-    tokens: torch.Tensor
-    sent: list[int]
-    coming: list[int]
-    total: int
-    topk: int
-    num_sms: int
+def exact(buffer):
+    """Let the compiled part take float32, which DeepEP's own refuses: sums can be compared more closely."""
+    Compiled.dtypes = (torch.bfloat16, torch.float32)
+    return buffer
 
 
-class StandIn:
-    """``deep_ep.ElasticBuffer`` in its layout without expansion, over collectives of torch.
-
-    A token goes once to each rank that has some of its experts; these are numbered as the rank has them, -1 where they
-    are elsewhere. The number of multiprocessors is computed before ``num_experts`` is taken from the handle, as in
-    deep_ep/buffers/elastic.py of DeepEP 2.1.0 (dd758ca), so that a call with a handle alone fails here, too.
-    """
-
-    made = 0
-
-    def __init__(self, group, *, num_max_tokens_per_rank, hidden, num_topk, deterministic):
-        self.group, self.ranks, self.most, self.sizes = (
-            group,
-            dist.get_world_size(group),
-            num_max_tokens_per_rank,
-            hidden,
-        )
-        assert deterministic
-        assert num_topk == 2
-        StandIn.made += 1
-
-    def dispatch(self, x, *, topk_idx=None, topk_weights=None, num_experts=None, num_sms=0, handle=None):
-        num_sms = num_sms or 2 * self.ranks + num_experts % self.ranks
-        assert x.is_contiguous()
-        assert x.shape[1] == self.sizes
-        assert len(x) <= self.most
-        if handle is None:
-            here = num_experts // self.ranks
-            goes = [((topk_idx // here) == rank).any(1).nonzero()[:, 0] for rank in range(self.ranks)]
-            counts = torch.tensor([len(tokens) for tokens in goes])
-            coming = torch.empty_like(counts)
-            dist.all_to_all_single(coming, counts, group=self.group)
-            handle = Handle(torch.cat(goes), counts.tolist(), coming.tolist(), len(x), topk_idx.shape[1], num_sms)
-            own = self._send(topk_idx, handle) - dist.get_rank(self.group) * here
-            own = torch.where((own >= 0) & (own < here), own, -1)
-            # who reads weights of experts that are elsewhere finds out
-            shares = self._send(topk_weights, handle).masked_fill(own < 0, float("nan"))
-        else:
-            assert topk_idx is None
-            assert num_sms == handle.num_sms
-            own = shares = None
-        return self._send(x, handle), own, shares, handle, None
-
-    def combine(self, x, *, handle, topk_weights=None):
-        tokens, sent, coming, total, k, _ = handle
-        assert len(x) == sum(coming)
-        back = exchange_rows(x.contiguous(), coming, sent, self.group)
-        mixed = x.new_zeros(total, x.shape[1]).index_add(0, tokens, back)
-        if topk_weights is not None:
-            weights = exchange_rows(topk_weights.contiguous(), coming, sent, self.group)
-            topk_weights = weights.new_zeros(total, k).index_add(0, tokens, weights)
-        return mixed, topk_weights, None
-
-    def _send(self, x, handle):
-        tokens, sent, coming, *_ = handle
-        return exchange_rows(x[tokens], sent, coming, self.group)
+def find_buffer(kind):
+    """Return the class of buffers: DeepEP's own Python, or the stand-in for it."""
+    Compiled.made.clear()
+    return load_own_python() if kind == "own" else StandIn
 
 
-def check_dispatch(rank, group):
+def check_dispatch(rank, group, buffer):
     """Choices of every kind, ranks without tokens and without rows: as with all experts here."""
-    experts, width = 2 * RANKS, 5
-    exchange = Exchange(StandIn, group, most_tokens=9)
+    experts, width = 2 * RANKS, 8
+    exchange = Exchange(buffer, group, most_tokens=9, timeout_s=899.5)
     over_ranks, here = DeepEPDispatcher(experts, RANKS, exchange), LocalDispatcher(experts)
     generator = torch.Generator().manual_seed(rank)
     scale = torch.arange(1.0, experts + 1)
     cases = ((7, (0, 1)), (1 if rank else 9, range(experts)), (0 if rank else 4, (experts - 1, 2)))
-    for dtype, (tokens, choices) in product((torch.float32, torch.bfloat16), cases):
+    # the one that DeepEP's compiled part takes first
+    for dtype, (tokens, choices) in product((torch.bfloat16, torch.float32), cases):
+        if dtype == torch.float32:
+            exact(buffer)
         x = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
         weights = torch.rand(tokens, 2, generator=generator, requires_grad=True)
         allowed = torch.tensor(list(choices))
@@ -114,35 +61,80 @@ def check_dispatch(rank, group):
             found.append((y, *torch.autograd.grad(y.square().sum(), (x, weights))))
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}))
-    assert StandIn.made == 1
+    # the buffer is aligned to 2 MiB
+    assert Compiled.made == [{"bytes": 2 << 20, "cpu_timeout": 900, "gpu_timeout": 900}]
     with pytest.raises(ValueError, match="10 tokens"):
         over_ranks.dispatch(torch.zeros(10, width), torch.zeros(10, 2), torch.zeros(10, 2, dtype=torch.int64))
 
 
-def on_ranks(rank, model_dir):
+def on_ranks(rank, model_dir, kind):
     with distributed(timeout_s=60) as start:
         mesh = ParallelDims(world_size=RANKS, ep=RANKS)
         mesh.build_mesh("cpu")
-        check_dispatch(rank, mesh.get_mesh("ep").get_group())
+        buffer = find_buffer(kind)
+        check_dispatch(rank, mesh.get_mesh("ep").get_group(), buffer)
         recipe, found = make_recipe(model_dir, steps=9), []
-        for make in (None, StandIn):
+        Compiled.made.clear()
+        for make in (None, exact(buffer)):
             policy = TrainerPolicy(recipe, load_arch(model_dir), Parallel(mesh, start.device), model_dir=model_dir)
-            use_dispatcher(policy.model, mesh, recipe.trainer, make)
+            use_dispatcher(policy.model, mesh, recipe.trainer, make, timeout_s=recipe.collective_timeout_s)
             found.append(train(policy))
-        # one buffer for all layers
-        assert StandIn.made == 2
+        # one buffer for all layers, and it waits as long as collectives do
+        (made,) = Compiled.made
+        assert made["gpu_timeout"] >= recipe.orchestrator.wait_timeout_s + 300
         return found
 
 
-def test_tokens_and_gradients_travel_as_by_collectives_of_torch(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_gradients_travel_as_by_collectives_of_torch(tmp_path, kind):
     model_dir = write_model_dir(tmp_path / "model", ARCHS["qwen3_moe"])
-    for torch_own, deepep in run_ranks(RANKS, on_ranks, model_dir, timeout_s=120.0):
+    for torch_own, deepep in run_ranks(RANKS, on_ranks, model_dir, kind, timeout_s=120.0):
         assert deepep[0] == pytest.approx(torch_own[0], rel=1e-4)
         # the norm that clips, over experts and the rest
         assert deepep[1] == pytest.approx(torch_own[1], rel=1e-4)
         for name in torch_own[2]:
             ours, theirs = torch.tensor(deepep[2][name]), torch.tensor(torch_own[2][name])
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def signatures(buffer):
+    """Names and defaults of what is called, in order."""
+    calls = (buffer.__init__, buffer.dispatch, buffer.combine)
+    return [[(p.name, p.default) for p in inspect.signature(call).parameters.values()] for call in calls]
+
+
+def own_signatures(rank):
+    return signatures(load_own_python())
+
+
+@OWN
+def test_the_stand_in_has_deepeps_signatures():
+    assert run_ranks(1, own_signatures) == [signatures(StandIn)]
+
+
+def one_group_at_a_time(rank, model_dir):
+    """What the communicator of each group is at the moment that DeepEP takes it: made by a collective, or not yet."""
+    with distributed(timeout_s=60):
+        mesh = ParallelDims(world_size=RANKS, ep=RANKS)
+        mesh.build_mesh("cpu")
+        group, collectives, own = mesh.get_mesh("ep").get_group(), [], dist.all_reduce
+
+        def all_reduce(tensor, *arguments, group=None, **keywords):
+            collectives.append((group, tensor.device.type))
+            return own(tensor, *arguments, group=group, **keywords)
+
+        class Lazy(StandIn):
+            @property
+            def communicator(self):
+                return int((group, "cpu") in collectives)
+
+        dist.all_reduce = all_reduce
+        buffer = Exchange(Lazy, group, most_tokens=9, timeout_s=60).buffer(8, 2, torch.device("cpu"))
+        return buffer.ranks
+
+
+def test_the_communicator_is_there_before_deepep_takes_it(tmp_path):
+    assert run_ranks(RANKS, one_group_at_a_time, tmp_path) == [RANKS] * RANKS
 
 
 def test_a_trainer_without_deepep_says_so_first(tmp_path):
@@ -165,10 +157,57 @@ def test_what_is_wrong_with_deepep_is_named(monkeypatch):
     assert find_deepep(torch.device("cuda")) is StandIn
 
 
-def test_a_check_of_deepep_at_its_import_is_told_with_what_it_needs(tmp_path: Path, monkeypatch):
-    """It asserts that there is a toolkit of CUDA and an NCCL that is new enough."""
-    (tmp_path / "deep_ep.py").write_text("assert False, 'no CUDA_HOME'\n")
-    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+FAILURES = {
+    "assert False, 'Duplicate NCCL runtime found in the current system'": "AssertionError: Duplicate NCCL runtime",
+    "assert None is not None": "AssertionError: no reason given",
+    "raise RuntimeError('cannot compile')": "RuntimeError: cannot compile",
+    "raise OSError('libnccl.so.2: undefined symbol')": "OSError: libnccl",
+    "raise TypeError('expected str, bytes or os.PathLike object, not NoneType')": "TypeError: expected str",
+    "import no_such_module_of_deepep": "not installed here.*no_such_module_of_deepep",
+}
+
+
+@pytest.mark.parametrize(("line", "said"), FAILURES.items())
+def test_a_deepep_that_cannot_be_imported_is_named(monkeypatch, tmp_path, line, said):
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").write_text(line + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match=r"no CUDA_HOME.*\n.*hint: .*all_to_all.*NCCL 2\.30\.4"):
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    with pytest.raises(UsageError, match=said) as raised:
         find_deepep(torch.device("cuda"))
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("trainer.parallelism.dispatcher: deepep")
+    assert lines[1].startswith("    hint: ")
+    if "not installed" not in said:
+        assert "2.30.4" in lines[1]
+        assert "CUDA_HOME" in lines[1]
+
+
+@OWN
+def test_what_deepeps_own_import_asserts_is_named(monkeypatch):
+    """Its own ``__init__`` on a machine without its NCCL."""
+    monkeypatch.syspath_prepend(OWN_PYTHON.parent)
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_ep"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError, match="deep_ep"):
+        find_deepep(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (AssertionError("NCCL GIN is unavailable"), UsageError),
+        (RuntimeError("Prior to NCCL 2.31, NCCL compile-time and runtime versions must be the same"), UsageError),
+        (dist.DistBackendError("remote process exited"), dist.DistBackendError),
+        (torch.OutOfMemoryError("tried to allocate 6 GiB"), torch.OutOfMemoryError),
+    ],
+)
+def test_a_buffer_that_cannot_be_made_is_named(error, raised):
+    def make(group, **settings):
+        raise error
+
+    with distributed(timeout_s=60), pytest.raises(raised, match=str(error)[:20]) as found:
+        Exchange(make, dist.group.WORLD, most_tokens=9, timeout_s=60).buffer(8, 2, torch.device("cpu"))
+    if raised is UsageError:
+        assert "    hint: " in str(found.value)
+        assert "2.30.4" in str(found.value)
