@@ -16,6 +16,8 @@ __all__ = ["MAX_CHARACTERS", "LogBudget", "LogBudgetFilter", "limit_logger"]
 
 _BURST = 30
 _EVERY_S = 10.0
+_PEERS_FAULTS = frozenset({"HttpProcessingError", "RequestPayloadError"})
+"""Classes of aiohttp: of a head, and of a body that is read after its request was answered."""
 MAX_CHARACTERS = 200
 """Maximum length of a text from a stranger in a log, in characters."""
 
@@ -91,6 +93,6 @@ def limit_logger(name: str) -> None:
 
 
 def _is_peers_fault(error: BaseException) -> bool:
-    """Return whether aiohttp raised ``error`` for a request that is not HTTP."""
+    """Return whether aiohttp raised ``error`` for a request that is not HTTP, or for a body that is not what it says."""
     # not imported: servers that do not use aiohttp have loggers that are limited as well
-    return any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__)
+    return any(base.__name__ in _PEERS_FAULTS for base in type(error).__mro__)

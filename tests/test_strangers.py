@@ -131,6 +131,29 @@ async def test_malformed_requests_are_logged_at_a_bounded_rate(caplog: pytest.Lo
     assert "\x1b" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Encoding: gzip\r\nContent-Length: 5\r\n",
+        b"Content-Encoding: deflate\r\nTransfer-Encoding: chunked\r\n",
+    ],
+)
+async def test_a_body_that_is_not_what_its_head_says_is_logged_in_one_line(
+    head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request is refused, and what is left of its body is read and dropped."""
+    async with server(PendingConnections(deadline_s=0.5)) as (_, port):
+        reader, writer = await send(port, b"GET /page HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
+        async with asyncio.timeout(20 * patience()):
+            answer = await reader.readuntil(b"\r\n")
+        writer.write(b"hello" if b"Length" in head else b"5\r\nhello\r\n0\r\n\r\n")
+        await ended(reader)
+        writer.close()
+    assert b" 401 " in answer
+    assert "RequestPayloadError" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def _mutated(randomness: random.Random) -> bytes:
     """A request that a stranger may send."""
     pieces = [b"GET ", b"/page", b" HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: 5\r\n", b"\r\n", b"hello"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import pytest
 import torch
 import yaml
 from free_ports import free_port
+from patience import patience
 from torch import Tensor
 
 from hpcrl.config.recipe import Recipe
@@ -279,6 +282,26 @@ def _rank_server() -> ForkServerContext:
     return context
 
 
+def _answers(results: Any, processes: list[Any], timeout_s: float) -> list[Any]:
+    """What all ranks put into the queue, for which a busy machine has longer; a rank that was killed is told."""
+    answers: list[Any] = []
+    began_s, most = time.monotonic(), patience()
+    while len(answers) < len(processes):
+        # asked before the queue is: what ended has put its answer there
+        ended = [process.exitcode for process in processes]
+        try:
+            answers.append(results.get(timeout=1.0))
+            continue
+        except queue.Empty:
+            most = max(most, patience())
+        waited_s = time.monotonic() - began_s
+        assert waited_s < timeout_s * most, f"{len(processes) - len(answers)} ranks gave nothing in {waited_s:.0f} s"
+        answered = {rank for rank, *_ in answers}
+        lost = {rank: code for rank, code in enumerate(ended) if code is not None and rank not in answered}
+        assert not lost, f"ranks ended without an answer, with the codes {lost}"
+    return answers
+
+
 def run_ranks(
     world_size: int,
     target: Callable[..., Any],
@@ -302,7 +325,7 @@ def run_ranks(
     for process in processes:
         process.start()
     try:
-        answers = sorted((results.get(timeout=timeout_s) for _ in processes), key=lambda answer: answer[0])
+        answers = sorted(_answers(results, processes, timeout_s), key=lambda answer: answer[0])
     finally:
         for process in processes:
             process.join(timeout=10)
