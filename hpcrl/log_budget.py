@@ -93,6 +93,6 @@ def limit_logger(name: str) -> None:
 
 
 def _is_peers_fault(error: BaseException) -> bool:
-    """Return whether aiohttp raised ``error`` for a request that is not HTTP, or for a body that is not what it says."""
+    """Return whether aiohttp raised ``error`` for a request that is no HTTP, or a body that is not what it says."""
     # not imported: servers that do not use aiohttp have loggers that are limited as well
     return any(base.__name__ in _PEERS_FAULTS for base in type(error).__mro__)

@@ -113,6 +113,8 @@ class StubEngine:
         frozen.
     slots:
         Requests that it says it can run at once, with KV for just as many; those above wait, by its metrics alone.
+    cut_short:
+        Whether answers in parts end, as whole ones do, before their last part.
     hung:
         Requests are taken and nothing is sampled; all else is answered.
     slow_pause:
@@ -148,6 +150,7 @@ class StubEngine:
         self.in_place = False
         self.slots = 1 << 20
         self.hung = False
+        self.cut_short = False
         self.slow_pause = False
         self.experts: Callable[[list[int]], NDArray[Any]] | None = None
         self.experts_in_parts = True
@@ -208,6 +211,8 @@ class StubEngine:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
         async for choice in self._parts(body, body["sampling_params"].get("stream_interval", 1)):
+            if self.cut_short and choice["finish_reason"]:
+                break
             event = msgspec.json.encode({"request_id": "r", "usage": None, "choices": [choice]})
             await answer.write(b"data: " + event + b"\n\n")
         await answer.write(b"data: [DONE]\n\n")

@@ -173,7 +173,8 @@ class EngineClient(EngineHttp):
                 for event in self._events(splitter, piece):
                     reader.take(await self._read(reader, event))
         if reader.last is None:
-            raise EngineError(f"{self.name}: {path} ended before the answer did", unreachable=True)
+            # what arrived of it is whole. The engine may be gone, or cuts every answer: it is looked at, and counted
+            raise EngineProtocolError(f"{self.name}: {path} ended before the answer did", unreachable=True)
         return await _generation(reader, reader.last)
 
     def _encoded(

@@ -15,7 +15,7 @@ class EngineError(Exception):
     retryable:
         Whether it may work elsewhere or later. A request that the engine understood and refused will not.
     unreachable:
-        Whether there was no answer at all.
+        Whether there was no answer, or not the end of one.
     refused:
         Whether nobody listens there: the process is gone, or not ready yet.
     forgot:

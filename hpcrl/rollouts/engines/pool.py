@@ -231,8 +231,9 @@ class EnginePool:
                 if not error.retryable or (attempt >= self._max_retries and not excused):
                     raise
                 attempt += not excused
+                damaged = error.forgot or (unusable and not error.unreachable)
                 # one that was seen since with the right weights had them when it sampled
-                if not (error.forgot or unusable) and all(candidate.proved_s >= asked_s for candidate in candidates):
+                if not damaged and all(candidate.proved_s >= asked_s for candidate in candidates):
                     self._counters.tokens_kept += partial.keep()
                 _log.warning("attempt %d failed: %s", pauses + 1, error)
             else:

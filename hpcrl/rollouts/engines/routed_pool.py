@@ -148,14 +148,17 @@ class RoutedPool(EnginePool):
             self._on_unusable(self.front, why)
 
     async def _unusable_answer_of(self, engine: Engine) -> EngineProtocolError | None:
-        """Ask each server of an engine for some tokens; return what is wrong with its answers, None: nothing."""
+        """Ask each server of an engine for some tokens; return what is wrong with its answers, None: nothing.
+
+        Every other answer is asked for in parts: an engine may give these alone in a way that cannot be used.
+        """
         params = SamplingParams(temperature=1.0, max_tokens=1, seed=0, stop_token_ids=[])
         for server in engine.client.servers:
             for seed in range(_PROBES):
                 try:
                     await server.generate(
                         [_PROBE_TOKEN],
-                        msgspec.structs.replace(params, seed=seed),
+                        msgspec.structs.replace(params, seed=seed, stream_interval=1 if seed % 2 else msgspec.UNSET),
                         cache_salt="probe",
                         session_id="probe",
                         timeout_s=_ADD_S,

@@ -205,7 +205,7 @@ async def test_parts_are_joined_wherever_the_network_cuts_them(scripted: tuple[E
 async def test_an_answer_that_is_cut_without_an_error_is_not_whole(scripted: tuple[EngineClient, list[bytes]]) -> None:
     client, pieces = scripted
     pieces += [event([5]), b"data: [DONE]\n\n"]
-    with pytest.raises(EngineError, match="ended before the answer did") as caught:
+    with pytest.raises(EngineProtocolError, match="ended before the answer did") as caught:
         await ask(client, [])
     assert caught.value.unreachable
 

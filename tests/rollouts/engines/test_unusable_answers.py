@@ -257,6 +257,20 @@ async def test_an_engine_that_answers_nonsense_costs_no_rollout_and_is_complaine
         assert all((r.token_ids < 200).all() for r in loop.last_rollouts())
 
 
+async def test_an_engine_that_cuts_each_answer_short_is_complained_about(tmp_path: Path, quick: None) -> None:
+    """It answers all else, so that it looks healthy; what arrived of its answers is kept."""
+    good, broken = StubEngine(), StubEngine()
+    broken.cut_short = True
+    async with running(run_of_known_model(tmp_path), good, broken) as loop:
+        await loop.batch(1)
+        await loop.until(lambda: "engine-1" in complaints(loop))
+        counters = loop.orchestrator._counters
+        assert counters.unusable_answers >= 4
+        assert (counters.dropped_engine, counters.dropped_environment, counters.dropped_group) == (0, 0, 0)
+        assert "ended before the answer did" in complaints(loop)["engine-1"]
+        assert list(complaints(loop)) == ["engine-1"]
+
+
 async def test_a_fleet_that_recovers_from_nonsense_goes_on(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_pool, "SHUN_S", 0.2)
     bad = [40]
