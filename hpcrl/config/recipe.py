@@ -265,7 +265,8 @@ class EvaluationConfig(StrictModel):
     failures: Literal["zero", "exclude"] = "zero"
     """How held-out rollouts that fail count in the held-out reward. ``zero``: with the reward 0, so that a task does
     not leave the mean because it is hard, or because the policy breaks its environment. ``exclude``: not at all; the
-    mean is over those that finished. How many failed is said in both cases."""
+    mean is over those that finished, and where none did the evaluation has no reward. How many failed is said in both
+    cases. The first evaluation of a run ends it where no rollout finishes."""
 
 
 class CheckpointConfig(StrictModel):

@@ -102,6 +102,7 @@ class Evaluator:
         )
         self._failures = recipe.evaluation.failures
         self._exact, self._begun = set(done.exact), set(done.due)
+        self._one_worked = bool(done.due)
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -142,9 +143,10 @@ class Evaluator:
         Raises
         ------
         EnvironmentFailedError
-            No held-out rollout was finished, and the first one that failed did so in an environment of the user's own.
+            In the first evaluation of a run no held-out rollout was finished, and the first one that failed did so in
+            an environment of the user's own.
         HpcrlError
-            No held-out rollout was finished.
+            In the first evaluation of a run no held-out rollout was finished.
         """
         async with self._one_at_a_time:
             if version in self._exact:
@@ -163,21 +165,28 @@ class Evaluator:
         finished = [
             (task, rollout) for task, rollout in zip(self._tasks, results, strict=True) if isinstance(rollout, Rollout)
         ]
-        if not finished:
-            raise _all_failed(version, [result for result in results if isinstance(result, Exception)])
         errors = [
-            (task, error) for task, error in zip(self._tasks, results, strict=True) if not isinstance(error, Rollout)
+            (task, error) for task, error in zip(self._tasks, results, strict=True) if isinstance(error, Exception)
         ]
+        if not finished and not self._one_worked:
+            # what never worked is a mistake that people want to hear of before the queue has cost them a night
+            raise _all_failed(version, [error for _, error in errors])
+        self._one_worked = True
         rewards = self._rewards(finished, errors)
+        if not rewards:
+            _log.warning("%s: it has no reward", _all_failed(version, [error for _, error in errors]))
+            told = _told(errors)
+            self._events.emit("evaluation.none_finished", version=version, due=due, failed=len(errors), **told)
+            return
         by_env = _by_name(iter(rewards))
         parts = _by_name(
             (f"{task.environment.name}/{part}", value)
             for task, rollout in finished
             for part, value in rollout.parts.items()
         )
-        first = min(rollout.first_version for _, rollout in finished)
-        last = max(rollout.last_version for _, rollout in finished)
-        if first == last:
+        first = min((rollout.first_version for _, rollout in finished), default=version)
+        last = max((rollout.last_version for _, rollout in finished), default=version)
+        if finished and first == last:
             self._exact.add(first)
         self._events.emit(
             "evaluation",
@@ -198,7 +207,7 @@ class Evaluator:
         )
 
     def _rewards(
-        self, finished: Sequence[tuple[_Task, Rollout]], errors: Sequence[tuple[_Task, object]]
+        self, finished: Sequence[tuple[_Task, Rollout]], errors: Sequence[tuple[_Task, Exception]]
     ) -> list[tuple[str, float]]:
         """Return the rewards that the mean is over, each with its environment, as ``evaluation.failures`` says."""
         rewards = [(task.environment.name, rollout.reward) for task, rollout in finished]
@@ -242,13 +251,12 @@ def _all_failed(version: int, errors: Sequence[Exception]) -> HpcrlError:
     return HpcrlError(f"{what}; the first: {type(errors[0]).__name__}: {errors[0]}")
 
 
-def _told(errors: Sequence[tuple[_Task, object]]) -> dict[str, object]:
+def _told(errors: Sequence[tuple[_Task, Exception]]) -> dict[str, object]:
     """Return what an event says of held-out rollouts that failed: how many by environment and cause, and the first."""
     by_env: dict[str, int] = defaultdict(int)
     by_cause: dict[str, int] = defaultdict(int)
     first: dict[str, str] = {}
     for task, error in errors:
-        assert isinstance(error, Exception)
         cause, found = describe_failure(error)
         by_env[task.environment.name] += 1
         by_cause[cause.value] += 1

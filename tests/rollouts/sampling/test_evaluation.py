@@ -252,6 +252,37 @@ async def test_where_nothing_finished_the_environments_own_words_end_the_run(run
     assert scene.said() == []
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("failures", ["zero", "exclude"])
+async def test_a_later_evaluation_in_which_nothing_finishes_does_not_end_the_run(
+    run: RunDir, failures: str, before: bool
+) -> None:
+    """One was made before, by this attempt or by an earlier one."""
+    ends: list[float | Exception] = [1.0, 3.0]
+    scene = Scene(run, [Plays("a", ends)], prompts=2, failures=failures)
+    evaluator = scene.new(PastEvaluations(frozenset({0}), frozenset({0}))) if before else scene.evaluator
+    if not before:
+        await evaluator.evaluate(2, due=2, exactly=True)
+        assert scene.said().pop()["reward"] == 2.0
+    ends[:] = [raised(), EngineError("no engine")]
+    await evaluator.evaluate(6, due=4, exactly=False)
+    kind = "evaluation" if failures == "zero" else "evaluation.none_finished"
+    assert reporting.flush(30.0, directory=run.path)
+    told = [event.data for event in read_events(run) if event.kind.startswith("evaluation")][-1]
+    assert [event.kind for event in read_events(run) if event.kind.startswith("evaluation")][-1] == kind
+    assert (told["version"], told["due"], told["failed"]) == (6, 4, 2)
+    assert told["first_failure"]["what"] == "KeyError: 'x'"
+    assert told["failed_by_env"] == {"a": 2}
+    assert told.get("reward", "none") == (0.0 if failures == "zero" else "none")
+    if failures == "zero":
+        assert (told["prompts"], told["counted"], told["last_version"]) == (0, 2, 6)
+    # nothing was sampled of this version: it may be evaluated again
+    ends[:] = [1.0, 3.0]
+    scene.pool.versions = [6]
+    await evaluator.evaluate(6, due=6, exactly=True)
+    assert scene.said()[-1]["reward"] == 2.0
+
+
 async def test_a_rollout_without_a_reply_has_failed(run: RunDir) -> None:
     scene = Scene(run, [Plays("a", [1.0]), Plays("b", [1.0], silent=True)], prompts=2)
     await scene.evaluator.evaluate(4, due=4, exactly=True)
