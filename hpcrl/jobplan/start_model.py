@@ -19,6 +19,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, HpcrlError
 from hpcrl.models import ModelArch, load_arch
 from hpcrl.models.configfile import read_config
+from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.hub import download_command, published_id
 from hpcrl.models.mtp import is_mtp_tensor
 from hpcrl.models.unread import unread_note
@@ -99,7 +100,7 @@ def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = Tru
         return ModelReport((Finding(where, "model.path", named, _OTHER_FAMILY),), notes=_notes(model_dir))
     findings = list(_engine_findings(recipe, arch, model_dir, where))
     files = _weight_problems(arch, model_dir) if weights else ()
-    for what, hint in (*_tokenizer_problems(model_dir), *files):
+    for what, hint in (*_tokenizer_problems(model_dir), *_generation_problems(model_dir), *files):
         findings.append(Finding(where, "model.path", what, hint))
     ignored = () if findings or not weights else tuple(_ignored_files(model_dir))
     return ModelReport(tuple(findings), notes=(*_notes(model_dir), *ignored))
@@ -171,6 +172,14 @@ def _tokenizer_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
         what = str(error) or type(error).__name__
         named = what if str(model_dir) in what else f"{model_dir}: {what}"
         yield f"the tokenizer cannot be used: {named}", _AGAIN
+
+
+def _generation_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
+    """Why engines could not use ``generation_config.json``."""
+    try:
+        GenerationConfig.read(model_dir)
+    except (ValueError, OSError) as error:
+        yield f"engines refuse generation_config.json: {error}", _AGAIN
 
 
 def _names(model_dir: Path, pattern: str) -> list[str]:

@@ -207,6 +207,8 @@ def examine(
 def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> list[str]:
     """Check what roles of a plan execute and read, of a run that exists (ConfigError with all problems).
 
+    Of its model the configuration and the tokenizer are looked at: weights come from its versions and checkpoints.
+
     Returns
     -------
     list of str
@@ -215,6 +217,9 @@ def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: P
     problems = _Problems(recipe)
     problems.of(lambda: check_secrets(plan, site))
     notes = list(_try_programs(problems, recipe, site, plan)) if recipe.value.job.payload == "roles" else []
+    if recipe.value.job.payload == "roles":
+        report = report_model(recipe, Path(recipe.value.model.path), weights=False)
+        problems.found += [*([] if report.unmade is None else [report.unmade]), *report.findings]
     if problems.found:
         raise ConfigError(problems.found)
     return notes

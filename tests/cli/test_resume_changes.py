@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from start_models import write_tiny_model
 
 from hpcrl.cli.resume import _renewal
 from hpcrl.config.load import load_cluster, load_recipe
@@ -13,6 +14,7 @@ from hpcrl.config.plan import Role
 from hpcrl.credentials import TOKEN_FILE
 from hpcrl.errors import ConfigError
 from hpcrl.jobplan import change_recipe, make_plan
+from hpcrl.submit.prepare import check_programs
 from hpcrl.submit.submission import create_run
 
 
@@ -53,3 +55,19 @@ def test_a_run_that_was_planned_before_there_were_tokens_is_planned_anew(tmp_pat
     assert "--middleware" in run.plan().group(Role.ENGINE).command
     run.start_attempt()
     assert _renewal(run) is None
+
+
+def test_a_run_whose_model_is_gone_is_not_resumed(tmp_path: Path) -> None:
+    """Roles would say so, behind the queue. Weights are those of its versions and checkpoints."""
+    model = write_tiny_model(tmp_path / "model")
+    recipe, cluster = load_recipe("quickstart", overrides=[f"model.path={model}"]), load_cluster("local")
+    plan = make_plan(recipe.value, cluster.value, "old", tmp_path / "old")
+    (model / "model.safetensors").unlink()
+    check_programs(recipe, cluster, plan)
+    (model / "tokenizer.json").rename(tmp_path / "kept.json")
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        check_programs(recipe, cluster, plan)
+    (tmp_path / "kept.json").rename(model / "tokenizer.json")
+    (model / "config.json").rename(tmp_path / "kept.json")
+    with pytest.raises(ConfigError, match=r"holds no model \(no config\.json\)"):
+        check_programs(recipe, cluster, plan)

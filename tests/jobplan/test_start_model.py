@@ -133,6 +133,17 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert "a link to what is not there" in problems(model)[0]
 
 
+def test_a_generation_config_that_engines_refuse_is_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    for text in ("", "[]", '{"temperature": "hot"}', '{"eos_token_id": [1, null]}'):
+        (model / "generation_config.json").write_text(text)
+        (what,) = problems(model)
+        assert "engines refuse" in what
+        assert str(model / "generation_config.json") in what
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [2]}')
+    assert problems(model) == []
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "7", '"x"', "null", "{}", '{"model_type": "llama"}', '{"model_type": [1]}', "[" * 10_000]
 )

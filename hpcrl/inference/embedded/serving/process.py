@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import torch
@@ -39,6 +37,7 @@ from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.log_format import start_logging
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.pending_connections import raise_descriptor_limit
 from hpcrl.runs.refusals import gate_from_env
@@ -107,26 +106,26 @@ def _tokenizer(settings: ServerSettings) -> ChatTokenizer | None:
 
 
 def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | None) -> ServedModel:
-    """End-of-sequence tokens and sampling defaults, found where vLLM finds them."""
-    config: dict[str, Any] = {}
-    path = settings.model / "generation_config.json"
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-    named = config.get("eos_token_id", model.arch.eos_token_id)
-    listed = [named] if isinstance(named, int) else list(named or ())
+    """End-of-sequence tokens and sampling defaults, found where vLLM finds them (UsageError where they are none)."""
+    try:
+        config = GenerationConfig.read(settings.model)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{error}\n    hint: copy or download the model again, whole") from error
+    listed = config.eos_token_ids
+    if not listed and (named := model.arch.eos_token_id) is not None:
+        listed = (named,) if isinstance(named, int) else tuple(named)
     eos = tokenizer.eos_token_id if tokenizer is not None else next(iter(listed), None)
-    defaults = config if settings.generation_config == "auto" else {}
-    temperature = defaults.get("temperature")
+    defaults = config if settings.generation_config == "auto" else GenerationConfig()
     return ServedModel(
         names=settings.served_model_name,
         root=str(settings.model),
         eos_token_id=eos,
         further_eos_token_ids=frozenset(listed) - {eos},
         # 0 asks for the likeliest token, and is not the lack of a value
-        default_temperature=1.0 if temperature is None else float(temperature),
-        default_top_p=float(defaults.get("top_p") or 1.0),
-        default_top_k=int(defaults.get("top_k") or 0),
-        default_min_p=float(defaults.get("min_p") or 0.0),
+        default_temperature=1.0 if defaults.temperature is None else defaults.temperature,
+        default_top_p=defaults.top_p or 1.0,
+        default_top_k=max(defaults.top_k or 0, 0),
+        default_min_p=defaults.min_p or 0.0,
         max_logprobs=settings.max_logprobs,
         prompt_tokens_details=settings.enable_prompt_tokens_details,
         priority_scheduling=settings.scheduling_policy == "priority",
