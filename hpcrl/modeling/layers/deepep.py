@@ -86,7 +86,7 @@ def _does_not_start(what: str, error: Exception) -> UsageError:
     found = ""
     # absent from builds of torch without CUDA
     with suppress(Exception):
-        found = f" (torch has loaded {'.'.join(map(str, torch.cuda.nccl.version()))})"
+        found = f" (torch has loaded {'.'.join(map(str, torch.cuda.nccl.version()))})"  # type: ignore[no-untyped-call]
     return UsageError(
         f"{_WHERE}: {what} ({type(error).__name__}: {str(error) or 'no reason given'})\n{_HINT}, or give the trainer's "
         f"environment what DeepEP 2 needs: NCCL {_NCCL} or later, the same library for torch and DeepEP{found}: pip "
