@@ -226,7 +226,9 @@ try:
     raise AssertionError("nothing was sent")
 except TimeoutError:
     pass
-assert time.thread_time() - before_s < 0.05
+used_s = time.thread_time() - before_s
+# who looks without a pause has a processor for all of the time, and half of one beside another busy process
+assert used_s < 0.2, used_s
 """
 
 SEND = """
