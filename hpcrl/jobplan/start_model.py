@@ -69,12 +69,16 @@ class ModelReport:
     unmade: Finding | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """Why no run starts from it now."""
+        return self.findings if self.unmade is None else (self.unmade, *self.findings)
 
-def check_model(recipe: Loaded[Recipe], model_dir: Path) -> None:
+
+def check_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = True) -> None:
     """Check the start model (ConfigError where it is missing or cannot be used); see `report_model`."""
-    report = report_model(recipe, model_dir)
-    if report.unmade is not None or report.findings:
-        raise ConfigError([*([report.unmade] if report.unmade else []), *report.findings])
+    if problems := report_model(recipe, model_dir, weights=weights).problems:
+        raise ConfigError(problems)
 
 
 def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = True) -> ModelReport:

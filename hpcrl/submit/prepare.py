@@ -35,7 +35,7 @@ from hpcrl.jobplan import (
 )
 from hpcrl.jobplan.environment_trial import check_environments
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
-from hpcrl.jobplan.start_model import ModelReport, report_model
+from hpcrl.jobplan.start_model import ModelReport, check_model, report_model
 from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
 
@@ -183,7 +183,7 @@ def examine(
     sound = not problems.found
     model = _model(loaded, resolved, place)
     notes += model.notes
-    problems.found += [*([model.unmade] if model.unmade is not None else []), *model.findings]
+    problems.found += model.problems
     problems.of(lambda: check_sizes(loaded, site), unless="model.path" if model.findings else None)
     prepared = PreparedRun(
         recipe=loaded,
@@ -216,10 +216,10 @@ def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: P
     """
     problems = _Problems(recipe)
     problems.of(lambda: check_secrets(plan, site))
-    notes = list(_try_programs(problems, recipe, site, plan)) if recipe.value.job.payload == "roles" else []
+    notes: list[str] = []
     if recipe.value.job.payload == "roles":
-        report = report_model(recipe, Path(recipe.value.model.path), weights=False)
-        problems.found += [*([] if report.unmade is None else [report.unmade]), *report.findings]
+        notes += _try_programs(problems, recipe, site, plan)
+        problems.of(lambda: check_model(recipe, Path(recipe.value.model.path), weights=False))
     if problems.found:
         raise ConfigError(problems.found)
     return notes

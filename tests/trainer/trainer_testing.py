@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import queue
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import pytest
 import torch
 import yaml
 from free_ports import free_port
-from patience import patience
+from patience import wait_for
 from torch import Tensor
 
 from hpcrl.config.recipe import Recipe
@@ -285,20 +284,19 @@ def _rank_server() -> ForkServerContext:
 def _answers(results: Any, processes: list[Any], timeout_s: float) -> list[Any]:
     """What all ranks put into the queue, for which a busy machine has longer; a rank that was killed is told."""
     answers: list[Any] = []
-    began_s, most = time.monotonic(), patience()
-    while len(answers) < len(processes):
+
+    def all_came() -> bool:
         # asked before the queue is: what ended has put its answer there
         ended = [process.exitcode for process in processes]
         try:
             answers.append(results.get(timeout=1.0))
-            continue
         except queue.Empty:
-            most = max(most, patience())
-        waited_s = time.monotonic() - began_s
-        assert waited_s < timeout_s * most, f"{len(processes) - len(answers)} ranks gave nothing in {waited_s:.0f} s"
-        answered = {rank for rank, *_ in answers}
-        lost = {rank: code for rank, code in enumerate(ended) if code is not None and rank not in answered}
-        assert not lost, f"ranks ended without an answer, with the codes {lost}"
+            answered = {rank for rank, *_ in answers}
+            lost = {rank: code for rank, code in enumerate(ended) if code is not None and rank not in answered}
+            assert not lost, f"ranks ended without an answer, with the codes {lost}"
+        return len(answers) == len(processes)
+
+    wait_for(all_came, timeout_s, f"answers of all {len(processes)} ranks", every_s=0.0)
     return answers
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hpcrl.modeling.fp8.backends import Groups
 from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised
+from hpcrl.modeling.libraries import loading
 
 __all__ = ["DeepGemm", "need_hopper"]
 
@@ -42,12 +43,9 @@ class DeepGemm:
     def __init__(self, device: torch.device) -> None:
         """LookupError with the reason where it is not there."""
         need_hopper(device)
-        try:
+        ways = " (DeepGEMM from its sources, or sgl-deep-gemm for this torch)"
+        with loading("is not installed where the trainer runs, or does not load", ways):
             self._library: Any = import_module("deep_gemm")
-        except Exception as error:
-            # it looks for compilers and drivers while it is imported, and raises what it likes
-            reason = f"is not installed where the trainer runs, or does not load: {type(error).__name__}: {error}"
-            raise LookupError(f"{reason} (DeepGEMM from its sources, or sgl-deep-gemm for this torch)") from error
         self.version = str(getattr(self._library, "__version__", "of an unknown version"))
         missing = [name for name in _NEEDED if not hasattr(self._library, name)]
         if missing:

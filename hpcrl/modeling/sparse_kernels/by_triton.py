@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import Attended
+from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
 __all__ = ["TritonKernel", "index_sizes"]
@@ -64,12 +65,8 @@ class TritonKernel:
             raise LookupError(f"needs a GPU from Ampere (8.0) on, and this one has {found[0]}.{found[1]}")
         if device.type == "cuda" and shape.dtype == torch.float32:
             raise LookupError("computes in bfloat16 and float16: set trainer.dtype: bfloat16")
-        try:
+        with loading("needs the package triton, which does not load here"):
             self._programs: Any = import_module("hpcrl.modeling.sparse_kernels.triton_programs")
-        except Exception as error:
-            # it looks for compilers and drivers while it is imported, and raises what it likes
-            reason = f"needs the package triton, which does not load here: {type(error).__name__}: {error}"
-            raise LookupError(reason) from error
 
     def rows_at_once(self, heads: int, keys: int) -> int:
         """See `SparseKernel`; what chooses among scores makes about four tensors of their size."""

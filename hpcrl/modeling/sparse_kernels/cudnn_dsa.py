@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import Attended
+from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.flash_mla import FlashMla, with_heads, with_indices
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
@@ -32,15 +33,11 @@ class FlashMlaCudnn(FlashMla):
     def __init__(self, device: torch.device, shape: SparseShape) -> None:
         """LookupError with the reason where it cannot run."""
         super().__init__(device, shape)
-        try:
+        with loading("needs nvidia-cudnn-frontend 1.32 with nvidia-cutlass-dsl, which does not load here"):
             library: Any = import_module("cudnn")
             # it imports nvidia-cutlass-dsl where DSA is asked for
             functions = getattr(library, "DSA", None)
             backward = getattr(functions, "sparse_attention_backward_wrapper", None)
-        except Exception as error:
-            # both look for compilers and drivers while they are imported, and raise what they like
-            what = "needs nvidia-cudnn-frontend 1.32 with nvidia-cutlass-dsl, which does not load here"
-            raise LookupError(f"{what}: {type(error).__name__}: {error}") from error
         if backward is None:
             raise LookupError("needs nvidia-cudnn-frontend 1.32: an older one has no DSA")
         self._backward: Any = backward

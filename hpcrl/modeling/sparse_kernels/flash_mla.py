@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import Attended
+from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.by_triton import TritonKernel
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
@@ -36,12 +37,8 @@ class FlashMla(TritonKernel):
     def __init__(self, device: torch.device, shape: SparseShape) -> None:
         """LookupError with the reason where it cannot run."""
         need_hopper_shape(device, shape)
-        try:
+        with loading("is not installed where the trainer runs, or does not load"):
             library: Any = import_module("flash_mla")
-        except Exception as error:
-            # it looks for compilers and drivers while it is imported, and raises what it likes
-            reason = f"is not installed where the trainer runs, or does not load: {type(error).__name__}: {error}"
-            raise LookupError(reason) from error
         if not hasattr(library, "flash_mla_sparse_fwd"):
             raise LookupError("is too old: it has no flash_mla_sparse_fwd")
         self._sparse_fwd: Any = library.flash_mla_sparse_fwd

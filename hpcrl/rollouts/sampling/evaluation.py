@@ -170,13 +170,12 @@ class Evaluator:
         ]
         if not finished and not self._one_worked:
             # what never worked is a mistake that people want to hear of before the queue has cost them a night
-            raise _all_failed(version, [error for _, error in errors])
+            raise _all_failed(version, errors)
         self._one_worked = True
         rewards = self._rewards(finished, errors)
         if not rewards:
-            _log.warning("%s: it has no reward", _all_failed(version, [error for _, error in errors]))
-            told = _told(errors)
-            self._events.emit("evaluation.none_finished", version=version, due=due, failed=len(errors), **told)
+            _log.warning("%s: it has no reward", _all_failed(version, errors))
+            self._events.emit("evaluation.none_finished", version=version, due=due, failed=len(errors), **_told(errors))
             return
         by_env = _by_name(iter(rewards))
         parts = _by_name(
@@ -241,14 +240,15 @@ class Evaluator:
         return rollout or NoRoomError()
 
 
-def _all_failed(version: int, errors: Sequence[Exception]) -> HpcrlError:
+def _all_failed(version: int, errors: Sequence[tuple[_Task, Exception]]) -> HpcrlError:
     """What an evaluation in which nothing was finished fails with: the environment's own exception, where it is one."""
     what = f"none of the {len(errors)} rollouts that evaluate version {version} was finished"
-    for error in errors:
+    for _, error in errors:
         if isinstance(error, EnvironmentRaisedError | EnvironmentLostError):
             first, *more = str(error).splitlines()
             return EnvironmentFailedError("\n".join([f"{first} ({what})", *more]))
-    return HpcrlError(f"{what}; the first: {type(errors[0]).__name__}: {errors[0]}")
+    _, first_error = errors[0]
+    return HpcrlError(f"{what}; the first: {type(first_error).__name__}: {first_error}")
 
 
 def _told(errors: Sequence[tuple[_Task, Exception]]) -> dict[str, object]:

@@ -268,8 +268,9 @@ async def test_a_later_evaluation_in_which_nothing_finishes_does_not_end_the_run
     await evaluator.evaluate(6, due=4, exactly=False)
     kind = "evaluation" if failures == "zero" else "evaluation.none_finished"
     assert reporting.flush(30.0, directory=run.path)
-    told = [event.data for event in read_events(run) if event.kind.startswith("evaluation")][-1]
-    assert [event.kind for event in read_events(run) if event.kind.startswith("evaluation")][-1] == kind
+    event = [event for event in read_events(run) if event.kind.startswith("evaluation")][-1]
+    told = event.data
+    assert event.kind == kind
     assert (told["version"], told["due"], told["failed"]) == (6, 4, 2)
     assert told["first_failure"]["what"] == "KeyError: 'x'"
     assert told["failed_by_env"] == {"a": 2}
