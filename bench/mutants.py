@@ -41,7 +41,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "modeling": (("hpcrl/modeling",), ("tests/modeling",)),
     "dock": (("hpcrl/dock",), ("tests/dock",)),
-    "weights": (("hpcrl/weights",), ("tests/weights",)),
+    "weights": (
+        ("hpcrl/weights",),
+        ("tests/weights", "tests/inference/test_adapters.py", "tests/modeling/test_stored_weights.py"),
+    ),
     "checkpoints": (("hpcrl/checkpoints",), ("tests/checkpoints",)),
     "sampling": (("hpcrl/rollouts/sampling", "hpcrl/rollouts/batches"), ("tests/rollouts/sampling", "tests/rollouts")),
     "engine": (("hpcrl/inference/embedded/engine", "hpcrl/inference/embedded/kv"), ("tests/inference/embedded",)),

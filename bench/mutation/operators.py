@@ -30,6 +30,10 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }
 _FUNCTIONS = {"min": "max", "max": "min", "all": "any", "any": "all"}
+#: calls whose positional arguments may come in any order (of these, only where no ``key`` decides between equals)
+_ANY_ORDER = ("min", "max", "suppress")
+#: calls that make names for type checkers
+_FOR_TYPES = ("TypeVar", "ParamSpec", "NewType")
 #: calls that say something and change nothing
 _TALK = ("log", "_log", "logger", "_logger", "logging", "warnings", "console")
 #: of which another function is an error that every test sees
@@ -109,7 +113,7 @@ class _Walk:
                 pass
             case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.If(test=ast.Attribute(attr="TYPE_CHECKING")):
                 pass
-            case _ if _only_talks(node):
+            case _ if _only_talks(node) or _is_for_types(node):
                 pass
             case _:
                 self._removed(node, name, line)
@@ -200,8 +204,14 @@ def _other_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     for i, keyword in enumerate(node.keywords):
         if keyword.arg is not None and keyword.arg not in _TEXTS:
             yield "argument left out", _with(node, keywords=node.keywords[:i] + node.keywords[i + 1 :])
-    if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args[:2]):
+    if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args[:2]) and _has_order(node):
         yield "arguments swapped", _with(node, args=[node.args[1], node.args[0], *node.args[2:]])
+
+
+def _has_order(node: ast.Call) -> bool:
+    """Return whether a call with its first two arguments swapped may mean something else."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name not in _ANY_ORDER or any(keyword.arg == "key" for keyword in node.keywords)
 
 
 def _other_attribute(
@@ -243,6 +253,12 @@ def _only_talks(node: ast.stmt) -> bool:
             return True
         function = function.func if isinstance(function, ast.Call) else function.value
     return isinstance(function, ast.Name) and function.id in _TALK
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    """Return whether a statement makes a name that type checkers alone look at."""
+    function = node.value.func if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+    return isinstance(function, ast.Name) and function.id in _FOR_TYPES
 
 
 def _is_dunder(node: ast.Assign | ast.AnnAssign) -> bool:

@@ -140,3 +140,35 @@ def test_columns_that_are_gone_everywhere_are_an_error_that_names_the_rollout(tm
     (tmp_path / "payload" / first.place.file).unlink()
     with pytest.raises(RolloutsLostError, match=rf"rollout {name} cannot be read: (.|\n)*hint: hpcrl rollouts verify"):
         assemble(shard, BlockReader(shard.location, Path(shard.payload_dir)).read)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_routed_experts_of_a_micro_batch_are_those_of_its_rollouts_in_a_row(tmp_path: Path, count: int) -> None:
+    """Rows of a rollout without any are missing, and those of the others are where its tokens are."""
+    batch, warehouse = stored_batch(tmp_path, experts=True)
+    shard = referenced(batch.shards[0])
+    recorded = recorded_rollouts(experts=True)
+    samples = [sample for some in shard.micro_batches for sample in some][: count + 1]
+    for first in range(len(samples) - count + 1):
+        chosen = samples[first : first + count]
+        changed = msgspec.structs.replace(shard, micro_batches=[chosen])
+        reader = BlockReader(shard.location, Path(shard.payload_dir))
+        (found,) = assemble(changed, reader.read).micro_batches
+        rollouts = [recorded[sample.group - 10][sample.member] for sample in chosen]
+        assert [len(rollout.token_ids) for rollout in rollouts] == [sample.tokens for sample in chosen]
+        present, rows = [], []
+        for rollout in rollouts:
+            tokens, routes = len(rollout.token_ids), rollout.routed_experts
+            present.append(np.zeros(tokens, np.uint8) if routes is None else np.frombuffer(routes.present, np.uint8))
+            shape = (tokens, 3, 2)
+            rows.append(np.zeros(shape) if routes is None else np.frombuffer(routes.data, routes.dtype).reshape(shape))
+        if not any(rollout.routed_experts for rollout in rollouts):
+            assert found.routed_experts is None
+            continue
+        assert found.routed_experts is not None
+        assert found.routed_experts.shape == (sum(sample.tokens for sample in chosen), 3, 2)
+        there = np.concatenate(present)
+        assert np.array_equal(np.frombuffer(found.routed_experts.present, np.uint8), there)
+        experts = np.frombuffer(found.routed_experts.data, found.routed_experts.dtype).reshape(-1, 3, 2)
+        assert np.array_equal(experts[there == 1], np.concatenate(rows)[there == 1])
+    warehouse.close()

@@ -208,6 +208,26 @@ def test_scales_that_cannot_be_read_are_refused(tmp_path: Path, scale: torch.Ten
     assert len(preflight(path)) == 1
 
 
+def head_in_fp8_too(tensors: Tensors) -> None:
+    tensors[EMBEDDING] = tensors[EMBEDDING].to(torch.float8_e4m3fn)
+    tensors[f"{EMBEDDING}_scale_inv"] = torch.full((1, 1), 0.5)
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    tensors[f"{HEAD}_scale_inv"] = tensors[f"{EMBEDDING}_scale_inv"].clone()
+
+
+def test_a_tied_head_may_be_stored_twice_in_fp8(tmp_path: Path) -> None:
+    """The scales of the second copy are part of it."""
+    path = model(tmp_path / "model", head_in_fp8_too, tie_word_embeddings=True)
+    expected = load_file(path / FILE)[EMBEDDING].float() * 0.5
+    ours = load_ours(path)
+    assert torch.equal(ours.embed_tokens.weight, expected)
+    assert ours.lm_head.weight is ours.embed_tokens.weight
+    # scales of a matrix that is no part of this model are none
+    path = model(tmp_path / "other", lambda tensors: tensors.update({"model.other.weight_scale_inv": torch.ones(1, 1)}))
+    with pytest.raises(ValueError, match=r"model\.other\.weight_scale_inv' of .* is not part of this model"):
+        load_ours(path)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5, 0.0])
 def test_scales_that_are_no_positive_numbers_are_refused(tmp_path: Path, value: float) -> None:
     path = model(tmp_path / "model", with_scale(torch.full((1, 1), value)))

@@ -577,3 +577,45 @@ def test_a_run_is_asked_about_on_the_cluster_that_took_its_job(monkeypatch: pyte
         assert {cluster for _, cluster in said} == {asked}
         # sacct does not read the variable
         assert (f"--clusters={asked}" in said[1][0]) == (asked is not None)
+
+
+def test_every_view_says_how_old_what_it_knows_is(slurm: FakeSlurm) -> None:
+    """By a clock that does not begin at zero."""
+    slurm.now = 1000.0
+    slurm.queue, slurm.accounting = {1: job(1, "RUNNING"), 2: job(2, "COMPLETED"), 3: job(3, "RUNNING")}, False
+    watch = watcher(slurm)
+    assert [view.age_s for view in watch.poll([1, 2, 3]).values()] == [0.0, 0.0, 0.0]
+    slurm.now = 1004.0
+    assert [view.age_s for view in watch.poll([1, 2, 3]).values()] == [4.0, 4.0, 4.0]
+    # Slurm has forgotten the first two, and of these only an end is still true
+    del slurm.queue[1], slurm.queue[2]
+    slurm.now = 1030.0
+    views = watch.poll([1, 2, 3])
+    assert [view.age_s for view in views.values()] == [30.0, 30.0, 0.0]
+    assert [view.state for view in views.values()] == [JobState.UNKNOWN, JobState.COMPLETED, JobState.RUNNING]
+    slurm.away, slurm.now = True, 1100.0
+    views = watch.poll([1, 2, 3])
+    assert [view.age_s for view in views.values()] == [100.0, 100.0, 70.0]
+    assert [view.state for view in views.values()] == [JobState.UNKNOWN, JobState.COMPLETED, JobState.UNKNOWN]
+
+
+@pytest.mark.parametrize(("away_from", "away_until", "ends"), [(1e9, 1e9, 10.0), (3.0, 7.0, 18.0), (-1.0, 1.0, 12.0)])
+def test_a_job_that_is_not_there_is_looked_for_ten_seconds_in_a_row(
+    slurm: FakeSlurm, away_from: float, away_until: float, ends: float
+) -> None:
+    """Looks are two seconds apart; where Slurm was away in between, the seconds count from its return."""
+    slurm.lose_answers, slurm.appears_after = True, 1e9
+    lost_at: list[float] = []
+
+    def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        if lost_at:
+            slurm.away = away_from < slurm.now - lost_at[0] < away_until
+        answer = slurm(argv, env=env, timeout_s=timeout_s)
+        if argv[0] == "sbatch":
+            lost_at.append(slurm.now)
+        return answer
+
+    client = SlurmClient(run=run, clock=slurm.clock, sleep=slurm.sleep)
+    with pytest.raises(SubmitUnclearError, match="Slurm has no job 'run' of it"):
+        client.submit(Path("s"), name="run", token="t")
+    assert slurm.now - lost_at[0] == ends

@@ -306,6 +306,34 @@ def test_a_checkpoint_knows_what_it_was_trained_on(models, tmp_path):
             load_checkpoint(entry, full.model, full.optimizer, parallel)
 
 
+@pytest.mark.parametrize("lora", [LORA, SHARED], ids=["per_expert", "shared_outer"])
+def test_an_export_is_the_start_model_with_the_products_added(models, tmp_path, lora):
+    model_dir = models["qwen3_moe"]
+    with distributed(timeout_s=120) as parallel:
+        policy = new_policy(model_dir, parallel, lora)
+        scramble(policy)
+        save(policy, tmp_path / "checkpoints")
+        publisher = make_publisher(policy, model_dir, tmp_path / "weights")
+        publisher.publish(policy.model, 1)
+        publisher.wait()
+        recipe = policy.recipe
+    entry = CheckpointLedger(tmp_path / "checkpoints").newest_verified().entry
+    export_checkpoint(entry, model_dir, tmp_path / "export", dtype="float32", recipe=recipe)
+    start, adapter = (
+        load_file(model_dir / "model.safetensors"),
+        load_file(HandoffStore(tmp_path / "weights").path_of(1) / ADAPTER_MODEL),
+    )
+    exported = {n: t for file in (tmp_path / "export").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert exported.keys() == start.keys()
+    changed = 0
+    for name, tensor in start.items():
+        a, b = (adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{own}.weight") for own in "AB")
+        wanted = tensor if a is None else tensor + lora["alpha"] / lora["rank"] * b.float() @ a.float()
+        changed += a is not None and not torch.equal(wanted, tensor)
+        torch.testing.assert_close(exported[name], wanted, rtol=1e-5, atol=1e-6)
+    assert changed == len(adapter) // 2 > 0
+
+
 def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path):
     """The trainer's numbers of a version in bfloat16, and those of models that have merged it, dropped or mixed it."""
     model_dir = models["glm4_moe"]

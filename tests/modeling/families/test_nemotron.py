@@ -156,3 +156,24 @@ def test_parts_of_a_sequence_go_on_where_they_ended():
 
 def replace_tokens(parts, own):
     return Scan(parts.values[own], parts.steps[own], parts.decay, parts.keys[own], parts.queries[own])
+
+
+@pytest.mark.parametrize(("chunk_size", "chunks", "wide"), [(4, 10, 5), (9, 5, 9)])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_pairs_and_keys_of_chunks_that_are_computed_at_a_time_fit_in_the_bytes_for_them(
+    chunk_size, chunks, wide, pieces, monkeypatch
+):
+    """Three float32 for each head, token of a chunk, and its pairs or numbers of a key, whichever are more."""
+    sizes, written = [], state_space._written
+
+    def noted(parts):
+        sizes.append(len(parts.values))
+        return written(parts)
+
+    monkeypatch.setattr(state_space, "_written", noted)
+    of_a_chunk = 12 * 4 * chunk_size * wide
+    monkeypatch.setattr(state_space, "_CHUNK_BYTES", pieces * of_a_chunk + of_a_chunk - 1)
+    with torch.no_grad():
+        scan(random_scan(torch.float32), STARTS, chunk_size)
+    full, rest = divmod(chunks, pieces)
+    assert sizes == [pieces] * full + [rest] * (rest > 0)

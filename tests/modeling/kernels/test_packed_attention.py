@@ -107,3 +107,31 @@ def test_padding_is_a_third_at_most_whatever_the_lengths():
             padded += part.queries.places.numel() - len(part.queries.tokens)
     assert seen == starts[-1]
     assert padded <= (seen - 100_000) / 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [
+        ([16] * 128, [128]),  # 2,048 tokens keep the kernel busy
+        ([16] * 129, [128, 1]),
+        ([1000, 1000, 1000], [2, 1]),
+        ([2047, 2047], [1, 1]),
+        ([2048, 16, 16], [1, 2]),
+        ([16, 12, 11], [2, 1]),  # padded by a third at most
+        ([11, 16, 12, 16], [3, 1]),
+    ],
+)
+def test_short_sequences_of_like_lengths_share_a_call(lengths, together, monkeypatch):
+    starts = tuple(itertools.accumulate(lengths, initial=0))
+    calls, forward = [], fused._forward
+
+    def noted(qkv, part, scale):
+        y, sums = forward(qkv, part, scale)
+        calls.append(len(y))
+        return y, sums
+
+    monkeypatch.setattr(fused, "_forward", noted)
+    q, k, v = (torch.randn(starts[-1], 1, 4) for _ in range(3))
+    attend(QKV(q, k, v), Segments(starts, starts, causal=True), scale=0.5, sinks=None, kernel=KERNELS["fused"])
+    assert sorted(calls, reverse=True) == sorted(together, reverse=True)
+    assert sum(calls) == len(lengths)
