@@ -58,6 +58,28 @@ def test_every_rank_allocates_what_the_planner_counts(family, ranks, ep):
     assert 0 <= buffers < 0.01 * parameters
 
 
+@pytest.mark.parametrize(
+    ("experts", "width", "ranks", "local"),
+    [
+        # six experts over four ranks, though their rows divide
+        (12, 16, 8, (2, 32, 32)),
+        # four experts over eight ranks: by rows, of gate and up together
+        (8, 20, 16, (4, 5, 32)),
+        # four experts over eight ranks, which do not divide the rows
+        (8, 17, 16, (1, 34, 32)),
+    ],
+)
+def test_experts_are_cut_whole_or_by_rows(experts, width, ranks, local):
+    arch = replace(ARCHS["qwen3_moe"], num_experts=experts, moe_intermediate_size=width, hidden_size=32)
+    parameters = sum(p.numel() for p in build_model(arch).parameters())
+    with rank_of(ranks, ep=2) as mesh:
+        model = build_model(arch).to_empty(device="cpu")
+        parallelize_decoder(model, mesh, dtype=torch.float32)
+        assert held(model) * ranks == parameters + model_padding(arch.facts, shards=ranks, ep=2)
+        shapes = {p.to_local().shape for name, p in model.named_parameters() if name.endswith("experts.gate_up_proj")}
+    assert shapes == {local}
+
+
 def test_twelve_nodes_of_eight_pad_thirty_two_experts_to_thirty_six():
     arch = replace(ARCHS["qwen3_moe"], num_experts=256, moe_intermediate_size=17)
     parameters = sum(p.numel() for p in build_model(arch).parameters())
