@@ -12,6 +12,7 @@ from hpcrl.models.adapting import adapted_blocks
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
+from hpcrl.planning.memory.padding import model_padding
 from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term
 from hpcrl.planning.routes import rollout_routes_bytes, token_routes_bytes
 
@@ -35,14 +36,17 @@ def trainer_host(facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, *, ra
 
 
 def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int) -> Iterator[Term | None]:
-    p, n = facts.num_parameters(), m.shards
+    n = m.shards
+    # as the fullest ranks hold them, which are most
+    p = facts.num_parameters() + model_padding(facts, shards=n, ep=m.ep)
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
     if m.optimizer_offload:
-        inputs = {"P": p, "N": n, "ranks": per_node}
-        yield Term("optimizer state", 8 * p // n * per_node, "8 P / N · ranks", inputs)
+        inputs = {"P + padding": p, "N": n, "ranks": per_node}
+        yield Term("optimizer state", 8 * p // n * per_node, "8 (P + padding) / N · ranks", inputs)
     if m.parameter_offload:
-        inputs = {"P": p, "N": n, "ranks": per_node}
-        yield Term("parameters, gradients, optimizer", 16 * p // n * per_node, "16 P / N · ranks", inputs)
+        inputs = {"P + padding": p, "N": n, "ranks": per_node}
+        value = 16 * p // n * per_node
+        yield Term("parameters, gradients, optimizer", value, "16 (P + padding) / N · ranks", inputs)
     if m.offloads_activations:
         layers = -(-len(facts.layers) // m.checkpoint_every_layers)
         value = m.tokens * facts.hidden_size * m.element_bytes * layers * per_node

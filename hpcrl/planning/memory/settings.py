@@ -12,6 +12,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory.activations import ActivationShape
+from hpcrl.planning.memory.padding import model_padding
 
 __all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "image_term", "trained_parameters"]
 
@@ -197,6 +198,8 @@ def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int
         return None
     # of adapters the weights that they change are not saved
     p = trained_parameters(facts, memory.lora)
-    inputs: dict[str, float | str] = {"P": p, "N": memory.shards}
-    formula = "12 P / N" + (" · ranks" if ranks_here > 1 else "")
+    if memory.lora is None:
+        p += model_padding(facts, shards=memory.shards, ep=memory.ep)
+    inputs: dict[str, float | str] = {"P + padding": p, "N": memory.shards}
+    formula = "12 (P + padding) / N" + (" · ranks" if ranks_here > 1 else "")
     return Term("copy for a checkpoint", 12 * p // memory.shards * ranks_here, formula, inputs)

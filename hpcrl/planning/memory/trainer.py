@@ -6,13 +6,12 @@ optimizer's update, publishing and loading. `trainer_moments` gives them all; `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa, Layer, Mla
-from hpcrl.models.tensors import DTYPE_BYTES, Part
+from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
     dear_output_bytes,
@@ -34,6 +33,7 @@ from hpcrl.planning.memory.settings import (
     image_term,
     trained_parameters,
 )
+from hpcrl.planning.memory.sharded import ShardedParameters, of_all_layers
 
 __all__ = ["trainer_fits", "trainer_moments", "trainer_peak"]
 
@@ -56,49 +56,21 @@ def trainer_fits(facts: ModelFacts, memory: TrainerMemory, capacity: int) -> boo
     return last.total <= capacity and all(ledger.total <= capacity for ledger in planner.moments())
 
 
-def _of_all_layers(facts: ModelFacts, of_one: Callable[[int], int]) -> list[int]:
-    """A number for each layer, asked for once for those that are equal."""
-    found = {index: of_one(index) for index in set(facts.alike)}
-    return [found[index] for index in facts.alike]
-
-
-def _gathered(facts: ModelFacts, index: int, ep: int) -> int:
-    parts = facts.layer_parameters(index)
-    experts = parts.get(Part.EXPERT, 0)
-    return sum(parts.values()) - experts + -(-experts // ep)
-
-
 class _Trainer:
     """The terms of one configuration."""
 
     def __init__(self, facts: ModelFacts, memory: TrainerMemory) -> None:
         self.facts, self.m = facts, memory
-        self.parameters = facts.num_parameters()
+        self.sizes = ShardedParameters(facts, shards=memory.shards, ep=memory.ep)
         self.trained = trained_parameters(facts, memory.lora)
         self.layers: tuple[Layer, ...] = facts.layers
         self.shape = memory.activations
-        # norm and head, which are gathered and reduced by themselves unless the head is the embedding
-        head = facts.parameters_by_part().get(Part.LM_HEAD, 0)
-        self.head = head + facts.hidden_size if head else 0
-        self.own = _of_all_layers(facts, lambda i: sum(facts.layer_parameters(i).values()))
-        self.root = self.parameters - sum(self.own)
-
-    @cached_property
-    def gathered(self) -> list[int]:
-        """Parameters of each layer as a rank gathers them."""
-        return _of_all_layers(self.facts, lambda i: _gathered(self.facts, i, self.m.ep))
-
-    @cached_property
-    def above(self) -> list[int]:
-        """Parameters of all that lies above each layer."""
-        whole = sum(self.own) + self.head
-        return [whole - upto for upto in accumulate(self.own)]
 
     @cached_property
     def activations(self) -> tuple[list[int], list[int]]:
         """Kept from forward to backward, and needed again while a layer's backward pass runs, by layer."""
         m, shape = self.m, self.shape
-        whole = _of_all_layers(self.facts, lambda i: saved_bytes(self.layers[i], shape))
+        whole = of_all_layers(self.facts, lambda i: saved_bytes(self.layers[i], shape))
         if m.activation_checkpointing == "none":
             return whole, [0] * len(whole)
         inputs = m.tokens * self.facts.hidden_size * m.element_bytes
@@ -133,6 +105,7 @@ class _Trainer:
                 yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
         share = {"P": trained, "N": n, "share": gradients}
         yield Term("gradients", round(4 * trained / n * gradients), "4 P / N · share", share)
+        yield self._padding(gradients=gradients, moments=not (m.optimizer_offload and m.has_host))
         if m.device == "cpu":
             # elsewhere they are in the memory of the host
             yield image_term(self.facts, m)
@@ -145,10 +118,17 @@ class _Trainer:
         width = 4 if m.lora is None else m.element_bytes
         return Term(
             "master weights",
-            (width * self.parameters + (0 if m.lora is None else 4 * trained)) // n,
+            (width * self.sizes.all + (0 if m.lora is None else 4 * trained)) // n,
             "4 P / N" if m.lora is None else "(b P + 4 A) / N",
-            {"P": self.parameters, "N": n, "A": trained, "b": m.element_bytes},
+            {"P": self.sizes.all, "N": n, "A": trained, "b": m.element_bytes},
         )
+
+    def _padding(self, *, gradients: float = 0.0, moments: bool = False) -> Term:
+        """What FSDP2 fills up so that ranks have equal parts; of adapters themselves it is not counted."""
+        m = self.m
+        width = 4 + 4 * gradients + 8 * moments if m.lora is None else m.element_bytes
+        inputs = {"width": width, "padding": self.sizes.padding, "N": m.shards}
+        return Term("padding of shards", round(width * self.sizes.padding / m.shards), "width · padding / N", inputs)
 
     def _runtime(self) -> Term | None:
         m = self.m
@@ -174,14 +154,14 @@ class _Trainer:
 
     def _root_gathered(self) -> Term | None:
         """The embedding that is the head, too: gathered until it has its gradient."""
-        b = self.m.element_bytes
-        if self.head:
+        b, g = self.m.element_bytes, self.sizes.wide_root
+        if self.sizes.head:
             return None
-        return Term("gathered embedding", b * self.root, "b · p_root", {"b": b, "p_root": self.root})
+        return Term("gathered embedding", b * g, "b · g_root", {"b": b, "g_root": g})
 
     def _head_gathered(self) -> Term | None:
-        b = self.m.element_bytes
-        return Term("gathered head", b * self.head, "b · p_head", {"b": b, "p_head": self.head}) if self.head else None
+        b, g = self.m.element_bytes, self.sizes.wide_head
+        return Term("gathered head", b * g, "b · g_head", {"b": b, "g_head": g}) if g else None
 
     def _kept(self, upto: int) -> Iterator[Term | None]:
         """Activations of layers below ``upto``; those that wait in host memory are not here."""
@@ -213,7 +193,7 @@ class _Trainer:
     def moments(self) -> Iterator[Ledger]:
         """All that may bind."""
         yield self._ledger("logits", self._head())
-        if self.head and self.m.lora is None:
+        if self.sizes.head and self.m.lora is None:
             yield self._ledger("reduction of the head", self._head_reduction())
         for name, terms in (("backward", self._backward), ("reduction", self._reduction)):
             ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates)
@@ -231,7 +211,7 @@ class _Trainer:
     def _candidates(self) -> list[int]:
         """Layers where a peak may be: in a row of equal layers each term changes steadily, so at its ends."""
         last = len(self.layers) - 1
-        kinds = list(zip(self.gathered, *self.activations, map(_has_indexer, self.layers), strict=True))
+        kinds = list(zip(self.sizes.gathered, *self.activations, map(_has_indexer, self.layers), strict=True))
         edges = {i for i in range(last) if kinds[i] != kinds[i + 1]}
         near = {0, 1, last - 1, last} | edges | {i + 1 for i in edges} | {i + 2 for i in edges}
         return sorted(i for i in near if 0 <= i <= last)
@@ -255,20 +235,20 @@ class _Trainer:
 
     def _reduced(self, i: int) -> float:
         """Share of the gradients that exist before layer ``i`` is reduced."""
-        return 1.0 if self.m.accumulates else self.above[i] / self.parameters
+        return 1.0 if self.m.accumulates else self.sizes.above[i] / self.sizes.all
 
     def _prefetched(self, i: int) -> Term | None:
         """The layer that the backward pass needs next, gathered ahead."""
         if i == 0:
             return None
-        b, p = self.m.element_bytes, self.gathered[i - 1]
-        return Term("prefetched layer", b * p, "b · p_l", {"b": b, "p_l": p})
+        b, g = self.m.element_bytes, self.sizes.wide[i - 1]
+        return Term("prefetched layer", b * g, "b · g_l", {"b": b, "g_l": g})
 
     def _fp8_copies(self, i: int) -> Term | None:
         """A layer's matrices in FP8, as they are and transposed."""
         if not self.m.fp8:
             return None
-        return Term("FP8 copies", 2 * self.gathered[i], "2 p_l", {"p_l": self.gathered[i]})
+        return Term("FP8 copies", 2 * self.sizes.gathered[i], "2 p_l", {"p_l": self.sizes.gathered[i]})
 
     def _kernels(self, i: int) -> Iterator[Term | None]:
         """What kernels of a layer hold beside what is kept: both go when the layer is done."""
@@ -288,7 +268,7 @@ class _Trainer:
             yield Term("indexer", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
 
     def _backward(self, i: int) -> Iterator[Term | None]:
-        m, b, p = self.m, self.m.element_bytes, self.gathered[i]
+        m, b, p = self.m, self.m.element_bytes, self.sizes.gathered[i]
         yield from self.standing(gradients=self._reduced(i))
         yield self._root_gathered()
         yield self._root_gradient()
@@ -299,56 +279,52 @@ class _Trainer:
             yield Term("recomputed layer", self.activations[1][i], "a_l without checkpointing - b T D", {"layer": i})
             gradient = gradient_bytes(self.layers[i], self.shape)
             yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
-        yield Term("gathered layer", b * p, "b · p_l", {"b": b, "p_l": p})
+        yield Term("gathered layer", b * self.sizes.wide[i], "b · g_l", {"b": b, "g_l": self.sizes.wide[i]})
         yield self._prefetched(i)
         yield self._fp8_copies(i)
         yield from self._kernels(i)
         if m.lora is None:
             yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
-            above = i + 1 < len(self.layers)
-            if held := self._travelling(self.gathered[i + 1], i + 1) if above else self._travelling(self.head):
-                yield Term("gradient in reduction", 4 * held, "4 p_l of the layer above", {"p_l": held})
+            if held := self._reduced_above(i):
+                yield Term("gradient in reduction", 4 * held, "4 g_l of the layer above", {"g_l": held})
+
+    def _reduced_above(self, i: int) -> int:
+        sizes = self.sizes
+        if i + 1 < len(self.layers):
+            return sizes.travelling(sizes.wide[i + 1], i + 1)
+        return sizes.travelling(sizes.wide_head)
 
     def _root_gradient(self) -> Term | None:
         """The gradient of the head where it is the embedding, too; else it is reduced before layers."""
         m = self.m
-        if m.lora is not None or self.head:
+        if m.lora is not None or self.sizes.head:
             return None
-        inputs = {"b": m.element_bytes, "p_root": self.root}
-        return Term("gradient of the head", m.element_bytes * self.root, "b · p_root", inputs)
+        inputs = {"b": m.element_bytes, "p_root": self.sizes.root}
+        return Term("gradient of the head", m.element_bytes * self.sizes.root, "b · p_root", inputs)
 
     def _reduction(self, i: int) -> Iterator[Term | None]:
-        m, p = self.m, self.gathered[i]
+        m, p = self.m, self.sizes.wide[i]
         yield from self.standing(gradients=self._reduced(i))
         yield self._root_gathered()
         yield self._root_gradient()
         yield from self._kept(i)
         yield self._prefetched(i)
         if m.lora is None:
-            yield from self._reduced_parameters(p, self._travelling(p, i), m.shards // m.ep)
+            yield from self._reduced_parameters(p, self.sizes.travelling(p, i), m.shards // m.ep)
 
     def _head_reduction(self) -> Iterator[Term | None]:
         yield from self.standing(gradients=1.0 if self.m.accumulates else 0.0)
         yield from self._kept(len(self.layers))
         yield self._prefetched(len(self.layers))
-        yield from self._reduced_parameters(self.head, self._travelling(self.head), self.m.shards)
-
-    def _travelling(self, p: int, layer: int | None = None) -> int:
-        """Of ``p`` gathered parameters (of a layer) those whose gradients other ranks have parts of: where one rank has
-        a parameter alone, as with expert parallelism over all ranks, its gradient is not reduced."""
-        m = self.m
-        if m.shards == 1:
-            return 0
-        if layer is None or m.ep < m.shards:
-            return p
-        return p - -(-self.facts.layer_parameters(layer).get(Part.EXPERT, 0) // m.ep)
+        head = self.sizes.wide_head
+        yield from self._reduced_parameters(head, self.sizes.travelling(head), self.m.shards)
 
     def _reduced_parameters(self, p: int, travelling: int, shards: int) -> Iterator[Term]:
         # gloo reduces a copy of its input
         b, copies, here = self.m.element_bytes, 2 if self.m.device == "cpu" else 1, p - travelling
-        inputs = {"p_l": travelling, "copies": copies}
-        yield Term("gradient in reduction", copies * 4 * travelling, "copies · 4 p_l", inputs)
-        yield Term("reduced gradient", 4 * travelling // shards, "4 p_l / (N / EP)", {"p_l": travelling, "N": shards})
+        inputs = {"g_l": travelling, "copies": copies}
+        yield Term("gradient in reduction", copies * 4 * travelling, "copies · 4 g_l", inputs)
+        yield Term("reduced gradient", 4 * travelling // shards, "4 g_l / (N / EP)", {"g_l": travelling, "N": shards})
         if here:
             # copied to float32, and a gradient of the optimizer from then on
             yield Term("gradient that stays", (b + 4) * here, "(b + 4) p_l", {"b": b, "p_l": here})
@@ -375,6 +351,7 @@ class _Trainer:
     def _loading(self) -> Iterator[Term | None]:
         """A rank reads its own shards into their places."""
         yield self._weights()
+        yield self._padding()
         yield self._runtime()
 
 

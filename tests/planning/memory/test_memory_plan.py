@@ -25,6 +25,7 @@ from hpcrl.planning.memory.engine import EngineMemory, engine_ledger, kv_bytes_o
 from hpcrl.planning.memory.fit import MemoryReport, engine_memory, memory_report, trainer_memory
 from hpcrl.planning.memory.host import KEPT_ROWS_BYTES
 from hpcrl.planning.memory.margin import expert_margin
+from hpcrl.planning.memory.padding import model_padding
 from hpcrl.planning.memory.remedies import change, why_not
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
@@ -89,8 +90,14 @@ def test_known_sizes_of_the_reference_run() -> None:
     gpu = report.place(Role.TRAINER, "gpu").ledger
     # 744B parameters in float32 over 96 GPUs
     assert gpu["master weights"].value == 4 * 743_911_218_432 // 96
+    # of 32 experts on an expert-parallel rank 3 on each of 12 nodes: 12.5 % more weights and gradients, and a little of
+    # matrices whose rows 96 does not divide
+    experts = 75 * 256 * 3 * 6144 * 2048
+    padding = gpu["padding of shards"].value / 8 * 96
+    assert 0.125 * experts < padding < 0.125 * experts + 0.02 * (743_911_218_432 - experts)
     # two float32 moments on the hosts, 8 GPUs a node
-    assert report.place(Role.TRAINER, "host").ledger["optimizer state"].value == 8 * 743_911_218_432 // 96 * 8
+    moments = report.place(Role.TRAINER, "host").ledger["optimizer state"].value
+    assert moments == pytest.approx(8 * (743_911_218_432 + padding) / 12, rel=1e-6)
     decode = report.place(Role.DECODE, "gpu")
     assert decode.ledger["expert weights"].value / GIB == pytest.approx(10.5, abs=0.1)
     assert decode.kv is not None
@@ -193,9 +200,10 @@ def test_the_host_holds_versions_and_checkpoints_that_are_written_aside() -> Non
         return {t.name: t.value for t in memory_report(changed, cluster, GLM5).place(Role.TRAINER, "host").ledger.terms}
 
     plain, parameters = host(), GLM5.num_parameters()
-    # bfloat16, and float32 weights with two moments, of 12 nodes
+    padding = model_padding(GLM5, shards=96, ep=8)
+    # bfloat16, and float32 weights with two moments as ranks hold them, of 12 nodes
     assert plain["images of a version"] == pytest.approx(2 * parameters / 12, rel=1e-3)
-    assert plain["copy for a checkpoint"] == pytest.approx(12 * parameters / 12, rel=1e-3)
+    assert plain["copy for a checkpoint"] == pytest.approx(parameters + padding, rel=1e-3)
     assert "copy for a checkpoint" not in host("checkpoint.mode=sync")
     deltas = host("handoff.delta_chain=4")
     assert deltas["images of a version"] == 2 * plain["images of a version"]
@@ -341,7 +349,7 @@ def test_a_plan_overflows_just_above_its_margin() -> None:
     margin = expert_margin(recipe, cluster, GLM5)
     assert margin is not None
     assert margin.overflows is not None
-    assert margin.overflows == pytest.approx(2.02, abs=0.05)
+    assert margin.overflows == pytest.approx(1.66, abs=0.05)
     gpu_bytes = _report().place(Role.TRAINER, "gpu").capacity
     assert gpu_bytes is not None
     own = trainer_memory(recipe, device="cuda")

@@ -1,0 +1,80 @@
+"""Parameters that FSDP2 adds so that all ranks hold equal parts of a tensor.
+
+FSDP2 cuts a tensor along one dimension (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``): every rank allocates
+``ceil(size / ranks)`` of it, also where the last ranks have less or nothing of the tensor itself. What is gathered and
+what is reduced has that size times the ranks. `hpcrl.modeling.parallelize` cuts dense tensors along their rows, and
+experts along the experts or, where there are fewer than ranks and rows divide, along the rows of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from hpcrl.models.facts import ModelFacts
+from hpcrl.models.layers import Moe
+from hpcrl.models.tensors import Part, Weight
+
+__all__ = ["Padding", "layer_padding", "model_padding", "outer_padding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Numbers beside the parameters of some tensors.
+
+    Attributes
+    ----------
+    held:
+        On all ranks of one copy of the model together; each has an equal part.
+    gathered:
+        As one rank gathers the tensors, and reduces their gradients.
+    """
+
+    held: int = 0
+    gathered: int = 0
+
+
+@lru_cache(maxsize=4096)
+def layer_padding(facts: ModelFacts, index: int, *, shards: int, ep: int) -> Padding:
+    """Return the padding of a layer that is sharded over ``shards`` ranks, its experts dealt out over ``ep``."""
+    layer = facts.layers[index]
+    dense = sum(_dense(w, shards) for w in layer.weights if w.part is not Part.EXPERT)
+    if not isinstance(layer.mlp, Moe):
+        return Padding(dense, dense)
+    each = sum(weight.elements for weight in layer.mlp.expert_weights) // layer.mlp.num_experts
+    here = layer.mlp.num_experts // ep
+    ranks = shards // ep
+    by_row = ep > 1 and here < ranks and all(width % ranks == 0 for width in _widths(layer.mlp))
+    experts = 0 if by_row else _more(here, ranks) * each
+    return Padding(dense + ep * experts, dense + experts)
+
+
+@lru_cache(maxsize=1024)
+def outer_padding(facts: ModelFacts, part: Part, *, shards: int) -> int:
+    """Return the padding of what lies outside of layers and belongs to ``part``: embedding, last norm, head."""
+    outside = (weight for weight, _, layer in facts.placed(mtp=False) if layer is None)
+    return sum(_dense(weight, shards) for weight in outside if weight.part is part)
+
+
+@lru_cache(maxsize=1024)
+def model_padding(facts: ModelFacts, *, shards: int, ep: int) -> int:
+    """Return the padding of all layers and of what lies outside of them, on all ranks of one copy together."""
+    inside = sum(layer_padding(facts, index, shards=shards, ep=ep).held for index in facts.alike)
+    return inside + sum(outer_padding(facts, part, shards=shards) for part in (Part.EMBEDDING, Part.NORM, Part.LM_HEAD))
+
+
+def _more(size: int, ranks: int) -> int:
+    return -size % ranks
+
+
+def _dense(weight: Weight, shards: int) -> int:
+    # what is not trained is a buffer, of which every rank has all
+    return _more(weight.shape[0], shards) * prod(weight.shape[1:]) * weight.copies if weight.trained else 0
+
+
+def _widths(moe: Moe) -> list[int]:
+    """Return the second dimension of the model's own tensors of experts."""
+    if moe.names.fused:
+        return [weight.shape[1] for weight in moe.expert_weights]
+    return [moe.moe_intermediate_size * (2 if moe.gated else 1), moe.expert_width]
