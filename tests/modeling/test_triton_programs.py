@@ -53,6 +53,6 @@ def test_programs_fit_hopper_and_use_its_instructions() -> None:
 
 
 def test_gpus_with_less_shared_memory_get_smaller_blocks() -> None:
-    assert by_triton.plan_of((9, 0)) is by_triton.HOPPER
+    assert by_triton.blocks_of((9, 0)) is by_triton.HOPPER
     for other in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
-        assert by_triton.plan_of(other) is by_triton.SMALL
+        assert by_triton.blocks_of(other) is by_triton.SMALL

@@ -46,11 +46,11 @@ def rounded(found: Quantised) -> Quantised:
 def interpret() -> None:
     """Programs against the reference; the queries of a pass in parts; keys that are chosen often or never."""
     for each in SHAPES:
-        for plan in (by_triton.HOPPER, by_triton.SMALL):
+        for blocks in (by_triton.HOPPER, by_triton.SMALL):
             made = TritonKernel(CPU, each)
-            made._plan = plan
+            made._blocks = blocks
             try_kernel(made, CPU, each)
-    made, made._plan = TritonKernel(CPU, SHAPES[-1]), by_triton.SMALL
+    made, made._blocks = TritonKernel(CPU, SHAPES[-1]), by_triton.SMALL
     with patch.object(by_triton, "_MOST_NARROW", 0):
         try_kernel(made, CPU, SHAPES[-1])
     kernel, own = TritonKernel(CPU, SHAPES[0]), ReferenceKernel()

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpcrl.modeling.kernels.kernel import Attended
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
-__all__ = ["HOPPER", "SMALL", "Plan", "TritonKernel", "attention_sizes", "index_sizes", "plan_of"]
+__all__ = ["HOPPER", "SMALL", "AttentionBlocks", "TritonKernel", "attention_sizes", "blocks_of", "index_sizes"]
 
 _AMPERE = (8, 0)
 _HOPPER = 9
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
     stages: int
 
 
-class Plan(NamedTuple):
+class AttentionBlocks(NamedTuple):
     """Blocks of the programs of attention: the forward pass, and the gradient of queries.
 
     They were chosen by compiling for Hopper at the sizes of GLM-5. None was measured.
@@ -49,9 +49,9 @@ class Plan(NamedTuple):
     backward: Blocks
 
 
-HOPPER = Plan(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
+HOPPER = AttentionBlocks(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
 """64 rows of a product is what the matrix instruction of Hopper (wgmma) takes. One program fills a multiprocessor."""
-SMALL = Plan(Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2))
+SMALL = AttentionBlocks(Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2))
 """For GPUs with less shared memory, by the matrix instruction of Ampere: 113 and 107 KiB for GLM-5."""
 INDEX = Blocks(0, 128, 4, 1)
 
@@ -81,7 +81,7 @@ class TritonKernel:
             # it looks for compilers and drivers while it is imported, and raises what it likes
             reason = f"needs the package triton, which does not load here: {type(error).__name__}: {error}"
             raise LookupError(reason) from error
-        self._plan = plan_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else HOPPER
+        self._blocks = blocks_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else HOPPER
 
     def rows_at_once(self, heads: int, keys: int) -> int:
         """See `SparseKernel`; what chooses among scores makes about four tensors of their size."""
@@ -94,10 +94,10 @@ class TritonKernel:
         out = q.new_empty(tokens, heads, inputs.value_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         if tokens:
-            grid = (tokens, -(-heads // _block(heads, self._plan.forward.heads)))
+            grid = (tokens, -(-heads // _block(heads, self._blocks.forward.heads)))
             self._programs.attend_forward[grid](
                 *(q, rows, chosen, out, lse, inputs.scale, heads, chosen.shape[1]),
-                **attention_sizes(inputs, self._plan.forward),
+                **attention_sizes(inputs, self._blocks.forward),
             )
         return Attended(out, lse)
 
@@ -123,11 +123,11 @@ class TritonKernel:
         inner = (grad.float() * attended.out.float()).sum(-1)
         grad_q = torch.empty_like(q)
         weights, slopes = q.new_empty(2, tokens, heads, width)
-        grid = (tokens, -(-heads // _block(heads, self._plan.backward.heads)))
+        grid = (tokens, -(-heads // _block(heads, self._blocks.backward.heads)))
         self._programs.attend_queries[grid](
             *(q, rows, chosen, grad, attended.lse.contiguous(), inner, grad_q, weights, slopes),
             *(inputs.scale, heads, width),
-            **attention_sizes(inputs, self._plan.backward),
+            **attention_sizes(inputs, self._blocks.backward),
         )
         parts = torch.bmm(slopes.mT, q)
         parts[..., :value_dim].baddbmm_(weights.mT, grad)
@@ -175,7 +175,7 @@ def index_sizes(q: Tensor) -> dict[str, Any]:
     }
 
 
-def plan_of(capability: tuple[int, int]) -> Plan:
+def blocks_of(capability: tuple[int, int]) -> AttentionBlocks:
     """The blocks for a GPU of NVIDIA with this compute capability."""
     return HOPPER if capability[0] == _HOPPER else SMALL
 

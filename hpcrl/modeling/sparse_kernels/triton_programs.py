@@ -18,7 +18,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _tile(start, rows, channels, inside, CHANNELS: tl.constexpr, stride):
-    """Channels of some rows of ``start [.., stride]``; zeros where rows are not inside or channels beyond ``CHANNELS``."""
+    """Channels of some rows of ``start [.., stride]``; zeros for rows not inside and channels beyond ``CHANNELS``."""
     at = start + (rows * stride)[:, None] + channels[None, :]
     if channels.shape[0] == CHANNELS:
         return tl.load(at, mask=inside[:, None], other=0.0)
