@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from model_agreement import TOLERANCE, loss_of, packed_logits, token_ids
@@ -22,8 +24,6 @@ from hpcrl.models.arch import GlmMoeDsaArch
 from hpcrl.trainer.kernels import apply_kernels, find_kernels
 
 CPU = torch.device("cpu")
-#: of a streaming multiprocessor of Hopper, for one program
-HOPPER_SHARED_BYTES = 227 << 10
 
 
 def shape(heads: int, dim: int, value_dim: int, width: int, dtype: torch.dtype) -> SparseShape:
@@ -33,7 +33,7 @@ def shape(heads: int, dim: int, value_dim: int, width: int, dtype: torch.dtype) 
 #: heads, keys and values that are no powers of 2; keys without rotary channels; more heads than a program takes
 SHAPES = (
     shape(3, 24, 20, 9, torch.float32),
-    shape(33, 40, 40, 70, torch.float32),
+    shape(65, 40, 40, 70, torch.float32),
     shape(5, 40, 32, 37, torch.float16),
 )
 
@@ -46,7 +46,13 @@ def rounded(found: Quantised) -> Quantised:
 def interpret() -> None:
     """Programs against the reference; the queries of a pass in parts; keys that are chosen often or never."""
     for each in SHAPES:
-        try_kernel(TritonKernel(CPU, each), CPU, each)
+        for blocks in (by_triton.HOPPER, by_triton.SMALL):
+            made = TritonKernel(CPU, each)
+            made._blocks = blocks
+            try_kernel(made, CPU, each)
+    made, made._blocks = TritonKernel(CPU, SHAPES[-1]), by_triton.SMALL
+    with patch.object(by_triton, "_MOST_NARROW", 0):
+        try_kernel(made, CPU, SHAPES[-1])
     kernel, own = TritonKernel(CPU, SHAPES[0]), ReferenceKernel()
     draw = torch.Generator().manual_seed(1)
     q, rows = torch.randn(7, 2, 12, generator=draw), torch.randn(30, 12, generator=draw)
@@ -70,7 +76,7 @@ def interpret() -> None:
     assert torch.equal(*found)
     unrounded = fused_quantiser(torch.float32)
     try_quantiser(Quantiser(*(lambda x, one=one: rounded(one(x)) for one in unrounded)), CPU)
-    print("6 cases agree")
+    print("10 cases agree")
 
 
 def train() -> None:
@@ -115,45 +121,55 @@ def train() -> None:
     print(f"loss and {len(found['triton']) - 1} gradients agree")
 
 
+class Bounds(NamedTuple):
+    """What a program may take: spilled bytes a thread, shared KiB; and whether it has Hopper's instruction."""
+
+    spilled: int
+    shared: int
+    wgmma: bool
+
+
 def compile_for_hopper() -> None:
     """For the shapes of GLM-5; prints what each program takes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from hopper import SHARED_BYTES, compiled
 
     from hpcrl.modeling.fp8.triton_programs import quantise_tiles
     from hpcrl.modeling.sparse_kernels import triton_programs as programs
 
     glm5 = Chosen(torch.empty(1, 64, 576, dtype=torch.bfloat16), torch.empty(0), torch.empty(0), 512, 1.0)
-    integers = {"heads", "width", "keys"}
-    pointers = {"chosen": "*i32", "order": "*i64", "ends": "*i64", "scale": "fp32"} | dict.fromkeys(
-        ("lse", "inner", "target", "scores", "weights"), "*fp32"
-    )
-    integers |= {"rows", "columns", "stride_matrix", "stride_row", "stride_column"}
+    types = {"chosen": "*i32", "order": "*i64", "ends": "*i64", "scale": "fp32"}
+    types |= dict.fromkeys(("lse", "inner", "target", "scores", "weights"), "*fp32")
+    types |= dict.fromkeys(("heads", "width", "keys"), "i32")
+    tiled = {"values": "*fp8e4nv", "scales": "*fp32", "least": "fp32"}
+    tiled |= dict.fromkeys(("rows", "columns", "stride_matrix", "stride_row", "stride_column"), "i32")
     tiles = {"BLOCK": 128, "BY_ROW": True, "ROWS": 32, "WHOLE_ROWS": False, "num_warps": 4}
+    forward, queries = programs.attend_forward, programs.attend_queries
+    scores = by_triton.index_sizes(torch.empty(1, 32, 128, dtype=torch.bfloat16))
+    plain = Bounds(0, SHARED_BYTES >> 10, wgmma=False)
     cases = [
-        (quantise_tiles, dict(tiles)),
-        (quantise_tiles, tiles | {"BY_ROW": False, "ROWS": 128, "WHOLE_ROWS": True, "num_warps": 8}),
-        (programs.attend_forward, by_triton._sizes(glm5, by_triton.FORWARD)),
-        (programs.attend_queries, by_triton._sizes(glm5, by_triton.BACKWARD)),
-        (programs.sum_rows, {"DIM": 576, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4}),
-        (programs.index_scores, by_triton.index_sizes(torch.empty(1, 32, 128, dtype=torch.bfloat16))),
+        (quantise_tiles, tiles, plain),
+        (quantise_tiles, tiles | {"BY_ROW": False, "ROWS": 128, "WHOLE_ROWS": True, "num_warps": 8}, plain),
+        (forward, by_triton.attention_sizes(glm5, by_triton.HOPPER.forward), Bounds(0, 217, wgmma=True)),
+        (queries, by_triton.attention_sizes(glm5, by_triton.HOPPER.backward), Bounds(16, 213, wgmma=True)),
+        (forward, by_triton.attention_sizes(glm5, by_triton.SMALL.forward), Bounds(0, 113, wgmma=False)),
+        (queries, by_triton.attention_sizes(glm5, by_triton.SMALL.backward), Bounds(0, 107, wgmma=False)),
+        (programs.sum_rows, {"DIM": 576, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4}, plain),
+        (programs.index_scores, scores, plain),
     ]
-    for program, sizes in cases:
-        options = {name: sizes.pop(name) for name in ("num_warps", "num_stages") if name in sizes}
-        own = pointers | ({"values": "*fp8e4nv", "least": "fp32"} if program is quantise_tiles else {"rows": "*bf16"})
-        signature = {
-            name: "constexpr" if name in sizes else own.get(name, "i32" if name in integers else "*bf16")
-            for name in program.arg_names
-        }
-        source = ASTSource(fn=program, signature=signature, constexprs=sizes)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert made.metadata.shared <= HOPPER_SHARED_BYTES, (program.__name__, made.metadata.shared)
+    for program, sizes, bounds in cases:
+        made = compiled(program, sizes, tiled if program is quantise_tiles else types)
+        own = (program.__name__, made._replace(ptx=""), bounds)
+        assert made.shared <= bounds.shared << 10, own
+        assert made.spilled <= bounds.spilled, own
+        # instructions of both kinds in one program: a product that is not on the fast way
+        assert (made.wgmma > 0) == bounds.wgmma, own
+        assert not (made.wgmma and made.mma), own
         if program is quantise_tiles:
             # quotients as IEEE has them, and FP8 rounded to the nearest: so bits are those of torch
-            assert "div.rn.f32" in made.asm["ptx"]
-            assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
-        print(program.__name__, made.metadata.shared)
+            assert "div.rn.f32" in made.ptx
+            assert "cvt.rn.satfinite.e4m3x2.f32" in made.ptx
+        print(program.__name__, *(f"{name} {value}" for name, value in zip(made._fields[1:], made[1:], strict=True)))
+    print(f"{len(cases)} programs fit")
 
 
 if __name__ == "__main__":

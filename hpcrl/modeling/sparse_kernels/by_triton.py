@@ -18,22 +18,21 @@ from hpcrl.modeling.kernels.kernel import Attended
 from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
-__all__ = ["TritonKernel", "index_sizes"]
+__all__ = ["HOPPER", "SMALL", "AttentionBlocks", "TritonKernel", "attention_sizes", "blocks_of", "index_sizes"]
 
 _AMPERE = (8, 0)
+_HOPPER = 9
 _SCRATCH_BYTES = 1 << 30
 """Of the backward pass: weights, their gradients, and the parts of rows' gradients, of some queries at a time."""
 _SCORE_BYTES = 1 << 30
+_MOST_NARROW = (1 << 31) - 1
+"""Elements whose places have room in 32 bits with a sign."""
 _SUMMED_AT_ONCE = 16
 _SUMMED_CHANNELS = 128
 
 
 class Blocks(NamedTuple):
-    """Sizes of what a program works on: heads and keys; its warps; and stages of its loads.
-
-    They were chosen by compiling for Hopper: larger ones do not fit into its registers (64 heads put 500 bytes a thread
-    into memory), these take 135 and 119 KiB of shared memory for GLM-5. None was measured.
-    """
+    """Sizes of what a program works on: heads and keys; its warps; and stages of its loads."""
 
     heads: int
     keys: int
@@ -41,8 +40,20 @@ class Blocks(NamedTuple):
     stages: int
 
 
-FORWARD = Blocks(32, 64, 8, 2)
-BACKWARD = Blocks(32, 32, 8, 2)
+class AttentionBlocks(NamedTuple):
+    """Blocks of the programs of attention: the forward pass, and the gradient of queries.
+
+    They were chosen by compiling for Hopper at the sizes of GLM-5. None was measured.
+    """
+
+    forward: Blocks
+    backward: Blocks
+
+
+HOPPER = AttentionBlocks(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
+"""64 rows of a product is what the matrix instruction of Hopper (wgmma) takes. One program fills a multiprocessor."""
+SMALL = AttentionBlocks(Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2))
+"""For GPUs with less shared memory, by the matrix instruction of Ampere: 113 and 107 KiB for GLM-5."""
 INDEX = Blocks(0, 128, 4, 1)
 
 
@@ -67,6 +78,7 @@ class TritonKernel:
             raise LookupError("computes in bfloat16 and float16: set trainer.dtype: bfloat16")
         with loading("needs the package triton, which does not load here"):
             self._programs: Any = import_module("hpcrl.modeling.sparse_kernels.triton_programs")
+        self._blocks = blocks_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else HOPPER
 
     def rows_at_once(self, heads: int, keys: int) -> int:
         """See `SparseKernel`; what chooses among scores makes about four tensors of their size."""
@@ -79,9 +91,10 @@ class TritonKernel:
         out = q.new_empty(tokens, heads, inputs.value_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
         if tokens:
-            grid = (tokens, -(-heads // _block(heads, FORWARD.heads)))
+            grid = (tokens, -(-heads // _block(heads, self._blocks.forward.heads)))
             self._programs.attend_forward[grid](
-                q, rows, chosen, out, lse, inputs.scale, heads, chosen.shape[1], **_sizes(inputs, FORWARD)
+                *(q, rows, chosen, out, lse, inputs.scale, heads, chosen.shape[1]),
+                **attention_sizes(inputs, self._blocks.forward),
             )
         return Attended(out, lse)
 
@@ -107,11 +120,11 @@ class TritonKernel:
         inner = (grad.float() * attended.out.float()).sum(-1)
         grad_q = torch.empty_like(q)
         weights, slopes = q.new_empty(2, tokens, heads, width)
-        grid = (tokens, -(-heads // _block(heads, BACKWARD.heads)))
+        grid = (tokens, -(-heads // _block(heads, self._blocks.backward.heads)))
         self._programs.attend_queries[grid](
             *(q, rows, chosen, grad, attended.lse.contiguous(), inner, grad_q, weights, slopes),
             *(inputs.scale, heads, width),
-            **_sizes(inputs, BACKWARD),
+            **attention_sizes(inputs, self._blocks.backward),
         )
         parts = torch.bmm(slopes.mT, q)
         parts[..., :value_dim].baddbmm_(weights.mT, grad)
@@ -159,7 +172,12 @@ def index_sizes(q: Tensor) -> dict[str, Any]:
     }
 
 
-def _sizes(inputs: Chosen, blocks: Blocks) -> dict[str, Any]:
+def blocks_of(capability: tuple[int, int]) -> AttentionBlocks:
+    """The blocks for a GPU of NVIDIA with this compute capability."""
+    return HOPPER if capability[0] == _HOPPER else SMALL
+
+
+def attention_sizes(inputs: Chosen, blocks: Blocks) -> dict[str, Any]:
     """What programs of attention are compiled for."""
     rest = inputs.q.shape[2] - inputs.value_dim
     return {
@@ -169,6 +187,7 @@ def _sizes(inputs: Chosen, blocks: Blocks) -> dict[str, Any]:
         "BLOCK_K": blocks.keys,
         "BLOCK_V": _power(inputs.value_dim),
         "BLOCK_R": _power(rest),
+        "WIDE": inputs.rows.numel() > _MOST_NARROW,
         "PRECISION": _precision(inputs.q),
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,

@@ -1,8 +1,9 @@
 """Programs in Triton for sparse attention: forward, backward, sums of rows, and the scores of an indexer.
 
-Written for Triton 3.4 and later. All tensors are contiguous; shapes stand in `hpcrl.modeling.sparse_kernels.by_triton`.
+Compiled with Triton 3.6 and 3.7. All tensors are contiguous; shapes stand in `hpcrl.modeling.sparse_kernels.by_triton`.
 A channel of keys is one of ``VALUE`` that are values too, or one of ``REST`` (rotary) that are not; ``BLOCK_…`` are
-powers of 2 that have room for them. No program writes what another one writes: results are equal on every run.
+powers of 2 that have room for them. ``WIDE``: elements of rows have places beyond 32 bits. No program writes what
+another one writes: results are equal on every run.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tile(start, rows, channels, first, inside, limit, stride):
-    """Of ``start [rows, stride]`` the channels from ``first``, and zeros outside of what is inside."""
-    at = start + rows[:, None] * stride + first + channels[None, :]
-    return tl.load(at, mask=inside[:, None] & (channels < limit)[None, :], other=0.0)
+def _tile(start, rows, channels, inside, CHANNELS: tl.constexpr, stride):
+    """Channels of some rows of ``start [.., stride]``; zeros for rows not inside and channels beyond ``CHANNELS``."""
+    at = start + (rows * stride)[:, None] + channels[None, :]
+    if channels.shape[0] == CHANNELS:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    return tl.load(at, mask=inside[:, None] & (channels < CHANNELS)[None, :], other=0.0)
 
 
 @triton.jit
@@ -38,6 +41,7 @@ def attend_forward(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Some heads of one query over its chosen rows, by the online softmax."""
@@ -45,21 +49,23 @@ def attend_forward(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     there = head < heads
     of_value, of_rest = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
-    query = token * heads + head
     dim: tl.constexpr = VALUE + REST
-    q_value = _tile(q, query, of_value, 0, there, VALUE, dim)
-    q_rest = _tile(q, query, of_rest, VALUE, there, REST, dim)
+    # one base of 64 bits a program and offsets of 32 bits: pairs of registers for each row would not fit
+    query = token * heads
+    q_value = _tile(q + query * dim, head, of_value, there, VALUE, dim)
+    q_rest = _tile(q + query * dim + VALUE, head, of_rest, there, REST, dim)
     highest = tl.full([BLOCK_H], -1e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     sums = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     for begin in range(0, width, BLOCK_K):
         place = begin + tl.arange(0, BLOCK_K)
-        key = tl.load(chosen + token * width + place, mask=place < width, other=-1).to(tl.int64)
+        key = tl.load(chosen + token * width + place, mask=place < width, other=-1)
         seen = key >= 0
-        k_value = _tile(rows, key, of_value, 0, seen, VALUE, dim)
+        key = key.to(tl.int64) if WIDE else key
+        k_value = _tile(rows, key, of_value, seen, VALUE, dim)
         scores = tl.dot(q_value, tl.trans(k_value), input_precision=PRECISION)
         if REST > 0:
-            k_rest = _tile(rows, key, of_rest, VALUE, seen, REST, dim)
+            k_rest = _tile(rows + VALUE, key, of_rest, seen, REST, dim)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         scores = tl.where(seen[None, :], scores * (scale * _LOG2_E), float("-inf"))
         now = tl.maximum(highest, tl.max(scores, 1))
@@ -71,8 +77,9 @@ def attend_forward(
     # a query that sees nothing gets 0, and a normaliser of minus infinity
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     inside = there[:, None] & (of_value < VALUE)[None, :]
-    tl.store(out + query[:, None] * VALUE + of_value[None, :], sums.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + query, (highest + tl.log2(total)) / _LOG2_E, mask=there)
+    at = (out + query * VALUE) + (head * VALUE)[:, None] + of_value[None, :]
+    tl.store(at, sums.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + query + head, (highest + tl.log2(total)) / _LOG2_E, mask=there)
 
 
 @triton.jit
@@ -95,6 +102,7 @@ def attend_queries(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The gradient of some heads of one query; and, for the gradient of rows, weights and the gradients of scores."""
@@ -102,36 +110,44 @@ def attend_queries(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     there = head < heads
     of_value, of_rest = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
-    query = token * heads + head
     dim: tl.constexpr = VALUE + REST
-    q_value = _tile(q, query, of_value, 0, there, VALUE, dim)
-    q_rest = _tile(q, query, of_rest, VALUE, there, REST, dim)
-    grad_out = _tile(grad, query, of_value, 0, there, VALUE, VALUE)
-    normaliser = tl.load(lse + query, mask=there, other=0.0)
-    middle = tl.load(inner + query, mask=there, other=0.0)
+    # one base of 64 bits a program and offsets of 32 bits: pairs of registers for each row would not fit
+    query = token * heads
+    q_value = _tile(q + query * dim, head, of_value, there, VALUE, dim)
+    q_rest = _tile(q + query * dim + VALUE, head, of_rest, there, REST, dim)
+    grad_out = _tile(grad + query * VALUE, head, of_value, there, VALUE, VALUE)
+    normaliser = tl.load(lse + query + head, mask=there, other=0.0)
+    middle = tl.load(inner + query + head, mask=there, other=0.0)
     of_q_value = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     of_q_rest = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
     for begin in range(0, width, BLOCK_K):
         place = begin + tl.arange(0, BLOCK_K)
-        key = tl.load(chosen + token * width + place, mask=place < width, other=-1).to(tl.int64)
+        key = tl.load(chosen + token * width + place, mask=place < width, other=-1)
         seen = key >= 0
-        k_value = _tile(rows, key, of_value, 0, seen, VALUE, dim)
+        key = key.to(tl.int64) if WIDE else key
+        k_value = _tile(rows, key, of_value, seen, VALUE, dim)
         scores = tl.dot(q_value, tl.trans(k_value), input_precision=PRECISION)
         if REST > 0:
-            k_rest = _tile(rows, key, of_rest, VALUE, seen, REST, dim)
+            k_rest = _tile(rows + VALUE, key, of_rest, seen, REST, dim)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         weights = tl.exp2((scores * scale - normaliser[:, None]) * _LOG2_E)
         weights = tl.where(seen[None, :], weights, 0.0)
         of_weights = tl.dot(grad_out, tl.trans(k_value), input_precision=PRECISION)
-        slopes = (weights * (of_weights - middle[:, None]) * scale).to(k_value.dtype)
+        exact = weights * (of_weights - middle[:, None]) * scale
+        # there are always heads. As the result of a branch slopes go through shared memory to both products, where
+        # they would else be kept in registers that are not there: 8 bytes a thread spill with it, 524 without
+        if heads > 0:  # noqa: SIM108
+            slopes = exact.to(k_value.dtype)
+        else:
+            slopes = weights.to(k_value.dtype)
         of_q_value = tl.dot(slopes, k_value, of_q_value, input_precision=PRECISION)
         if REST > 0:
             of_q_rest = tl.dot(slopes, k_rest, of_q_rest, input_precision=PRECISION)
-        at = query[:, None] * width + place[None, :]
+        at = (head * width)[:, None] + place[None, :]
         inside = there[:, None] & (place < width)[None, :]
-        tl.store(weights_out + at, weights.to(weights_out.dtype.element_ty), mask=inside)
-        tl.store(slopes_out + at, slopes, mask=inside)
-    to = grad_q + query[:, None] * dim
+        tl.store(weights_out + query * width + at, weights.to(weights_out.dtype.element_ty), mask=inside)
+        tl.store(slopes_out + query * width + at, slopes, mask=inside)
+    to = (grad_q + query * dim) + (head * dim)[:, None]
     inside = there[:, None] & (of_value < VALUE)[None, :]
     tl.store(to + of_value[None, :], of_q_value.to(grad_q.dtype.element_ty), mask=inside)
     if REST > 0:
@@ -160,7 +176,7 @@ def sum_rows(
         for first in range(begin, end, BLOCK_N):
             number = first + tl.arange(0, BLOCK_N)
             part = tl.load(order + number, mask=number < end, other=0)
-            values = _tile(parts, part, channel, 0, number < end, DIM, DIM)
+            values = _tile(parts, part, channel, number < end, DIM, DIM)
             total += tl.sum(values.to(tl.float32), 0)
         tl.store(at, total, mask=inside)
 
@@ -183,8 +199,8 @@ def index_scores(
     token = tl.program_id(0).to(tl.int64)
     key = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     channel, head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
-    own_k = _tile(k, key.to(tl.int64), channel, 0, key < keys, DIM, DIM)
-    own_q = _tile(q, token * HEADS + head, channel, 0, head < HEADS, DIM, DIM)
+    own_k = _tile(k, key.to(tl.int64), channel, key < keys, DIM, DIM)
+    own_q = _tile(q, token * HEADS + head, channel, head < HEADS, DIM, DIM)
     weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
     each = tl.dot(own_q, tl.trans(own_k), input_precision=PRECISION)
     total = tl.sum(tl.maximum(each, 0.0) * weight[:, None], 0)
