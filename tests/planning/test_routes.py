@@ -68,20 +68,25 @@ def test_plan_and_simulation_have_no_more_in_flight() -> None:
 
 
 def test_the_reference_run_with_replay_fits_with_room_for_fewer_rows() -> None:
-    """As its recipe says: not as it is, and with a limit that holds no rollout back; a hint names such a limit."""
+    """As its recipe says: not as it is, with one of two settings, and with the limit that a hint names."""
     cluster = load_cluster("h200-28").value
     replay = ("trainer.router_replay=true",)
     recipe = load_recipe("glm5_swe", replay).value
     (short,) = why_not(recipe, cluster, load_facts(recipe.model.path))
     assert (short.place.role, short.place.kind) == (Role.TRAINER, "host")
-    assert round(short.missing / GIB) == 130
+    assert round(short.missing / GIB) == 271
     (knob,) = [knob for knob in short.knobs if knob.changes[0][0] == "rollouts.routes_in_flight_gib"]
-    held_by = []
-    for limit in (knob.changes[0][1], 300.0):
-        bounded = load_recipe("glm5_swe", (*replay, f"rollouts.routes_in_flight_gib={limit}")).value
+    found = {}
+    limits = [f"rollouts.routes_in_flight_gib={gib}" for gib in (knob.changes[0][1], 180)]
+    for setting in (*limits, "checkpoint.mode=sync"):
+        bounded = load_recipe("glm5_swe", (*replay, setting)).value
         outlook = make_outlook(bounded, cluster, load_calibration(None), find_facts(bounded))
         assert outlook.memory is not None
         assert not outlook.memory.short
         assert outlook.loop is not None
-        held_by.append(outlook.loop.in_flight_limit)
-    assert held_by == ["rollouts.routes_in_flight_gib", "max_off_policy_steps"]
+        found[setting] = outlook.loop
+    held_by = [loop.in_flight_limit for loop in found.values()]
+    assert held_by == ["rollouts.routes_in_flight_gib", "rollouts.routes_in_flight_gib", "max_off_policy_steps"]
+    _, held, free = found.values()
+    assert (int(held.in_flight), int(free.in_flight)) == (779, 1005)
+    assert round(held.step_s / free.step_s, 2) == 1.14
