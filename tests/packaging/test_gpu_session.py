@@ -1,0 +1,103 @@
+"""The session on one card: every check runs small on a processor, and what fails ends one check."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SESSION = ROOT / "bench/gpu_session.py"
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+#: a process of its own: it forks, and has imported torch
+ODD_CHECKS = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import gpu_session
+from gpu_checks.check import Check, Session
+from hpcrl.errors import UsageError
+
+def raises(session):
+    yield {"figure": 1.5}
+    raise AssertionError("wrong\\nand more")
+
+def hangs(session):
+    yield {"figure": 2}
+    time.sleep(600)
+
+def dies(session):
+    yield {"pid": os.getpid()}
+    os.abort()
+
+def absent(session):
+    raise UsageError("trainer.x: no library\\n    hint: none")
+    yield {}
+
+checks = [Check(run.__name__, run, 3.0, {"OF_ONE": "1"}) for run in (raises, hangs, dies, absent)]
+gpu_session.PARTS["whole"] = tuple(checks)
+sys.argv = ["gpu_session", "whole", "--tiny", "--output", sys.argv[2]]
+try:
+    gpu_session.main()
+finally:
+    assert "OF_ONE" not in os.environ
+"""
+
+
+def rows_of(directory: Path) -> dict[str, list[dict[str, object]]]:
+    found: dict[str, list[dict[str, object]]] = {}
+    for line in (directory / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row.pop("check"), []).append(row)
+    return found
+
+
+def test_a_check_that_fails_ends_no_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ODD_CHECKS, str(ROOT / "bench"), str(tmp_path)]
+    done = subprocess.run(command, env=ENV, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    rows = rows_of(tmp_path)
+    assert [row.get("done") for rows in rows.values() for row in rows if "done" in row] == [False, False, False, True]
+    first = {name: {**each[0], **each[1]} for name, each in rows.items()}
+    assert first["raises"]["failed"] == "AssertionError: wrong"
+    assert "in raises" in str(first["raises"]["trace"])
+    assert first["hangs"]["failed"] == "took longer than 3 s"
+    assert str(first["dies"]["failed"]).startswith("its process ended with -")
+    assert first["absent"]["not_here"] == "trainer.x: no library"
+    assert "trace" not in (tmp_path / "session.json").read_text()
+    # what is done is not done again, and what failed is
+    again = subprocess.run(command, env=ENV, check=False, capture_output=True, text=True, timeout=300)
+    assert "3 checks ran, 3 rows failed" in again.stdout
+    assert len(rows_of(tmp_path)["raises"]) == 2 * len(rows["raises"])
+    figures = json.loads((tmp_path / "session.json").read_text())
+    assert [row.get("figure") for row in figures["rows"] if row["check"] == "raises"] == [1.5, None, None]
+
+
+def run_session(directory: Path, *parts: str) -> dict[str, list[dict[str, object]]]:
+    command = [sys.executable, str(SESSION), *parts, "--tiny", "--output", str(directory)]
+    done = subprocess.run(command, env=ENV, check=False, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows_of(directory)
+
+
+def test_checks_of_all_parts_run_small_on_a_processor(tmp_path: Path) -> None:
+    """All but those that start pytest or a compiler, which the test below runs."""
+    only = ["machine", "ceilings", "quantiser", "products", "pinned", "fp8", "index", "glm5", "lengths", "publish"]
+    rows = run_session(tmp_path, "correctness", "kernels", "whole", "--only", *only, "bandwidth", "update")
+    assert {name for name, each in rows.items() if not each[-1]["done"]} == set()
+    assert rows["correctness.machine"][0]["device"] == "cpu"
+    assert all(row["product"] == 0 for row in rows["correctness.products"][:-1])
+    assert rows["whole.glm5"][0]["tokens"] == 128
+    assert float(str(rows["whole.glm5"][0]["mfu"])) > 0
+    assert [row["version"] for row in rows["whole.publish fp8"][:-1]] == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_every_check_runs_small_on_a_processor(tmp_path: Path) -> None:
+    rows = run_session(tmp_path, "correctness", "kernels", "whole")
+    assert len(rows) > 20
+    assert int(str(rows["correctness.tests"][0]["passed"])) > 0
