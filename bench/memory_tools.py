@@ -26,15 +26,15 @@ import numpy as np
 import planner_memory_worker as worker
 import torch
 from harness import ROOT, record, scratch
-from torch import Tensor
 
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import TrainerMemoryConfig, TrainerParallelismConfig
+from hpcrl.modeling import host_memory
 from hpcrl.modeling.blocks import local_part
 from hpcrl.models.arch import DeepseekV3Arch, ModelArch, Qwen3MoeArch, load_arch
 from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.trainer import trainer_peak
-from hpcrl.trainer.memory import offload, optimizer
+from hpcrl.trainer.memory import copies, optimizer
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, parallel_of
 from hpcrl.trainer.step.policy import TrainerPolicy
 
@@ -132,10 +132,9 @@ NO_FIGURE = "layers are counted as they are written: what a compiler fuses, and 
 ROUNDS, BUCKET_BYTES = 3, 4 << 20
 
 
-def unseen(tensor: Tensor, device: torch.device) -> Tensor:
-    """As `hpcrl.trainer.memory.copies.host_like`, but not of torch's allocator."""
-    assert tensor.dtype == torch.float32
-    return torch.from_numpy(np.empty(tensor.shape, np.float32))
+def unseen(size: int, device: torch.device) -> torch.Tensor:
+    """As `hpcrl.modeling.host_memory.pinned_bytes`, but not of torch's allocator."""
+    return torch.from_numpy(np.empty(size, np.uint8))
 
 
 class Trainer:
@@ -228,7 +227,7 @@ def rows_of(group: Group, model_dir: Path, parallel: Parallel) -> list[dict[str,
 def measure(group: Group, model_dir: Path) -> list[dict[str, Any]]:
     """The rows of one rank, or of each that a launcher has started."""
     torch.set_num_threads(1)
-    optimizer.host_like = offload.host_like = unseen
+    copies.pinned_bytes = host_memory.pinned_bytes = unseen
     kept = optimizer.HostAdamW.__init__.__kwdefaults__
     assert kept is not None
     kept["bucket_bytes"] = BUCKET_BYTES

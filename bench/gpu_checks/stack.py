@@ -227,7 +227,7 @@ def fragments(session: Session, stack: Stack, settings: tuple[str, ...]) -> Iter
             yield {"steps": 3}
 
 
-_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 FP8 = "trainer.precision.fp8.backend=torch"
 DEEP_GEMM = "trainer.precision.fp8.backend=deep_gemm"
 _SPEEDS: dict[str, tuple[Stack, tuple[str, ...]]] = {

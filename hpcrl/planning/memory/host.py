@@ -10,6 +10,7 @@ from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.jobplan.commands.vllm import own_flags
 from hpcrl.models.adapting import adapted_blocks
 from hpcrl.models.facts import ModelFacts
+from hpcrl.models.rooms import room_bytes
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.padding import model_padding
@@ -49,9 +50,9 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         yield Term("parameters, gradients, optimizer", value, "16 (P + padding) / N · ranks", inputs)
     if m.offloads_activations:
         layers = -(-len(facts.layers) // m.checkpoint_every_layers)
-        value = m.tokens * facts.hidden_size * m.element_bytes * layers * per_node
+        value = room_bytes(m.tokens * facts.hidden_size * m.element_bytes) * layers * per_node
         inputs = {"T": m.tokens, "D": facts.hidden_size, "L": layers, "b": m.element_bytes}
-        yield Term("activations", value, "T D b · L · ranks", inputs)
+        yield Term("activations", value, "room(T D b) · L · ranks", inputs)
     images = image_term(facts, m, ranks_here=per_node)
     yield images
     if recipe.handoff.delta_chain:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.host_memory import pinned_bytes
+
 __all__ = ["Copies", "StartedCopy", "copies_of", "host_like"]
 
 
@@ -38,9 +40,9 @@ def copies_of(device: torch.device) -> Copies:
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory of the host for ``tensor``, from which and to which ``device`` copies without help of the processor.
 
-    Of its shape and dtype, not initialised; pinned where ``device`` is an accelerator.
+    Of its shape and dtype, not initialised; pinned where ``device`` is an accelerator (see `pinned_bytes`).
     """
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=device.type != "cpu")
+    return pinned_bytes(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)
 
 
 class _ThreadCopies:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpcrl.trainer.memory.copies import Copies, StartedCopy, copies_of, host_like
+from hpcrl.modeling.host_memory import Rooms
+from hpcrl.trainer.memory.copies import Copies, StartedCopy, copies_of
 
 __all__ = ["ActivationOffload"]
 
@@ -33,7 +34,8 @@ class ActivationOffload:
             How they are made; None: as the device does.
         """
         self._device, self._bound = device, bound_bytes
-        self._copies = copies or copies_of(device)
+        # one row of copies: a room is written again behind the copy that reads it
+        self._copies, self._rooms = copies or copies_of(device), Rooms(device)
         self._leaving: deque[_Held] = deque()
         self._coming: _Held | None = None
         # whoever holds a tensor decides how long it lives: a pass without a backward pass leaves nothing behind
@@ -49,8 +51,9 @@ class ActivationOffload:
         """Begin to copy ``x`` to the host; what is returned brings it back, once."""
         while self._leaving and self.bytes_in_flight + x.nbytes > self._bound:
             self._leave()
-        host = host_like(x, self._device)
-        held = _Held(host, x, self._copies.start(host, x), x.requires_grad)
+        room = self._rooms.take(x.nbytes)
+        host = room[: x.nbytes].view(x.dtype).view(x.shape)
+        held = _Held(room, host, x, self._copies.start(host, x))
         self._leaving.append(held)
         self._held.append(weakref.ref(held))
         return lambda: self._bring(held)
@@ -73,6 +76,7 @@ class ActivationOffload:
         held.copy.finish()
         found, held.here = held.here, None
         assert found is not None
+        self._rooms.give_back(held.room)
         following = self._held[-1]() if self._held else None
         if following is not None and following.here is None and self._coming is None:
             while self._leaving and self.bytes_in_flight + following.host.nbytes > self._bound:
@@ -89,6 +93,6 @@ class ActivationOffload:
 class _Held:
     """A tensor; ``here`` while it is on the device."""
 
-    def __init__(self, host: Tensor, here: Tensor, copy: StartedCopy, requires_grad: bool) -> None:
-        self.host, self.copy, self.requires_grad = host, copy, requires_grad
+    def __init__(self, room: Tensor, host: Tensor, here: Tensor, copy: StartedCopy) -> None:
+        self.room, self.host, self.copy, self.requires_grad = room, host, copy, here.requires_grad
         self.here: Tensor | None = here

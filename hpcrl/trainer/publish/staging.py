@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
+from hpcrl.modeling.host_memory import pinned_bytes
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
 from hpcrl.trainer.publish.sources import Form, Source, source_part
@@ -26,7 +27,7 @@ __all__ = ["Staging", "new_image"]
 
 def new_image(size: int, device: torch.device) -> Tensor:
     """``[size]`` uint8 of host memory that begins on a page, pinned where copies come from an accelerator."""
-    room = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    room = pinned_bytes(size + PAGE_BYTES, device)
     return room[-room.data_ptr() % PAGE_BYTES :][:size]
 
 
