@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     """Files as workers take them, one after the other: the longest first, those that wait spread among those that
     compute, so that the processors have something to do meanwhile, and the short ones last: workers end together."""
-    ranks = {room: rank for rank, room in enumerate((*WAITING, *BUSY))}
+    ranks = {name: rank for rank, name in enumerate((*WAITING, *BUSY))}
     files: dict[Path, list[pytest.Item]] = {}
     for item in sorted(items, key=lambda item: ranks.get(room(item.path), len(ranks))):
         files.setdefault(item.path, []).append(item)

@@ -104,29 +104,22 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, rows: RowOrder) -> Tensor:
         places, by_token, starts, ctx.k = rows
-        ctx.save_for_backward(y, weights, places, by_token, starts)
+        ctx.save_for_backward(y, weights, places)
         shares = weights.flatten().index_select(0, places.index_select(0, by_token)).to(y.dtype)
         return _sum_bags(y.detach(), by_token, starts, shares)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        y, weights, places, by_token, starts = ctx.saved_tensors
-        of_weights = None
+        y, weights, places = ctx.saved_tensors
+        of_rows, of_weights = grad.index_select(0, places // ctx.k), None
         if ctx.needs_input_grad[1]:
-            ordered = places.index_select(0, by_token)
-            # products of rows of both, without rows that are copied or multiplied before
-            of_shares = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-                grad.contiguous(), y, by_token, starts, ordered // ctx.k, _SUM
-            )
-            of_weights = weights.new_zeros(weights.numel()).index_copy_(0, ordered, of_shares.to(weights.dtype))
+            # products of rows of both; the operator for it in `embedding_bag` has no bfloat16 on GPUs
+            of_shares = torch.bmm(of_rows[:, None], y[:, :, None]).flatten()
+            of_weights = weights.new_zeros(weights.numel()).index_copy_(0, places, of_shares.to(weights.dtype))
             of_weights = of_weights.view(weights.shape)
         shares = weights.flatten().index_select(0, places).to(y.dtype)
-        return grad.index_select(0, places // ctx.k).mul_(shares[:, None]), of_weights, None
-
-
-_SUM = 0
-"""The mode of `torch.nn.functional.embedding_bag`, as its operators number it."""
+        return of_rows.mul_(shares[:, None]), of_weights, None
 
 
 def _sum_bags(rows: Tensor, order: Tensor, starts: Tensor, shares: Tensor | None = None) -> Tensor:
