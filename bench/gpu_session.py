@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def chosen(parts: list[str], only: list[str]) -> Iterator[Check]:
     """The checks of some parts, in their order."""
     for part in parts:
         for check in PARTS[part]:
-            if not only or any(check.name.partition(".")[2].startswith(each) for each in only):
+            if not only or any(fnmatch(check.name.partition(".")[2], each) for each in only):
                 yield check
 
 
@@ -128,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks of these names (*, ?)")
     parser.add_argument("--seconds", type=float, default=570.0, help="for all of them; no check is begun behind it")
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--again", action="store_true", help="also checks that are done")

@@ -29,6 +29,8 @@ PACKAGES = {
     "submitit": None,
     "py-spy": None,
     "xxhash": None,
+    "cloudpickle": None,
+    "typing-extensions": None,
     "pytest-asyncio": None,
     "liger-kernel": "0.8.5",
     "cut-cross-entropy": "25.1.1",

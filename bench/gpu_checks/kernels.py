@@ -31,7 +31,7 @@ def cases(session: Session, kind: str) -> Iterator[Row]:
             if session.late:
                 yield row | {"candidate": name, "left_out": "no time"}
             elif name != "reference" or case.sizes.get("tokens", 0) <= _MOST_OF_REFERENCE:
-                yield row | measure(case, name, device, repeats=3)
+                yield row | measure(case, name, device, repeats=2)
 
 
 def blocks(session: Session) -> Iterator[Row]:

@@ -23,6 +23,7 @@ import planner_memory_worker
 import torch
 from harness import ROOT
 from planner_memory import FAMILIES
+from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.check import Check, Row, Session
 from hpcrl.config.load import load_recipe
@@ -227,6 +228,31 @@ def fragments(session: Session, stack: Stack, settings: tuple[str, ...]) -> Iter
             yield {"steps": 3}
 
 
+def kernels(session: Session, stack: Stack, settings: tuple[str, ...], most: int = 24) -> Iterator[Row]:
+    """The programs of the device in which a forward and backward pass spends its time."""
+    device, lengths = session.device, stack.tokens(session.tiny)
+    on_gpu = device.type == "cuda"
+    with apart(session, stack, settings) as (policy, _):
+        for step in (1, 2):
+            step_of(policy, lengths, step)
+            policy.optimizer_step(step)
+        synchronize(device)
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiler:
+            begun = time.perf_counter()
+            step_of(policy, lengths, 3)
+            synchronize(device)
+            seconds = time.perf_counter() - begun
+    found = {
+        event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6, event.count)
+        for event in profiler.key_averages()
+    }
+    busy = sum(each for each, _ in found.values())
+    yield {"model": stack.model, "seconds": seconds, "busy_s": busy, "programs": sum(n for _, n in found.values())}
+    for name, (each, count) in sorted(found.items(), key=lambda item: -item[1][0])[:most]:
+        yield {"ms": each * 1e3, "share": each / busy, "count": count, "program": name[:110]}
+
+
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 FP8 = "trainer.precision.fp8.backend=torch"
 DEEP_GEMM = "trainer.precision.fp8.backend=deep_gemm"
@@ -246,6 +272,8 @@ WHOLE = (
         Check(f"whole.{name}", partial(speed, stack=stack, settings=settings), 90, _EXPANDABLE)
         for name, (stack, settings) in _SPEEDS.items()
     ),
+    Check("whole.kernels, qwen3", partial(kernels, stack=QWEN, settings=(FULL, PIECES)), 60, _EXPANDABLE),
+    Check("whole.kernels, glm5", partial(kernels, stack=GLM5, settings=(FULL, PIECES)), 60, _EXPANDABLE),
     Check("whole.lengths", partial(fragments, stack=QWEN, settings=(FULL, PIECES)), 60),
     Check("whole.lengths, expandable", partial(fragments, stack=QWEN, settings=(FULL, PIECES)), 60, _EXPANDABLE),
 )

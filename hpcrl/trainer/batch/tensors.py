@@ -21,6 +21,7 @@ from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.ring_attention import RingAttention
 from hpcrl.modeling.transfer import move
 from hpcrl.models.arch import ModelArch
+from hpcrl.trainer.batch.fused_logits import find_programs
 from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
 
 __all__ = ["PIECE_BYTES", "Normalised", "TokenBatch", "normalise", "put_gradient", "token_logprobs"]
@@ -241,6 +242,8 @@ def normalise(logits: Tensor, targets: Tensor, temperature: float) -> Normalised
 
     ``targets`` ``[N]`` int64. Nothing has a gradient.
     """
+    if (programs := find_programs(logits)) is not None:
+        return Normalised(*programs.normalise(logits, targets, temperature))
     wide = _wide(logits)
     own = logits.gather(-1, targets[:, None])[:, 0].to(wide)
     if temperature != 1.0:
@@ -273,6 +276,9 @@ def put_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, slopes: Te
     slopes:
         ``[N]`` float32: the loss by the log-probability of each target.
     """
+    if (programs := find_programs(logits)) is not None:
+        programs.put_gradient(logits, targets, normaliser, slopes, temperature)
+        return
     scale, wide = slopes[:, None] / temperature, _wide(logits)
     for rows in _pieces(logits):
         # float32 is worked on where it is

@@ -119,6 +119,10 @@ def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
     if logits.dtype == total.dtype:
         total.addmm_(logits.T, hidden)
         return
+    if total.device.type == "cuda":
+        # neither rounded nor written before it is added
+        torch.ops.aten.addmm.dtype_out(total, logits.T, hidden, total.dtype, out=total)
+        return
     for columns in _slices(len(total), max(1, PIECE_BYTES // (4 * len(logits)))):
         total[columns] += logits[:, columns].T @ hidden
 
