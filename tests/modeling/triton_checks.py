@@ -21,6 +21,7 @@ from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 from hpcrl.modeling.sparse_kernels.reference import ReferenceKernel
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import GlmMoeDsaArch
+from hpcrl.trainer.batch import tensors
 from hpcrl.trainer.kernels import apply_kernels, find_kernels
 
 CPU = torch.device("cpu")
@@ -76,7 +77,36 @@ def interpret() -> None:
     assert torch.equal(*found)
     unrounded = fused_quantiser(torch.float32)
     try_quantiser(Quantiser(*(lambda x, one=one: rounded(one(x)) for one in unrounded)), CPU)
-    print("10 cases agree")
+    print(f"{10 + logits()} cases agree")
+
+
+def logits() -> int:
+    """What is known of rows of logits, and their gradient, against plain torch; returns the number of cases."""
+    draw = torch.Generator().manual_seed(2)
+    cases = [
+        # a part of a block, one block, and a block with one more; rows of a larger matrix
+        (torch.float32, 5, 1.0),
+        (torch.float32, 8192, 0.7),
+        (torch.float16, 8193, 1.3),
+    ]
+    for dtype, columns, temperature in cases:
+        given = (torch.randn(4, columns + 3, generator=draw) * 5).to(dtype)[:, :columns]
+        given[1] = 2.5
+        given[2, 0] = 60.0
+        targets = torch.tensor([0, columns - 1, 1, columns // 2])
+        slopes = torch.randn(8, generator=draw)[::2]
+        found = []
+        for programs in (tensors.find_programs, lambda logits: None):
+            with patch.object(tensors, "find_programs", programs):
+                own = given.clone()
+                known = tensors.normalise(own, targets, temperature)
+                tensors.put_gradient(own, targets, known.normaliser, slopes, temperature)
+                found.append((*known, own))
+        torch.testing.assert_close(*found, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-6)
+        assert tensors.find_programs(given) is not None
+    assert tensors.find_programs(given.double()) is None
+    assert tensors.find_programs(given.mT) is None
+    return len(cases)
 
 
 def train() -> None:
@@ -135,6 +165,7 @@ def compile_for_hopper() -> None:
 
     from hpcrl.modeling.fp8.triton_programs import quantise_tiles
     from hpcrl.modeling.sparse_kernels import triton_programs as programs
+    from hpcrl.trainer.batch.triton_logits import normalise_rows, put_gradient_rows
 
     glm5 = Chosen(torch.empty(1, 64, 576, dtype=torch.bfloat16), torch.empty(0), torch.empty(0), 512, 1.0)
     types = {"chosen": "*i32", "order": "*i64", "ends": "*i64", "scale": "fp32"}
@@ -142,6 +173,8 @@ def compile_for_hopper() -> None:
     types |= dict.fromkeys(("heads", "width", "keys"), "i32")
     tiled = {"values": "*fp8e4nv", "scales": "*fp32", "least": "fp32"}
     tiled |= dict.fromkeys(("rows", "columns", "stride_matrix", "stride_row", "stride_column"), "i32")
+    rows = dict.fromkeys(("logprobs", "entropies", "normalisers", "slopes"), "*fp32") | {"targets": "*i64"}
+    rows |= {"columns": "i32", "stride": "i32", "temperature": "fp32"}
     tiles = {"BLOCK": 128, "BY_ROW": True, "ROWS": 32, "WHOLE_ROWS": False, "num_warps": 4}
     forward, queries = programs.attend_forward, programs.attend_queries
     scores = by_triton.index_sizes(torch.empty(1, 32, 128, dtype=torch.bfloat16))
@@ -155,9 +188,12 @@ def compile_for_hopper() -> None:
         (queries, by_triton.attention_sizes(glm5, by_triton.SMALL.backward), Bounds(0, 107, wgmma=False)),
         (programs.sum_rows, {"DIM": 576, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4}, plain),
         (programs.index_scores, scores, plain),
+        (normalise_rows, {"BLOCK": 8192, "num_warps": 8}, plain),
+        (put_gradient_rows, {"BLOCK": 4096, "num_warps": 8}, plain),
     ]
+    own_types = {quantise_tiles: tiled, normalise_rows: rows, put_gradient_rows: rows}
     for program, sizes, bounds in cases:
-        made = compiled(program, sizes, tiled if program is quantise_tiles else types)
+        made = compiled(program, sizes, own_types.get(program, types))
         own = (program.__name__, made._replace(ptx=""), bounds)
         assert made.shared <= bounds.shared << 10, own
         assert made.spilled <= bounds.spilled, own

@@ -44,7 +44,7 @@ class ScaledMm:
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
         """See `Backend`."""
-        scales = F.pad(b.scales, (0, -b.scales.shape[1] % _SCALES_AT_ONCE)).t()
+        scales = _by_columns(F.pad(b.scales, (0, -b.scales.shape[1] % _SCALES_AT_ONCE)).t())
         return _multiply(a, b.values, scales, F.ScalingType.BlockWise128x128, torch.bfloat16).to(dtype)
 
     def multiply_rows(self, a: Quantised, b: Quantised) -> Tensor:
@@ -104,8 +104,14 @@ def _padded(rows: Quantised) -> Quantised:
 
 
 def _by_columns(scales: Tensor) -> Tensor:
-    """The same numbers column-major without a gap; a copy only of some rows of a larger matrix."""
-    return scales.t().contiguous().t()
+    """The same numbers column-major without a gap, with the very strides that torch asks for.
+
+    A single column has any stride for `torch.Tensor.contiguous`: that of a larger matrix it was cut from would stay.
+    """
+    rows, columns = scales.shape
+    if scales.stride() == (1, rows):
+        return scales
+    return torch.empty_strided((rows, columns), (1, rows), dtype=scales.dtype, device=scales.device).copy_(scales)
 
 
 def _columns(rows: Quantised, begin: int, size: int) -> Quantised:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.modeling.fp8 import products
 from hpcrl.modeling.fp8.backends import Groups, Reference
-from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser, quantise_rows
-from hpcrl.modeling.fp8.scaled_mm import _by_columns, _padded
+from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser, quantise_blocks, quantise_rows
+from hpcrl.modeling.fp8.scaled_mm import ScaledMm, _by_columns, _padded
 
 COUNTS = torch.tensor([300, 0, 17, 700])
 ROWS = int(COUNTS.sum())
@@ -106,3 +107,34 @@ def test_torch_takes_scales_of_rows_as_they_are(rows: int) -> None:
     assert torch.equal(scales[:rows], made.scales)
     assert (scales.data_ptr() == made.scales.data_ptr()) == (rows == whole)
     assert scales.data_ptr() == padded.scales.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [16, 40, 256])
+@pytest.mark.parametrize("inside", [100, 128, 600])
+@pytest.mark.parametrize("out", [7, 128, 300])
+def test_scales_lie_as_torch_asks_for_them(monkeypatch: pytest.MonkeyPatch, rows: int, inside: int, out: int) -> None:
+    """Of matrices, of rows of a group, and of columns that are summed; also where there is one block of each."""
+    seen = []
+
+    def scaled_mm(a: Tensor, b: Tensor, of_a: Tensor, _: Any, of_b: Tensor, kind: Any, *, output_dtype: Any) -> Tensor:
+        blocks, wide = a.shape[1] // 128, kind == F.ScalingType.BlockWise128x128
+        assert (of_a.shape, of_a.stride()) == ((len(a), blocks), (1, len(a)))
+        across = -(-blocks // 4) * 4 if wide else b.shape[1]
+        assert of_b.stride() == (1, across)
+        assert of_b.shape == ((across, b.shape[1] // 128) if wide else (across, blocks))
+        seen.append(kind)
+        return torch.zeros(len(a), b.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    backend = ScaledMm.__new__(ScaledMm)
+    made, weight = quantise_rows(torch.randn(rows, inside)), quantise_blocks(torch.randn(out, inside))
+    backend.multiply(made, weight, torch.float32)
+    counts = torch.tensor([rows // 2, 0, rows - rows // 2])
+    groups = Groups.of(counts, rows)
+    spread = quantise_rows(groups.spread(torch.randn(rows, inside)))
+    stack = quantise_blocks(torch.randn(3, out, inside))
+    backend.multiply_groups(spread, stack, groups, torch.float32)
+    turned = [quantise_rows(groups.spread(torch.randn(rows, n)).mT) for n in (out, inside)]
+    backend.multiply_rows(*turned)
+    backend.multiply_within_groups(*turned, groups)
+    assert len(seen) == 1 + 2 + 1 + 2
