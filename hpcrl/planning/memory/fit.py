@@ -20,7 +20,7 @@ from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.host import engine_host, orchestrator_terms, pool_terms, trainer_host
-from hpcrl.planning.memory.settings import AUTO_CHUNK, RealPass, TrainerMemory
+from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
 __all__ = ["MemoryReport", "RoleMemory", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
@@ -145,6 +145,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
     saving = trainer.memory
     eager = device == "cpu"
     budget = trainer.micro_batch_tokens
+    auto = AUTO_CHUNK_OF_ROLLOUTS if recipe.algorithm.loss.is_of_rollouts else AUTO_CHUNK
     return TrainerMemory(
         ranks=trainer.ranks,
         ep=trainer.parallelism.ep,
@@ -159,7 +160,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         offload_in_flight_bytes=round(saving.offload_in_flight_gib * GIB),
         optimizer_offload=saving.optimizer_offload,
         parameter_offload=saving.parameter_offload,
-        lm_head_chunk_tokens=AUTO_CHUNK if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
+        lm_head_chunk_tokens=auto if saving.lm_head_chunk_tokens == "auto" else saving.lm_head_chunk_tokens,
         loss_of_rollouts=recipe.algorithm.loss.is_of_rollouts,
         fp8=recipe.trainer.precision.fp8 is not None,
         lora=trainer.lora,

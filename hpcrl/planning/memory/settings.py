@@ -20,7 +20,7 @@ OFFLOAD_BUCKET = 256 << 20
 """Bytes of optimizer state that move together (`hpcrl.trainer.memory.optimizer`)."""
 OFFLOAD_BUCKETS = 3
 """Of them on the GPU at once: one comes, one is computed, one goes."""
-AUTO_CHUNK = 1024
+AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS = 4096, 1024
 """Tokens of a piece of the head, where the recipe lets the trainer choose (`hpcrl.trainer.memory.head`)."""
 HEAD_PIECE_BYTES = 32 << 20
 """Of the logits of a piece of the vocabulary in float32."""

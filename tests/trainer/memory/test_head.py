@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcrl.config.recipe import LossConfig
-from hpcrl.planning.memory.settings import AUTO_CHUNK, HEAD_PIECE_BYTES, LOGIT_PIECE_BYTES
+from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, HEAD_PIECE_BYTES, LOGIT_PIECE_BYTES
 from hpcrl.trainer.batch import tensors
 from hpcrl.trainer.batch.tensors import token_logprobs
 from hpcrl.trainer.memory import head
@@ -94,7 +94,11 @@ def test_no_tensor_has_all_logits(monkeypatch):
 
 
 def test_the_planner_counts_pieces_of_the_same_size():
-    assert (AUTO_CHUNK, HEAD_PIECE_BYTES) == (head.AUTO_TOKENS, head.PIECE_BYTES)
+    assert (AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, HEAD_PIECE_BYTES) == (
+        head.AUTO_TOKENS,
+        head.AUTO_ROWS,
+        head.PIECE_BYTES,
+    )
     assert LOGIT_PIECE_BYTES == {**tensors.PIECE_BYTES, "cuda": tensors._LARGE_PIECE_BYTES}
 
 
