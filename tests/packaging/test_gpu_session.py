@@ -38,7 +38,7 @@ def absent(session):
     raise UsageError("trainer.x: no library\\n    hint: none")
     yield {}
 
-checks = [Check(run.__name__, run, 3.0, {"OF_ONE": "1"}) for run in (raises, hangs, dies, absent)]
+checks = [Check(run.__name__, run, 2.0, {"OF_ONE": "1"}) for run in (raises, hangs, dies, absent)]
 gpu_session.PARTS["whole"] = tuple(checks)
 sys.argv = ["gpu_session", "whole", "--tiny", "--output", sys.argv[2]]
 try:
@@ -65,7 +65,7 @@ def test_a_check_that_fails_ends_no_other(tmp_path: Path) -> None:
     first = {name: {**each[0], **each[1]} for name, each in rows.items()}
     assert first["raises"]["failed"] == "AssertionError: wrong"
     assert "in raises" in str(first["raises"]["trace"])
-    assert first["hangs"]["failed"] == "took longer than 3 s"
+    assert first["hangs"]["failed"] == "took longer than 8 s"
     assert str(first["dies"]["failed"]).startswith("its process ended with -")
     assert first["absent"]["not_here"] == "trainer.x: no library"
     assert "trace" not in (tmp_path / "session.json").read_text()
@@ -98,6 +98,7 @@ def test_checks_of_all_parts_run_small_on_a_processor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_check_runs_small_on_a_processor(tmp_path: Path) -> None:
-    rows = run_session(tmp_path, "correctness", "kernels", "whole")
+    """But for the one that compiles layers, which takes minutes on processors."""
+    rows = run_session(tmp_path, "correctness", "kernels", "whole", "--only", "[!q]*", "qwen3", "qwen3, [!c]*")
     assert len(rows) > 20
     assert int(str(rows["correctness.tests"][0]["passed"])) > 0
