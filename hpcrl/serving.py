@@ -41,6 +41,7 @@ def make_runner(
     """
     from aiohttp import web  # noqa: PLC0415 - callers of `hpcrl.serving` may not serve
 
+    _answer_odd_expectations()
     limit_logger(__name__)
     # asyncio logs each failed accept() with its traceback, 128 times a turn where no descriptor is left
     limit_logger("asyncio")
@@ -51,6 +52,22 @@ def make_runner(
         handler_cancellation=handler_cancellation,
         shutdown_timeout=shutdown_timeout,
     )
+
+
+def _answer_odd_expectations() -> None:
+    """Let aiohttp refuse any ``Expect`` header (idempotent).
+
+    It answers before middlewares see a request, also for paths that nobody serves, and repeats what the header says: of
+    bytes that are no UTF-8 it makes an error of the server, with its traceback. Routes and applications have no setting
+    that reaches all paths.
+    """
+    from aiohttp import web, web_urldispatcher  # noqa: PLC0415 - callers of `hpcrl.serving` may not serve
+
+    class _ExpectationFailed(web.HTTPExpectationFailed):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(text="the server knows no such Expect header")
+
+    web_urldispatcher.HTTPExpectationFailed = _ExpectationFailed  # type: ignore[attr-defined, misc]
 
 
 async def listen(runner: web.AppRunner, pending: PendingConnections, at: socket.socket | tuple[str, int]) -> int:

@@ -158,6 +158,16 @@ async def test_a_body_that_is_not_what_its_head_says_is_logged_in_one_line(
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("path", [b"/page", b"/nobody-serves-this"])
+@pytest.mark.parametrize("value", [b"1\x980-continue", b"\xff", b"odd"])
+async def test_an_odd_expectation_is_refused(path: bytes, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with server(PendingConnections()) as (_, port):
+        reader, writer = await send(port, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nExpect: " + value + b"\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 417 ")
+        writer.close()
+    assert "Traceback" not in caplog.text
+
+
 def _mutated(randomness: random.Random) -> bytes:
     """A request that a stranger may send."""
     pieces = [b"GET ", b"/page", b" HTTP/1.1\r\n", b"Host: x\r\n", b"Content-Length: 5\r\n", b"\r\n", b"hello"]
