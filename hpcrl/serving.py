@@ -67,7 +67,7 @@ def _answer_odd_expectations() -> None:
         def __init__(self, **settings: Any) -> None:
             super().__init__(text="the server knows no such Expect header")
 
-    web_urldispatcher.HTTPExpectationFailed = _ExpectationFailed  # type: ignore[attr-defined, misc]
+    web_urldispatcher.HTTPExpectationFailed = _ExpectationFailed  # type: ignore[attr-defined]
 
 
 async def listen(runner: web.AppRunner, pending: PendingConnections, at: socket.socket | tuple[str, int]) -> int:
