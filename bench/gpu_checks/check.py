@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import kernels
 import torch
 
 __all__ = ["Check", "Row", "Session", "seconds_of"]
@@ -62,17 +63,4 @@ class Check(NamedTuple):
 def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
     """Seconds of a call: the median of ``repeats`` behind one that is not counted, by the device's clock."""
     run()
-    found = []
-    for _ in range(repeats):
-        if device.type != "cuda":
-            begun = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - begun)
-            continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize(device)
-        found.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(found)
+    return statistics.median(kernels.seconds_of(run, device) for _ in range(repeats))

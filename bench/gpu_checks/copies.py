@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from planner_memory_worker import images
 
 from gpu_checks.check import Check, Row, Session, seconds_of
 from gpu_checks.stack import FULL, PIECES, QWEN, apart, synchronize
@@ -48,9 +50,7 @@ def publish(session: Session, kind: str) -> Iterator[Row]:
             publisher.publish(policy.model, version)
             kept = time.perf_counter() - begun
             publisher.wait()
-            images = [image.data for image in (publisher._base, publisher._last) if image is not None]
-            images += [] if publisher._spare is None else [publisher._spare]
-            size = max((image.nbytes for image in images), default=0)
+            size = images(publisher)
             row = {"version": version, "gb": size / 1e9, "trainer_waits_s": kept, "gb_s": size / kept / 1e9}
             yield row | {"published_s": time.perf_counter() - begun}
 
@@ -76,12 +76,8 @@ def update(session: Session) -> Iterator[Row]:
         yield {"from": name, "gb": number * nbytes / 1e9, "seconds": seconds, "gb_s": number * nbytes / seconds / 1e9}
 
 
-def _publish_of(kind: str) -> Check:
-    return Check(f"whole.publish {kind}", lambda session: publish(session, kind), 90)
-
-
 COPIES = (
     Check("whole.bandwidth", bandwidth, 40),
     Check("whole.update", update, 40),
-    *map(_publish_of, ("full", "fp8")),
+    *(Check(f"whole.publish {kind}", partial(publish, kind=kind), 90) for kind in ("full", "fp8")),
 )
