@@ -38,12 +38,14 @@ suite:
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.5 GB), and need all cores when they
 # start, so that these are three at a time, of which one or two wait
 test-long: WORKERS = 3
+# one of N parts that take about as long: make test-long PART=2/3
+PART ?= 1/1
 # each worker collects: of hundreds of files these are the ones that have such tests
 LONG_FILES = $$(grep -rlE "mark\.(campaign|vllm|triton)" tests --include="test_*.py")
 test-long:
 	@python3 tools/bootstrap.py all dev --slurm --vllm --triton --templates
 	@$(MAKE) --no-print-directory models/quickstart/config.json
-	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" $(LONG_FILES)
+	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" --part $(PART) $(LONG_FILES)
 
 # whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
 test-nightly:

@@ -83,6 +83,8 @@ def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator
 
 #: files that take minutes, and are begun first: else the last of them would run when nothing else does
 LONGEST = ("e2e/test_vllm_faults.py", "slurm_e2e/test_slurm_faults.py", "slurm_e2e/test_slurm_reference.py")
+#: markers of tests that `make test` leaves out
+LONG = ("campaign", "vllm", "triton")
 #: rooms whose tests mostly wait (for clusters and runs), and others that take long; of each the longest first
 WAITING = ("slurm_e2e", "e2e", "journeys", "supervisor", "devcluster")
 BUSY = ("trainer", "planning", "durability", "checkpoints", "weights")
@@ -90,10 +92,29 @@ WAITING_BEGUN = 0.6
 """When all files that wait are begun, as a share of the others."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="K/N", help="the K-th of N parts of the files with long tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_without_vllm(items)
+    if config.getoption("--part") != "1/1":
+        chosen = of_part(items, config.getoption("--part"))
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+        items[:] = [item for item in items if item.path in chosen]
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = in_order(items)
+
+
+def of_part(items: list[pytest.Item], part: str) -> set[Path]:
+    """The files of a part. Those with long tests are dealt out one by one, the longest first: parts take as long."""
+    number, _, parts = part.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise pytest.UsageError(f"--part {part}: K/N is wanted, with K from 1 to N")
+    daily = [item for item in items if not item.get_closest_marker("nightly")]
+    long = [item for item in daily if any(map(item.get_closest_marker, LONG))]
+    files = list(dict.fromkeys(item.path for item in in_order(long)))
+    return set(files[int(number) - 1 :: int(parts)])
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -45,6 +45,7 @@ def quickstart(quickstart_lab: Lab) -> RunDir:
     return quickstart_lab.submit("first", to_end=True)
 
 
+@pytest.mark.campaign
 def test_adapters_learn_and_are_resumed(quickstart_lab: Lab) -> None:
     """Only adapters are trained, saved and published; engines show that they compute with them, in both attempts."""
     lab = quickstart_lab

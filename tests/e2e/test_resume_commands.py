@@ -42,6 +42,7 @@ def resume_at_once(lab: Lab, run: RunDir, totals: list[int]) -> list[subprocess.
         return list(pool.map(resume, totals))
 
 
+@pytest.mark.campaign
 def test_resume_says_what_is_true(lab: Lab) -> None:
     """One run, through all that a person may meet after its first end."""
     with watched_command_lines(lab.runs_root / "mine") as seen:

@@ -57,7 +57,15 @@ def run(shared: SharedRun, request: pytest.FixtureRequest) -> Iterator[RunDir]:
     yield from shared.taken(request)
 
 
-@pytest.mark.parametrize("role", ["orchestrator", "trainer", "trainer worker", "supervisor"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        "trainer",
+        "supervisor",
+        pytest.param("orchestrator", marks=pytest.mark.campaign),
+        pytest.param("trainer worker", marks=pytest.mark.campaign),
+    ],
+)
 def test_killed_role_ends_the_run_and_resume_goes_on(run: RunDir, shared_lab: Lab, role: str) -> None:
     attempt = run.attempts()[-1]
     os.kill(victim(run, role).pid, signal.SIGKILL)

@@ -96,7 +96,7 @@ def test_checks_of_all_parts_run_small_on_a_processor(tmp_path: Path) -> None:
     assert [row["version"] for row in rows["whole.publish fp8"][:-1]] == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_check_runs_small_on_a_processor(tmp_path: Path) -> None:
     """But for the one that compiles layers, which takes minutes on processors."""
     rows = run_session(tmp_path, "correctness", "kernels", "whole", "--only", "[!q]*", "qwen3", "qwen3, [!c]*")

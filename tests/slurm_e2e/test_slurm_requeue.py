@@ -60,6 +60,7 @@ exec {srun} "$@"
 """
 
 
+@pytest.mark.campaign
 def test_an_allocation_in_which_slurm_makes_no_step_is_changed_for_another(slurm_lab: SlurmLab, tmp_path: Path) -> None:
     """A run that has trained goes back into the queue by itself, and on from its checkpoint."""
     srun, refusal = shutil.which("srun", path=slurm_lab.env["PATH"]), tmp_path / "refusal"

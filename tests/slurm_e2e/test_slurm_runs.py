@@ -141,6 +141,7 @@ def test_a_run_learns_inside_of_an_allocation(slurm_lab: SlurmLab, taught_model:
     _frees_its_nodes(slurm_lab, run, job.job_id)
 
 
+@pytest.mark.campaign
 def test_trainer_and_engines_share_a_node(slurm_lab: SlurmLab, taught_model: Path) -> None:
     """Each has GPUs of its own; the run learns, and an engine that is killed comes back into its part of the node."""
     probe = slurm_lab.submit("parts", "job.payload=probe", recipe="qwen3_30b_a3b_node", small=False)

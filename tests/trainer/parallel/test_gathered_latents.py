@@ -174,6 +174,7 @@ def soft(tmp_path_factory):
     return write_model_dir(tmp_path_factory.mktemp("soft") / "model", ARCHS[FAMILY], change=soften)
 
 
+@pytest.mark.campaign
 def test_it_goes_with_all_else_that_a_trainer_does(plain, soft):
     exact = [(check, plain) for check in (check_same, check_tools, check_runs_of_operators, check_blame)]
     run_ranks(

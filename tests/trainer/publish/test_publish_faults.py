@@ -295,7 +295,7 @@ with distributed(timeout_s=60) as parallel:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_writer_killed_at_any_moment(tmp_path, model_dir):
     """kill -9 in the middle: what has a name is whole, and the next writer goes on after it."""
     rng = random.Random(0)
