@@ -52,6 +52,9 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
         partition = cluster.partition_name(Role.TRAINER if beside_trainer else role)
         source = f"cluster.partitions.{partition}.node"
         node = cluster.partitions[partition].node
+        if role is Role.TRAINER and node.gpus:
+            # micro-batches differ in length: freed blocks of fixed sizes would fit fewer and fewer of the next ones
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = EnvValue("expandable_segments:True", "hpcrl")
         whole = not recipe.engine.shares_node
         variables |= _sourced(_network(node, role, whole=whole), source)
         variables |= _sourced(_caches(cluster, run_name), "cluster.paths")

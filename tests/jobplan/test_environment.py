@@ -56,6 +56,14 @@ def test_the_profile_has_the_last_word() -> None:
     assert not VARIABLES & variables(Role.TRAINER, paths=paths, env={}, env_by_role={}).keys()
 
 
+def test_memory_of_trainers_on_gpus_is_expandable_unless_the_profile_says_otherwise() -> None:
+    name, own = "PYTORCH_CUDA_ALLOC_CONF", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    assert variables(Role.TRAINER, env_by_role={})[name] == "expandable_segments:True"
+    assert variables(Role.TRAINER, env=own, env_by_role={})[name] == own[name]
+    # what engines exchange KV blocks in is registered, and must stay where it is
+    assert not {name} & {*variables(Role.PREFILL, env_by_role={}), *variables(Role.ORCHESTRATOR, env_by_role={})}
+
+
 @pytest.mark.parametrize("name", sorted(VARIABLES))
 def test_a_guard_makes_each_cache_private(name: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

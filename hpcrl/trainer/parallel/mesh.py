@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from hpcrl.config.recipe import TrainerParallelismConfig
 from hpcrl.errors import PeerLostError
 from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.trainer.parallel.numa import bind_near
 from hpcrl.trainer.parallel.ranks import Ranks
 
 __all__ = ["Parallel", "distributed", "is_lost_rank", "parallel_of"]
@@ -87,6 +88,7 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
     else:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device.index)
+        bind_near(device)
         native = dist.get_default_backend_for_device(accelerator.type)
         backend = f"cpu:gloo,{accelerator.type}:{native}"
     timeout = timedelta(seconds=timeout_s)
