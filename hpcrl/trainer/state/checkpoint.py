@@ -65,6 +65,9 @@ def trainer_state(
     Moments that do not exist yet, before the first optimizer step, are made. The learning rate is a function of
     the step; there is no gradient scaler.
     """
+    if torch.accelerator.is_available():
+        # copies to the host that the last step began, as those of moments, may not have ended
+        torch.accelerator.synchronize()
     parameters = dict(model.named_parameters())
     moments: dict[str, Any] = {}
     for name, parameter in parameters.items():

@@ -1,6 +1,7 @@
 """What waits in host memory: inputs of layers within a bound, moments of the optimizer a bucket at a time."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hpcrl.trainer.memory import optimizer as host_optimizer
 from hpcrl.trainer.memory.copies import copies_of
 from hpcrl.trainer.memory.offload import ActivationOffload
 from hpcrl.trainer.memory.optimizer import HostAdamW
+from hpcrl.trainer.state.checkpoint import trainer_state
 from hpcrl.trainer.step.optim import clip_gradients, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
@@ -121,6 +123,38 @@ def test_steps_are_those_of_the_device_bit_for_bit(monkeypatch, bucket):
     for ours, theirs in zip(found_of, wanted_of, strict=True):
         for name, value in device.state[theirs].items():
             assert torch.equal(host.state[ours][name], value), name
+
+
+class CopiesOfAStream:
+    """Copies to the host end when the device is waited for, and not before: `finish` is an order to the device."""
+
+    def __init__(self):
+        self.begun = []
+
+    def start(self, target, source):
+        self.begun.append((target, source.detach().clone()))
+        return SimpleNamespace(finish=lambda: None)
+
+    def end(self):
+        for target, copy in self.begun:
+            target.copy_(copy)
+        self.begun = []
+
+
+def test_what_is_saved_waits_for_moments_that_are_on_their_way_to_the_host(monkeypatch):
+    model = nn.Linear(30, 17)
+    optimizer = make_optimizer(list(model.named_parameters()), CONFIG, on_host=True)
+    optimizer._out = late = CopiesOfAStream()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", late.end)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert late.begun
+    saved = trainer_state(model, optimizer, 1)["optimizer"]
+    # after one step the mean of gradients of one is one without what the first beta keeps
+    wanted = torch.tensor(1 - CONFIG.beta1)
+    assert all(torch.allclose(entry["exp_avg"], wanted) for entry in saved.values())
 
 
 def test_three_buckets_are_on_the_device_at_most(monkeypatch):
