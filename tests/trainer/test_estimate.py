@@ -96,7 +96,6 @@ def settings(lengths: tuple[int, ...], dtype: str) -> TrainerMemory:
         trained_tokens=sum(lengths) - len(lengths),
         accumulates=False,
         device="cpu",
-        eager=True,
     )
 
 

@@ -1,9 +1,8 @@
 """Bytes that a layer's forward pass keeps for its backward pass, by module. Pure arithmetic on shapes.
 
-Two implementations are counted. ``eager`` is the trainer of this project as it was measured, on processors: a norm
-keeps its input, a gated block gate, up and their product, all else what autograd keeps. Without it (on GPUs) fused
-kernels are meant, but norms that keep a copy in float32, and blocks that keep their activation. Attention reads packed
-sequences in place in both. docs/planning-memory.md has the sums.
+The trainer of this project is counted, as it was measured on processors and on a GPU: a norm keeps its input, a gated
+block gate, up and their product, all else what autograd keeps. Attention reads packed sequences in place.
+docs/planning-memory.md has the sums.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class ActivationShape:
         Tokens of the micro-batch on this rank (after context parallelism).
     element_bytes:
         Of activations.
-    eager:
-        See the module.
+    on_gpu:
+        Sparse attention is by kernels, and not by plain torch.
     imbalance:
         Tokens that the busiest rank of expert parallelism receives, relative to the mean.
     gathers_from:
@@ -53,7 +52,7 @@ class ActivationShape:
 
     tokens: int
     element_bytes: int
-    eager: bool = False
+    on_gpu: bool = False
     imbalance: float = 1.0
     gathers_from: int = 0
 
@@ -91,7 +90,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
     mixer = layer.mixer
     if mixer is None:
         return 0
-    if shape.eager and isinstance(mixer, Gqa | Mla):
+    if isinstance(mixer, Gqa | Mla):
         heads = mixer.num_attention_heads
         if isinstance(mixer, Mla) and mixer.topk is not None:
             # in latents, normalisers in float32, and the choice
@@ -101,13 +100,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
             return shape.tokens * heads * (mixer.v_head_dim * shape.element_bytes + 4)
         wide = mixer.head_dim if isinstance(mixer, Gqa) else mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
         return shape.tokens * heads * (wide * shape.element_bytes + 4)
-    width = {
-        Gqa: lambda m: m.num_attention_heads * m.head_dim,
-        Mla: lambda m: m.num_attention_heads * m.v_head_dim,
-        Mamba2: lambda m: m.inner_size,
-        GatedDeltaNet: lambda m: m.inner_size,
-    }[type(mixer)](mixer)
-    return int(shape.tokens * width * shape.element_bytes)
+    return shape.tokens * mixer.inner_size * shape.element_bytes
 
 
 def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
@@ -115,7 +108,7 @@ def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
     b, t, d = shape.element_bytes, shape.tokens, _hidden(layer)
     mlp = layer.mlp
     # of a gated block those of gate and up take the memory of these
-    widths = 1 if shape.eager and mlp is not None and mlp.gated and not _clamped(mlp) else 3
+    widths = 1 if mlp is not None and mlp.gated and not _clamped(mlp) else 3
     if isinstance(mlp, Moe):
         routed = t * mlp.num_experts_per_tok * shape.imbalance
         return round(b * (routed * (widths * mlp.moe_intermediate_size + mlp.expert_width) + 2 * t * d))
@@ -146,7 +139,7 @@ def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
     if indexer is None:
         return 0
     b, t = shape.element_bytes, shape.tokens
-    if shape.eager and isinstance(layer.mixer, Mla) and layer.mixer.topk is not None:
+    if not shape.on_gpu and isinstance(layer.mixer, Mla) and layer.mixer.topk is not None:
         # rows that queries chose and their gradients (in float32 once more), weights and theirs, a piece of the queries
         # at a time
         heads, row = layer.mixer.num_attention_heads, layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim
@@ -211,9 +204,8 @@ def _hidden(layer: Layer) -> int:
 
 
 def _norm(width: int, shape: ActivationShape) -> float:
-    """Input and output; not ``eager``: a float32 copy of the input, a number a row, and the normalised value too."""
-    b = shape.element_bytes
-    return shape.tokens * (2 * b * width if shape.eager else width * (4 + 2 * b) + 4)
+    """Input and output."""
+    return 2 * shape.element_bytes * shape.tokens * width
 
 
 def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
@@ -231,12 +223,10 @@ def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
 def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     b, t = shape.element_bytes, shape.tokens
     q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
-    # per head norm: its input, or (not eager) a float32 copy and the normalised value; then the rotated one
     # the gate of the output, and the output before it
     gate = 2 * q * b * t if mixer.output_gate else 0
-    normed = (b if shape.eager else 4 + b) * t if mixer.qk_norm != "none" else 0
-    rows = 4 * t * (mixer.num_attention_heads + mixer.num_key_value_heads) if normed and not shape.eager else 0
-    queries_and_keys = (q + kv) * (normed + b * t) + rows
+    # what a norm of each head reads, and what is rotated
+    queries_and_keys = (q + kv) * b * t * (2 if mixer.qk_norm != "none" else 1)
     # the output is what its projection reads
     output = q * b * t + 4 * t * mixer.num_attention_heads
     return queries_and_keys + kv * b * t + output + gate
@@ -248,20 +238,16 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
     if latents_of_all := _gathered_latents(mixer, shape):
         # queries and the output, with a sum of each query's scores; keys and values are made again
-        norms = 2 * b * latents if shape.eager else latents * (4 + 2 * b) + 8
-        return t * (norms + b * mixer.qk_rope_head_dim + heads * (b * (qk + mixer.v_head_dim) + 4)) + latents_of_all
-    if shape.eager and mixer.topk is None:
+        attention = heads * (b * (qk + mixer.v_head_dim) + 4)
+        return t * (2 * b * latents + b * mixer.qk_rope_head_dim + attention) + latents_of_all
+    if mixer.topk is None:
         # queries; keys, and what they and values are made of; the output, and a sum of each query's scores
         attention = heads * (b * (2 * qk + mixer.qk_nope_head_dim + 2 * mixer.v_head_dim) + 4)
         return t * (2 * b * latents + b * mixer.qk_rope_head_dim + attention)
-    norms = 2 * b * latents if shape.eager else latents * (4 + 2 * b) + 8
-    low_rank = t * (norms + mixer.qk_rope_head_dim * b)
+    low_rank = t * b * (2 * latents + mixer.qk_rope_head_dim)
     queries = t * heads * qk * b
     statistics = 4 * t * heads
     output = t * heads * mixer.v_head_dim * b
-    if mixer.topk is None:
-        keys_and_values = t * heads * (qk + mixer.qk_nope_head_dim + mixer.v_head_dim) * b
-        return low_rank + 2 * queries + keys_and_values + output + statistics
     # sparse kernels work on latents: queries folded into them, outputs in them, and the chosen tokens
     folded = t * heads * (mixer.kv_lora_rank + mixer.qk_rope_head_dim) * b
     latent_output = t * heads * mixer.kv_lora_rank * b
@@ -270,20 +256,14 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
 
 def _mamba(mixer: Mamba2, shape: ActivationShape) -> float:
     b, t, inner = shape.element_bytes, shape.tokens, mixer.inner_size
-    if shape.eager:
-        # the projection, of which the gate is copied to float32; what is convolved, before and after its activation,
-        # and cut into chunks; steps at three places; states before chunks, as the recurrence and as readers have them
-        gate = b * (inner + mixer.conv_dim + mixer.num_heads) + (4 * inner if b < 4 else 0)
-        steps = 4 * 3 * mixer.num_heads
-        edges = 2 * 4 * mixer.num_heads * (mixer.head_dim * mixer.state_size + 1) / mixer.chunk_size
-        # read, activated gate, their product and its normalised value in float32; output; indices of tokens
-        normed = inner * (4 * 4 + b) + 4 * mixer.n_groups
-        return t * (gate + 4 * b * mixer.conv_dim + steps + edges + normed + 4 * 8)
-    projected = t * b * (inner + mixer.conv_dim + mixer.num_heads)
-    # convolution in and out, states at the edges of chunks in float32, gated norm, output
-    convolved = t * b * mixer.conv_dim
-    states = 4 * (t / mixer.chunk_size) * mixer.num_heads * mixer.head_dim * mixer.state_size
-    return projected + convolved + states + t * inner * (4 + 3 * b)
+    # the projection, of which the gate is copied to float32; what is convolved, before and after its activation, and
+    # cut into chunks; steps at three places; states before chunks, as the recurrence and as readers have them
+    gate = b * (inner + mixer.conv_dim + mixer.num_heads) + (4 * inner if b < 4 else 0)
+    steps = 4 * 3 * mixer.num_heads
+    edges = 2 * 4 * mixer.num_heads * (mixer.head_dim * mixer.state_size + 1) / mixer.chunk_size
+    # read, activated gate, their product and its normalised value in float32; output; indices of tokens
+    normed = inner * (4 * 4 + b) + 4 * mixer.n_groups
+    return t * (gate + 4 * b * mixer.conv_dim + steps + edges + normed + 4 * 8)
 
 
 def _delta_net(mixer: GatedDeltaNet, shape: ActivationShape) -> float:
@@ -302,23 +282,23 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
     routed = t * k * shape.imbalance
     # probabilities; chosen experts, their weights before and after they are normalised; places of rows, and rows by
     # place, twice where the rows of each token begin
-    router = 4 * t * mlp.num_experts + t * (4 + 8 + (32 if shape.eager else 28 + b) * k)
-    if shape.eager and mlp.correction_bias and b < 4:
+    router = 4 * t * mlp.num_experts + t * (4 + 8 + 32 * k)
+    if mlp.correction_bias and b < 4:
         # scores are computed of float32 copies; what they are copied from is kept for others that read it alone
         router += 4 * mlp.hidden_size * (t + mlp.num_experts)
         router -= b * t * mlp.hidden_size if mlp.shared is None and mlp.latent_size is None else 0
     # sorted inputs, gate and up, activation, product, outputs
     # clamped gates (gpt-oss): they and ups as they are, clamped, activated, and each factor of the product
-    products = 7 if shape.eager and _clamped(mlp) else _products(gated=mlp.gated, shape=shape)
+    products = 7 if _clamped(mlp) else _products(gated=mlp.gated)
     widths = 2 * mlp.expert_width + products * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
     # what is sorted by expert is not kept as it was before
-    latent = 0 if mlp.latent_size is None else (1 if shape.eager else 2) * b * t * mlp.latent_size
+    latent = b * t * (mlp.latent_size or 0)
     return router + b * routed * widths + shared + latent
 
 
 def _dense(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
-    return shape.element_bytes * tokens * _products(gated=mlp.gated, shape=shape) * mlp.intermediate_size
+    return shape.element_bytes * tokens * _products(gated=mlp.gated) * mlp.intermediate_size
 
 
 def _clamped(mlp: DenseMlp | Moe) -> bool:
@@ -326,6 +306,6 @@ def _clamped(mlp: DenseMlp | Moe) -> bool:
     return isinstance(mlp, Moe) and mlp.bias
 
 
-def _products(*, gated: bool, shape: ActivationShape) -> int:
-    """Gate, up and product, without a gate what is squared and its square; not ``eager``: one more, the activation."""
-    return (3 if gated else 2) + (0 if shape.eager else 1)
+def _products(*, gated: bool) -> int:
+    """Gate, up and product, without a gate what is squared and its square."""
+    return 3 if gated else 2

@@ -140,10 +140,9 @@ def _one_host(places: tuple[RoleMemory, ...], replicas: int) -> tuple[RoleMemory
 
 
 def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> TrainerMemory:
-    """The trainer of a recipe. On CPU it is the one of this version, on GPUs the one that is planned."""
+    """Describe the trainer of a recipe, in its terms of memory."""
     trainer = recipe.trainer
     saving = trainer.memory
-    eager = device == "cpu"
     budget = trainer.micro_batch_tokens
     auto = AUTO_CHUNK_OF_ROLLOUTS if recipe.algorithm.loss.is_of_rollouts else AUTO_CHUNK
     return TrainerMemory(
@@ -171,7 +170,6 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         staging_bytes=_staging_bytes(recipe),
         saves_aside=recipe.checkpoint.mode == "async",
         device=device,
-        eager=eager,
     )
 
 

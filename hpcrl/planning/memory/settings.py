@@ -86,8 +86,6 @@ class TrainerMemory:
         What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
     optimizer_bucket_bytes:
         Of optimizer state that moves together.
-    eager:
-        The project's own trainer as it is (see `hpcrl.planning.memory.activations`), and what it publishes.
     real:
         Activations of the real model; None: by formulas.
     """
@@ -120,7 +118,6 @@ class TrainerMemory:
     device: Literal["cpu", "cuda"] = "cuda"
     host_is_apart: bool | None = None
     optimizer_bucket_bytes: int = OFFLOAD_BUCKET
-    eager: bool = False
     real: RealPass | None = None
 
     @property
@@ -164,7 +161,7 @@ class TrainerMemory:
         return ActivationShape(
             tokens=self.tokens,
             element_bytes=self.element_bytes,
-            eager=self.eager,
+            on_gpu=self.device == "cuda",
             imbalance=self.expert_imbalance if self.ep > 1 else 1.0,
             gathers_from=self.cp if self.cp > 1 and self.cp_scheme == "gather" else 0,
         )

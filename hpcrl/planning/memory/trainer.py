@@ -199,9 +199,8 @@ class _Trainer:
             ledgers = (self._ledger(f"{name} of layer {i}", terms(i)) for i in self._candidates)
             yield max(ledgers, key=lambda ledger: ledger.total)
         yield self.at_the_update()
-        if self.m.eager:
-            yield self._ledger("publishing", self._publishing())
-            yield self._ledger("loading", self._loading())
+        yield self._ledger("publishing", self._publishing())
+        yield self._ledger("loading", self._loading())
 
     def at_the_update(self) -> Ledger:
         """While the optimizer works."""
@@ -227,10 +226,7 @@ class _Trainer:
         yield from self._kept(len(self.layers))
         n, b, t = m.logit_tokens, m.element_bytes, m.tokens
         inputs = {"T": t, "D": d, "n": n, "b": b}
-        if m.eager:
-            yield Term("final norm and selection", (t + n) * d * b, "(T + n) D b", inputs)
-        else:
-            yield Term("final norm and selection", t * d * (4 + b) + n * d * b, "T D (4 + b) + n D b", inputs)
+        yield Term("final norm and selection", (t + n) * d * b, "(T + n) D b", inputs)
         yield logits_term(self.facts, m)
 
     def _reduced(self, i: int) -> float:

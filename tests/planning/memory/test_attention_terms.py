@@ -20,7 +20,7 @@ def test_a_ring_holds_what_travels() -> None:
     # 8 heads of keys and of values, three times in bfloat16 and twice in float32, and gradients of 32 heads of queries;
     # gate, up, activation and product of the block were there before, and gradients of three, and two of the residual
     travelling = 128 * (2 * 8 * (3 * 2 + 2 * 4) + 4 * 32)
-    assert ring_bytes(narrow, memory.activations) == 16384 * (travelling - 2 * (7 * 256 + 2 * 4096))
+    assert ring_bytes(narrow, memory.activations) == 16384 * (travelling - 2 * (4 * 256 + 2 * 4096))
     # the block of this model had more
     assert ring_bytes(layer, memory.activations) == 0
     assert trainer_peak(facts, memory).total == trainer_peak(facts, replace(memory, cp_scheme="ulysses")).total
@@ -34,7 +34,7 @@ def test_gathered_latents_are_kept_in_place_of_keys_and_values() -> None:
     narrow = replace(dense, mlp=replace(dense.mlp, intermediate_size=256))
     # of 128 heads: keys of 128 + 64 channels and values of 128; of all tokens 576 numbers; without what the block had
     made = 2 * 128 * (2 * 128 + 3 * 192 + 4 * 128) + (4 + 2) * 8 * 576
-    assert expansion_bytes(narrow, memory.activations) == 16384 * (made - 2 * (7 * 256 + 2 * 7168))
+    assert expansion_bytes(narrow, memory.activations) == 16384 * (made - 2 * (4 * 256 + 2 * 7168))
     # eight experts a token had more
     assert expansion_bytes(facts.layers[-1], memory.activations) == 0
     assert trainer_peak(facts, memory).total < trainer_peak(facts, replace(memory, cp_scheme="ulysses")).total
