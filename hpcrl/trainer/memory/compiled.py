@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ def find_compiler(device: torch.device) -> None:
     Raises
     ------
     UsageError
-        It is not installed.
+        It is not installed, or cannot be used with torch where that is.
     """
+    if BACKEND != "inductor":
+        return  # graphs as they are need nothing
     hint = "    hint: set trainer.memory.compile: false, or install one on the trainer's nodes"
     if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
@@ -47,6 +50,13 @@ def find_compiler(device: torch.device) -> None:
     if not any(map(shutil.which, names)):
         what = f"trainer.memory.compile needs a C++ compiler, and there is none ({', '.join(names)})"
         raise UsageError(f"{what}\n{hint}")
+    place = Path(torch.__file__).parent
+    if any(map(str.isspace, str(place))):
+        # torch puts its directories into the compiler's command without quotes
+        raise UsageError(
+            f"trainer.memory.compile cannot be used on processors: torch is in {place}, a path with spaces\n"
+            "    hint: set trainer.memory.compile: false, or make the environment in a directory without spaces"
+        )
 
 
 class _Opaque:

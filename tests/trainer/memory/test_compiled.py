@@ -52,8 +52,24 @@ def test_other_lengths_and_more_layers_take_no_other_graphs():
     assert found[0] == found[1] == found[2]
 
 
-def test_a_missing_compiler_is_named_with_a_way_out(monkeypatch):
-    compiled.find_compiler(torch.device("cpu"))
+@pytest.fixture
+def spaces():
+    """Whether torch is at a place at which its compiler cannot be used."""
+    return " " in torch.__file__
+
+
+def test_a_path_with_spaces_is_named_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/opt/my tools/torch/__init__.py")
+    wanted = "(?s)torch is in /opt/my tools/torch, a path with spaces.*hint: set trainer.memory.compile: false"
+    with pytest.raises(UsageError, match=wanted):
+        compiled.find_compiler(torch.device("cpu"))
+    with backend("eager"):
+        compiled.find_compiler(torch.device("cpu"))
+
+
+def test_a_missing_compiler_is_named_with_a_way_out(monkeypatch, spaces):
+    if not spaces:
+        compiled.find_compiler(torch.device("cpu"))
     monkeypatch.setenv("PATH", "/nowhere")
     wanted = r"(?s)a C\+\+ compiler, and there is none.*hint: set trainer.memory.compile: false"
     with pytest.raises(UsageError, match=wanted):
@@ -145,7 +161,7 @@ def test_graphs_compute_the_same_where_tokens_travel(tmp_path):
 @pytest.mark.campaign
 # a C++ compiler, many times: on a slow or busy machine it takes minutes
 @pytest.mark.timeout(1200)
-def test_kernels_compute_the_same(tmp_path):
+def test_kernels_compute_the_same(tmp_path, spaces):
     """With torch's compiler and the machine's."""
     arch = Qwen3Arch(
         vocab_size=103,
@@ -160,6 +176,10 @@ def test_kernels_compute_the_same(tmp_path):
     model_dir = write_model_dir(tmp_path / "model", arch)
     with distributed(timeout_s=120) as parallel:
         wanted = train_with(model_dir, parallel, SAVING)
+        if spaces:
+            with pytest.raises(UsageError, match="a path with spaces"):
+                train_with(model_dir, parallel, {**SAVING, **COMPILED})
+            return
         with backend("inductor") as counted:
             assert far(train_with(model_dir, parallel, {**SAVING, **COMPILED}), wanted) == []
             assert counted["unique_graphs"]
