@@ -88,5 +88,5 @@ def test_the_reference_run_with_replay_fits_with_room_for_fewer_rows() -> None:
     held_by = [loop.in_flight_limit for loop in found.values()]
     assert held_by == ["rollouts.routes_in_flight_gib", "rollouts.routes_in_flight_gib", "trainer"]
     _, ahead, sync = found.values()
-    assert (int(ahead.in_flight), int(sync.in_flight)) == (779, 852)
-    assert (round(ahead.step_s), round(sync.step_s)) == (186, 173)
+    assert (int(ahead.in_flight), int(sync.in_flight)) == (779, 859)
+    assert (round(ahead.step_s), round(sync.step_s)) == (186, 172)

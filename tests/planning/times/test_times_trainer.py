@@ -59,9 +59,9 @@ def test_kernels_without_products_move_what_is_kept() -> None:
     """By hand, of a dense layer in bfloat16: what a pass keeps goes once through memory in it, 1.25 times backwards."""
     dense = load_facts("Qwen3-8B")
     d, q, kv, f, layers, tokens = 4096, 4096, 1024, 12288, 36, 64 * 2048 / 8
-    norms = 2 * (8 * d + 4)
-    attention = (q + kv) * 8 + 4 * (32 + 8) + 2 * kv + 2 * q + 4 * 32
-    kept = layers * (norms + attention + 2 * 4 * f)
+    norms = 2 * (4 * d)
+    attention = (q + kv) * 4 + 2 * kv + 2 * q + 4 * 32
+    kept = layers * (norms + attention + 2 * 3 * f)
     own = rates()
     shape = TrainerShape(nodes=1, gpus_per_node=8, recompute="none", micro_batch_tokens=2048)
     found = {
