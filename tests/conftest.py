@@ -83,8 +83,6 @@ def nothing_left_in_working_directory(empty_working_directory: Path) -> Iterator
 
 #: files that take minutes, and are begun first: else the last of them would run when nothing else does
 LONGEST = ("e2e/test_vllm_faults.py", "slurm_e2e/test_slurm_faults.py", "slurm_e2e/test_slurm_reference.py")
-#: markers of tests that `make test` leaves out
-LONG = ("campaign", "vllm", "triton")
 #: rooms whose tests mostly wait (for clusters and runs), and others that take long; of each the longest first
 WAITING = ("slurm_e2e", "e2e", "journeys", "supervisor", "devcluster")
 BUSY = ("trainer", "planning", "durability", "checkpoints", "weights")
@@ -93,9 +91,10 @@ WAITING_BEGUN = 0.6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", metavar="K/N", help="the K-th of N parts of the files with long tests")
+    parser.addoption("--part", default="1/1", metavar="K/N", help="the K-th of N parts of the files")
 
 
+@pytest.hookimpl(trylast=True)  # parts are of what `-m` has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_without_vllm(items)
     if config.getoption("--part") != "1/1":
@@ -107,13 +106,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def of_part(items: list[pytest.Item], part: str) -> set[Path]:
-    """The files of a part. Those with long tests are dealt out one by one, the longest first: parts take as long."""
+    """The files of a part. They are dealt out one by one, the longest first, so that parts take about as long."""
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
         raise pytest.UsageError(f"--part {part}: K/N is wanted, with K from 1 to N")
-    daily = [item for item in items if not item.get_closest_marker("nightly")]
-    long = [item for item in daily if any(map(item.get_closest_marker, LONG))]
-    files = list(dict.fromkeys(item.path for item in in_order(long)))
+    files = list(dict.fromkeys(item.path for item in in_order(items)))
     return set(files[int(number) - 1 :: int(parts)])
 
 

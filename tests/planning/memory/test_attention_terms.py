@@ -18,7 +18,7 @@ def test_a_ring_holds_what_travels() -> None:
     assert isinstance(layer.mlp, DenseMlp)
     narrow = replace(layer, mlp=replace(layer.mlp, intermediate_size=256))
     # 8 heads of keys and of values, three times in bfloat16 and twice in float32, and gradients of 32 heads of queries;
-    # gate, up, activation and product of the block were there before, and gradients of three, and two of the residual
+    # gate, up and product of the block were there before, and a gradient of one, and two of the residual
     travelling = 128 * (2 * 8 * (3 * 2 + 2 * 4) + 4 * 32)
     assert ring_bytes(narrow, memory.activations) == 16384 * (travelling - 2 * (4 * 256 + 2 * 4096))
     # the block of this model had more
