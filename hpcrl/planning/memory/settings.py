@@ -86,6 +86,8 @@ class TrainerMemory:
         What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
     optimizer_bucket_bytes:
         Of optimizer state that moves together.
+    deepep_tokens:
+        Maximum tokens that one rank gives to DeepEP in one pass; 0: torch's collectives carry them.
     real:
         Activations of the real model; None: by formulas.
     """
@@ -118,6 +120,7 @@ class TrainerMemory:
     device: Literal["cpu", "cuda"] = "cuda"
     host_is_apart: bool | None = None
     optimizer_bucket_bytes: int = OFFLOAD_BUCKET
+    deepep_tokens: int = 0
     real: RealPass | None = None
 
     @property

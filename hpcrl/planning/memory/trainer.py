@@ -37,6 +37,9 @@ from hpcrl.planning.memory.sharded import ShardedParameters, of_all_layers
 
 __all__ = ["trainer_fits", "trainer_moments", "trainer_peak"]
 
+_DEEPEP_ALIGNMENT, _DEEPEP_PAGE = 32, 2 << 20
+"""Multiples, in bytes, that DeepEP rounds the parts of a token and its whole buffer up to."""
+
 
 def trainer_peak(facts: ModelFacts, memory: TrainerMemory) -> Ledger:
     """The moment that binds."""
@@ -92,6 +95,7 @@ class _Trainer:
         m, n, trained = self.m, self.m.shards, self.trained
         if m.parameter_offload and m.device == "cuda":
             yield self._runtime()
+            yield self._dispatch()
             yield self._replay()
             return
         yield self._weights()
@@ -111,6 +115,7 @@ class _Trainer:
             yield image_term(self.facts, m)
             yield checkpoint_term(self.facts, m)
         yield self._runtime()
+        yield self._dispatch()
         yield self._replay()
 
     def _weights(self) -> Term:
@@ -142,6 +147,24 @@ class _Trainer:
             {"context": CUDA_BYTES, "groups": groups, "communicator": NCCL_BYTES},
             "assumed",
         )
+
+    def _dispatch(self) -> Term | None:
+        """DeepEP's buffer, which the layers share: room for what one exchange receives at most, in whole pages.
+
+        By the layouts of ``dispatch.cuh`` and ``combine.cuh`` in DeepEP 2.1, of ranks that reach each other by NVLink.
+        A token travels with its experts and weights, and outwards with its source, too.
+        """
+        m = self.m
+        if not m.deepep_tokens or m.ep == 1:
+            return None
+        t, r, k, hidden = m.deepep_tokens, m.ep, self.facts.num_experts_per_tok, 2 * self.facts.hidden_size
+        sent, returned = (
+            rooms * t * (_aligned(hidden, _DEEPEP_ALIGNMENT) + _aligned(rest, _DEEPEP_ALIGNMENT))
+            for rooms, rest in ((r, 8 * k + 4 * (1 + k)), (min(r, k), 8 * k))
+        )
+        inputs = {"T": t, "ranks": r, "D": self.facts.hidden_size, "k": k}
+        value = _aligned(max(sent, returned), _DEEPEP_PAGE)
+        return Term("DeepEP buffer", value, "ranks · T · (2 D + 12 k + 4)", inputs, "DeepEP 2.1")
 
     def _replay(self) -> Term | None:
         if not self.m.router_replay:
@@ -366,3 +389,7 @@ def _rotary_dim(facts: ModelFacts) -> int:
         if isinstance(layer.mixer, Gqa):
             return layer.mixer.head_dim if layer.mixer.rotary else 0
     return 0
+
+
+def _aligned(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

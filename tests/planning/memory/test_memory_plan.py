@@ -247,6 +247,34 @@ def test_router_replay_payload_of_a_sample() -> None:
     assert ledger["router replay"].value == 78_643_200
 
 
+def test_buffer_of_deepep_by_hand() -> None:
+    """A token of GLM-5 is 12,288 bytes of bfloat16, and 100 of experts, weights and source in 128."""
+    memory = _trainer(ep=8, deepep_tokens=65_544)
+    wanted = 8 * 65_544 * (12_288 + 128)
+    # parameters that wait on the host do not change it
+    for settings in (memory, replace(memory, parameter_offload=True)):
+        moments = {ledger.name: ledger for ledger in trainer_moments(GLM5, settings)}
+        # it is made in the first exchange, after the weights have come
+        assert "DeepEP buffer" not in {term.name for term in moments.pop("loading").terms}
+        assert len(moments) > 2
+        for ledger in moments.values():
+            assert wanted <= ledger["DeepEP buffer"].value < wanted + (2 << 20)
+            assert ledger["DeepEP buffer"].value % (2 << 20) == 0
+
+
+@pytest.mark.parametrize("settings", [(), ("trainer.parallelism.ep=1", "trainer.parallelism.dispatcher=deepep")])
+def test_no_buffer_of_deepep_where_it_carries_nothing(settings: tuple[str, ...]) -> None:
+    assert "DeepEP buffer" not in _names_of_trainer(*settings)
+
+
+def test_recipe_with_deepep_has_its_buffer() -> None:
+    assert "DeepEP buffer" in _names_of_trainer("trainer.parallelism.dispatcher=deepep")
+
+
+def _names_of_trainer(*settings: str) -> set[str]:
+    return {term.name for term in _report(*settings).place(Role.TRAINER, "gpu").ledger.terms}
+
+
 def test_tensor_parallelism_cuts_heads_but_not_latents() -> None:
     qwen = load_facts("Qwen3-235B-A22B")
     one, eight = (EngineMemory(ranks=8, tp=tp) for tp in (1, 8))
