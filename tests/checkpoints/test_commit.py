@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -111,6 +112,18 @@ def test_a_newer_attempt_is_named_where_it_comes_while_an_entry_is_staged(
     monkeypatch.setattr("hpcrl.fence.Fence.create", and_a_newer_comes)
     with pytest.raises(FencedError):
         writer.stage(5)
+
+
+def test_a_directory_that_cannot_be_made_is_not_staged(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcrl.checkpoints.writer.lost_answers", SimpleNamespace(make_own_directory=gone))
+        with pytest.raises(FileNotFoundError, match="trainer"):
+            writer.stage(5)
 
 
 def test_a_newer_attempt_is_named_where_an_entry_is_committed(writer: CheckpointWriter) -> None:
