@@ -14,6 +14,7 @@ from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.history import read_saved
 from hpcrl.errors import CheckpointError, FencedError
+from hpcrl.fence import Fence
 from hpcrl.fs import FileRecord
 
 NOW_S = 2e9
@@ -138,14 +139,15 @@ def test_a_newer_attempt_is_named_also_where_it_comes_after_the_first_look(
     writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of the trainer is not there any more: that is not what went wrong."""
-    check, looks = type(writer.fence).check, []
+    check = Fence.check
+    looks: list[Fence] = []
 
-    def late(fence: object) -> None:
-        looks.append(None)
+    def late(fence: Fence) -> None:
+        looks.append(fence)
         if len(looks) == 1:
             CheckpointWriter.claim(writer.root, 4)
         else:
-            check(writer.fence)
+            check(fence)
 
     records = write_files(writer.stage(5), b"weights", files=1)
     monkeypatch.setattr("hpcrl.fence.Fence.check", late)

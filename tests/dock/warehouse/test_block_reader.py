@@ -20,7 +20,7 @@ from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.reading import BlockReader
 
-Reply = Callable[[socket.socket], None]
+Reply = Callable[[socket.socket], object]
 
 
 class Server:
@@ -126,7 +126,7 @@ def test_a_server_that_says_nothing_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(reading, "_RECEIVE_S", 0.05)
     ended = threading.Event()
-    server.replies = [[lambda _: ended.wait(60.0) and None]]
+    server.replies = [[lambda _: ended.wait(60.0)]]
     place, block = blocks[0]
     assert reader.read(place) == b"".join(block)
     ended.set()
