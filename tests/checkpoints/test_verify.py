@@ -96,9 +96,10 @@ def test_a_stale_handle_is_asked_again(entry: CheckpointEntry, monkeypatch: pyte
 
 
 def test_a_handle_that_stays_stale_is_damage(entry: CheckpointEntry, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing_open(monkeypatch, errno.ESTALE, 1000)
+    opened = failing_open(monkeypatch, errno.ESTALE, 1000)
     with pytest.raises(CheckpointError, match=r"0\.distcp cannot be read: Stale file handle"):
         entry.verify()
+    assert len(opened) == 3 * 20
 
 
 def test_other_errors_are_not_asked_again(entry: CheckpointEntry, monkeypatch: pytest.MonkeyPatch) -> None:
