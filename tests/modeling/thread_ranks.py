@@ -100,9 +100,18 @@ class ThreadRanks:
     def _all_reduce(self, tensor: Tensor, group: object) -> None:
         tensor.copy_(torch.stack(self._meet(tensor.detach().clone())).sum(0))
 
-    def _all_to_all(self, into: Tensor, rows: Tensor, received: list[int], sent: list[int], group: object) -> None:
-        parts = [each[self._own.rank] for each in self._meet(rows.detach().clone().split(sent))]
-        assert [len(part) for part in parts] == received
+    def _all_to_all(
+        self,
+        into: Tensor,
+        rows: Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+        *,
+        group: object,
+    ) -> None:
+        equal = [len(rows) // self.size] * self.size
+        parts = [each[self._own.rank] for each in self._meet(rows.detach().clone().split(sent or equal))]
+        assert [len(part) for part in parts] == (received or equal)
         into.copy_(torch.cat(parts))
 
     def _send_and_receive(self, operations: Sequence[Operation]) -> list[Done]:
