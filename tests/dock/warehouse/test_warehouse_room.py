@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,9 +103,13 @@ def test_pages_of_a_released_block_are_used_once(warehouse: EmbeddedWarehouse, b
     blocks.check(second, third)
 
 
-@pytest.mark.parametrize(("pages", "held"), [(1, 5), (2, 4), (3, 4), (4, 4), (5, 9)])
-def test_pages_are_used_for_blocks_of_half_to_all_of_their_size(blocks: Blocks, pages: int, held: int) -> None:
-    blocks._warehouse.release([blocks.put(4)[0]])
+@pytest.mark.parametrize(
+    ("released", "pages", "held"), [(4, 1, 5), (4, 2, 4), (4, 3, 4), (4, 4, 4), (4, 5, 9), (3, 1, 4), (5, 2, 7)]
+)
+def test_pages_are_used_for_blocks_of_half_to_all_of_their_size(
+    blocks: Blocks, *, released: int, pages: int, held: int
+) -> None:
+    blocks._warehouse.release([blocks.put(released)[0]])
     own = blocks.put(pages)
     assert blocks.held() == (1, held)
     blocks.check(own)
@@ -171,6 +176,11 @@ def test_a_block_that_memory_refuses_leaves_nothing(
     assert f"cannot keep a block of {refused[0].bytes} bytes: [Errno {number}]" in caplog.text
     assert warehouse.put(*refused)
     blocks.check(kept, refused)
+
+
+def test_a_directory_that_somebody_has_removed_is_closed_all_the_same(warehouse: EmbeddedWarehouse) -> None:
+    shutil.rmtree(warehouse.directory)
+    warehouse.close()
 
 
 def test_a_closed_warehouse_takes_and_gives_nothing(warehouse: EmbeddedWarehouse, blocks: Blocks) -> None:
