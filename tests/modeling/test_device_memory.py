@@ -6,6 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hpcrl.modeling import transfer
 from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
@@ -124,8 +125,6 @@ def test_the_last_results_are_kept_for_the_layers_of_a_pass() -> None:
 
 
 def test_results_are_real_where_others_are_fake() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
     @kept_for_layers(1)
     def ones(number: int) -> torch.Tensor:
         return torch.ones(number)
