@@ -129,6 +129,25 @@ def test_a_rank_fills_its_part_alone(
         assert torch.equal(parameter, expected), name
 
 
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("column", [0, 1])
+def test_a_block_of_zeros_alone_may_have_the_scale_zero(tmp_path: Path, row: int, column: int) -> None:
+    save_model(tmp_path, dict(QWEN3))
+    expected, block = in_fp8(tmp_path), (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+    tensors = load_file(tmp_path / FILE)
+    tensors[f"{QUERY}_scale_inv"][row, column] = 0.0
+    values = tensors[QUERY].float()
+    values[block] = 0.0
+    expected[block] = 0.0
+    save_file(tensors | {QUERY: values.to(torch.float8_e4m3fn)}, tmp_path / FILE)
+    assert torch.equal(dict(published_tensors(own := load_ours(tmp_path), own.adapter))[QUERY], expected)
+    # in its last element
+    values[block][-1, -1] = 1.0
+    save_file(tensors | {QUERY: values.to(torch.float8_e4m3fn)}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="has the scale 0 for a block that is not zero"):
+        load_ours(tmp_path)
+
+
 def test_a_tensor_is_read_whole_into_another_dtype(tmp_path: Path) -> None:
     save_model(tmp_path, dict(QWEN3))
     expected = in_fp8(tmp_path).to(torch.bfloat16)

@@ -168,6 +168,7 @@ def test_a_lease_that_cannot_be_written_in_time_is_none(
 
     def wait(seconds: float) -> bool:
         clock.now += seconds
+        assert clock.now < 1000.0 + LONG_S
         return False
 
     monkeypatch.setattr(reader._stop, "wait", wait)
