@@ -37,6 +37,14 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Names stay however long a test takes."""
+    clock = Clock()
+    monkeypatch.setattr(readers, "time", clock)
+    return clock
+
+
 @pytest.fixture
 def reader(root: Path) -> Iterator[Registration]:
     with Registration(root, "engine-0", expiry_s=LONG_S, node="n1") as reader:
@@ -85,9 +93,7 @@ def test_each_word_has_a_name_of_its_own(root: Path, reader: Registration) -> No
     )
 
 
-def test_a_name_stays_for_as_long_as_a_listing_may_take(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(readers, "time", clock)
+def test_a_name_stays_for_as_long_as_a_listing_may_take(root: Path, clock: Clock) -> None:
     with Registration(root, "r", expiry_s=LONG_S) as reader:
         clock.now += 5.0
         reader.acknowledge(1)  # takes the place of the first
@@ -158,13 +164,11 @@ def test_a_lease_waits_for_a_share_that_is_full_for_a_while(
 
 
 def test_a_lease_that_cannot_be_written_in_time_is_none(
-    root: Path, reader: Registration, monkeypatch: pytest.MonkeyPatch
+    reader: Registration, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a quarter of the time after which others count it as dead, because renewals cannot be written, either."""
-    clock = Clock()
     reader.lease([1])
     Refusing(monkeypatch, 10**6)
-    monkeypatch.setattr(readers, "time", clock)
 
     def wait(seconds: float) -> bool:
         clock.now += seconds

@@ -15,7 +15,7 @@ from handoff_lab import model_directory, publish
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.segments import Segment, SegmentMap
 from hpcrl.weights.read.nodecache import NodeCache
-from hpcrl.weights.read.ownership import OwnerLock
+from hpcrl.weights.read.ownership import OwnerLock, myself
 
 
 class Lab:
@@ -29,15 +29,16 @@ class Lab:
         #: those of tensors, by their numbers; before them is the head of the file
         self.tensors, self.other_tensors = self.segments.in_order[1:], self.others.in_order[1:]
         self.loaded: list[int] = []
+        self.limit_s = 10.0
 
-    def cache(self, room: float = 100.0, *, limit_s: float = 10.0, **how: Any) -> NodeCache:
+    def cache(self, room: float = 100.0, **how: Any) -> NodeCache:
         """For so many segments."""
         return NodeCache(
             self.base,
             self.store.root,
             secret="5" * 64,
             limit_bytes=int(room * 8000),
-            segment_limit_s=lambda size: limit_s,
+            segment_limit_s=lambda size: self.limit_s,
             **how,
         )
 
@@ -61,6 +62,13 @@ class Lab:
         found = cache.get(self.segments, segment, self.load(segment), **how)
         assert found == self.content(segment)
         return found
+
+    def get_privately(self, cache: NodeCache, number: int) -> None:
+        """Get a segment that the cache does not take, however long it is asked."""
+        before, self.limit_s = cache.private_bytes, 0.02
+        self.get(cache, number)
+        self.limit_s = 10.0
+        assert cache.private_bytes == before + 8000
 
     def file(self, cache: NodeCache, number: int) -> Path:
         segment = self.tensors[number]
@@ -130,8 +138,10 @@ def test_the_last_to_leave_removes_the_cache(lab: Lab) -> None:
 # -- reading for oneself
 
 
-def test_a_segment_that_is_larger_than_the_cache_is_read_by_each(lab: Lab) -> None:
+def test_a_segment_that_is_larger_than_the_cache_is_read_by_each(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: no room will come."""
     cache = lab.cache(0.9)
+    monkeypatch.setattr("hpcrl.weights.read.nodecache.time.sleep", lambda seconds: pytest.fail("it waits"))
     for times in (1, 2):
         lab.get(cache, 0)
         assert (len(lab.loaded), cache.private_bytes) == (times, times * 8000)
@@ -158,12 +168,12 @@ def test_an_error_of_loading_is_raised_and_leaves_nothing(lab: Lab, cache: NodeC
 
 
 def test_what_another_loads_is_waited_for_no_longer_than_it_may_take(lab: Lab) -> None:
-    cache = lab.cache(limit_s=0.02)
+    cache = lab.cache()
     path = lab.file(cache, 0)
     path.parent.mkdir(parents=True)
     other = OwnerLock(path.with_name(f"{path.name}.lock"))
     assert other.acquire()
-    lab.get(cache, 0)
+    lab.get_privately(cache, 0)
     assert (cache.private_bytes, lab.held(cache)) == (8000, [])
     with pytest.raises(CancelledError):
         lab.get(cache, 0, stopped=lambda: True)
@@ -216,11 +226,12 @@ def test_a_version_that_nobody_loads_any_more_makes_room(lab: Lab) -> None:
 
 
 def test_nobody_loads_further_ahead_than_the_cache_is_large(lab: Lab) -> None:
-    cache = lab.cache(2.5, limit_s=0.02)
+    cache = lab.cache(2.5)
     with cache.reading(lab.segments):
-        for number, private in ((0, 0), (1, 0), (2, 8000), (5, 16000)):
-            lab.get(cache, number)
-            assert cache.private_bytes == private
+        lab.get(cache, 0), lab.get(cache, 1)
+        assert cache.private_bytes == 0
+        lab.get_privately(cache, 2)
+        lab.get_privately(cache, 5)
         assert lab.held(cache) == [0, 1]
         cache.advance(lab.segments, 1 + 4)
         lab.get(cache, 5)
@@ -262,3 +273,81 @@ def test_what_is_not_to_be_verified_is_taken_as_it_lies(lab: Lab) -> None:
     segment = lab.tensors[0]
     assert second.get(lab.segments, segment, lab.load(segment)) == bytes(8000)
     first.close(), second.close()
+
+
+# -- other processes
+
+#: in another container, of which it cannot be seen whether it lives; and one that had this pid before
+OTHER = str(myself()._replace(namespace="1"))
+DEAD = str(myself()._replace(start_ticks=myself().start_ticks - 1))
+
+
+def test_a_cache_stays_while_another_uses_it(lab: Lab) -> None:
+    cache = lab.cache()
+    members = cache.directory / "members"
+    assert os.listdir(members) == [str(myself())]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.directory, members)] == [0o700] * 2
+    (members / OTHER).touch()
+    (members / DEAD).touch()
+    lab.get(cache, 0)
+    cache.close()
+    assert os.listdir(members) == [OTHER]
+    again = lab.cache()
+    lab.get(again, 0)
+    assert lab.loaded == [0]
+    (members / OTHER).unlink()
+    again.close()
+    assert not cache.directory.exists()
+
+
+@pytest.mark.parametrize("owner", [OTHER, DEAD], ids=["alive", "dead"])
+def test_a_version_that_another_loads_stays(lab: Lab, cache: NodeCache, owner: str) -> None:
+    lab.get(cache, 0)
+    (cache.directory / lab.segments.key / f".reading-{owner}").write_text("0")
+    cache.drop_others(set())
+    assert lab.held(cache) == ([0] if owner == OTHER else [])
+
+
+@pytest.mark.parametrize("text", ["0", "torn", ""])
+def test_the_slowest_reader_is_waited_for(lab: Lab, text: str) -> None:
+    """One that cannot be understood is at the beginning."""
+    cache = lab.cache(2.5)
+    with cache.reading(lab.segments):
+        mark = cache.directory / lab.segments.key / f".reading-{OTHER}"
+        mark.write_text(text)
+        lab.get(cache, 0), lab.get(cache, 1)
+        cache.advance(lab.segments, 1 + 2)
+        lab.get_privately(cache, 2)
+        assert (lab.held(cache), cache.private_bytes) == ([0, 1], 8000)
+        mark.write_text("2")  # it has come as far as the second tensor, and has seen the first
+        lab.file(cache, 0).with_name(f"{lab.file(cache, 0).name}.seen-{OTHER}").touch()
+        lab.get(cache, 2)
+        assert (lab.held(cache), cache.private_bytes) == ([1, 2], 8000)
+    cache.close()
+
+
+@pytest.mark.parametrize("owner", [OTHER, DEAD], ids=["alive", "dead"])
+def test_what_the_dead_have_half_loaded_is_removed(lab: Lab, cache: NodeCache, owner: str) -> None:
+    path = lab.file(cache, 0)
+    path.parent.mkdir(parents=True)
+    half = path.with_name(f".{path.name}.loading")
+    half.write_bytes(b"half")
+    path.with_name(f"{path.name}.lock.1").write_text(owner)
+    lab.cache()
+    assert half.exists() is (owner == OTHER)
+
+
+def test_caches_that_the_dead_have_left_are_removed(lab: Lab) -> None:
+    name = f"hpcrl-weights-{os.getuid()}"
+    for directory, member in (
+        (f"{name}-0", DEAD),
+        (f"{name}-1", OTHER),
+        (f".removed-{name}-2", OTHER),
+        ("other", DEAD),
+    ):
+        (lab.base / directory / "members").mkdir(parents=True)
+        (lab.base / directory).chmod(0o700)
+        (lab.base / directory / "members" / member).touch()
+    cache = lab.cache()
+    assert sorted(os.listdir(lab.base)) == sorted([cache.directory.name, f"{name}-1", "other"])
+    cache.close()
