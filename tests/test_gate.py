@@ -76,6 +76,19 @@ async def test_a_stranger_who_is_gone_already_has_no_address() -> None:
     assert [refused.peer for refused in told] == [""]
 
 
+async def test_a_stranger_is_reported_by_its_address_and_told_why_it_is_refused() -> None:
+    told: list[RefusedRequest] = []
+    guard = Gate("server", Credentials(TOKEN, 2), report=told.append).middleware()
+
+    async def never(_: web.Request) -> web.StreamResponse:
+        raise AssertionError("nothing is answered without the token")
+
+    answer = await guard(make_mocked_request("GET", "/other").clone(remote="10.0.0.9"), never)
+    assert isinstance(answer, web.Response)
+    assert answer.text == "this server answers those alone who bring the token of its run"
+    assert [refused.peer for refused in told] == ["10.0.0.9"]
+
+
 def test_who_asks_other_servers_of_a_run_brings_its_token_along() -> None:
     assert Gate("server", Credentials(TOKEN, 7)).headers == {"Authorization": f"Bearer {TOKEN}.7"}
     assert Gate("server", None).headers == {}
@@ -226,6 +239,13 @@ async def test_outside_of_a_run_everybody_is_answered_and_no_connection_is_close
     found = await answers(gate, tmp_path / "socket", ("GET", "/health", {}), ("POST", "/other", {}))
     assert found == [(200, None, None)] * 2
     assert gate.refused == 0
+
+
+def test_a_gate_lets_people_look_who_bring_the_token_alone() -> None:
+    gate = Gate("server", Credentials(TOKEN, 2))
+    assert gate.refusal("GET", "/metrics", f"Bearer {TOKEN}", "10.0.0.9") is None
+    assert gate.refusal("POST", "/metrics", f"Bearer {TOKEN}", "10.0.0.9") is not None
+    assert gate.refused == 1
 
 
 async def test_a_connection_waits_to_be_admitted_until_it_proves_that_it_is_of_the_run() -> None:
