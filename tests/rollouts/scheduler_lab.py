@@ -48,12 +48,17 @@ class Pool:
         self.slow: set[int] = set()
         #: version of the oldest request of each group
         self.versions: dict[int, int] = {}
+        #: how often engines were told that something has changed
+        self.notified = 0
 
     def session(self, key: str, rollouts: int = 1) -> Any:
         return SimpleNamespace(engine=self, index=int(key.removeprefix("group-")), leave=lambda: None)
 
     async def wait_open(self, session: Any) -> Pool:
         return self
+
+    async def notify(self) -> None:
+        self.notified += 1
 
     async def generate(
         self, session: Any, tokens: list[int], params: Any, *, cache_salt: Callable[[], Awaitable[str]], rows: bool
@@ -79,9 +84,12 @@ FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
 
 
 class Unwritten:
-    """A journal of nothing: these tests are about snapshots alone."""
+    """A journal that writes nothing, and remembers what became of groups."""
 
     full = False
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, str]] = []
 
     async def finished(self, task: GroupTask, rollout: Rollout) -> StoredRollout:
         return StoredRollout.of(rollout, PayloadPlace("nowhere", 0, 0, ""))
@@ -90,10 +98,10 @@ class Unwritten:
         pass
 
     def kept(self, group: int) -> None:
-        pass
+        self.ended.append((group, "kept"))
 
     def dropped(self, group: int, members: Sequence[int], why: str, *, step: int | None = None) -> None:
-        pass
+        self.ended.append((group, f"{why}: {list(members)}, step {step}"))
 
     async def taken(self, step: int, groups: Sequence[Group]) -> None:
         pass
@@ -125,7 +133,7 @@ class Life:
     def __init__(self, recipe: Recipe, state: OrchestratorState) -> None:
         bound = recipe.rollouts.max_off_policy_steps
         self.step, self.trained = state.step, {}  # type: ignore[var-annotated]
-        self.pool = Pool(state.step)
+        self.pool, self.journal = Pool(state.step), Unwritten()
         order = DataOrder(recipe, build_environments(recipe))
         self.scheduler = Scheduler(
             config=recipe.rollouts,
@@ -144,7 +152,7 @@ class Life:
             next_index=state.next_index,
             restart=state.deal_again(order),
             finished=state.finished,
-            journal=Unwritten(),
+            journal=self.journal,
         )
         self.desk = Desk(
             recipe=recipe,
@@ -153,7 +161,7 @@ class Life:
             gauges=dict,
             columns=RolloutColumns(Path("nowhere"), lambda: None, decode=lambda tokens: ""),
             files=FILES,
-            journal=Unwritten(),
+            journal=self.journal,
             spawn=asyncio.create_task,
         )
         self.desk.gate = threading.Event()
