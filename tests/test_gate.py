@@ -289,7 +289,7 @@ def told_at_intervals(told: list[RefusedRequest]) -> tuple[Gate, Clock]:
 
 
 async def all_told(gate: Gate, told: list[RefusedRequest]) -> None:
-    async with asyncio.timeout(20.0 * patience()):
+    async with asyncio.timeout(5.0 * patience()):
         while sum(refused.requests for refused in told) < gate.refused:
             await asyncio.sleep(0.005)
 
