@@ -13,6 +13,7 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.errors import (
     SlurmAnswerError,
+    SlurmError,
     SlurmRejectedError,
     SlurmUnavailableError,
     SubmitUnclearError,
@@ -282,3 +283,157 @@ def test_a_job_that_is_not_there_is_looked_for_ten_seconds_in_a_row(
     with pytest.raises(SubmitUnclearError, match="Slurm has no job 'run' of it"):
         client.submit(Path("s"), name="run", token="t")
     assert slurm.now - lost_at[0] == ends
+
+
+def test_a_job_that_says_it_is_ours_is_ours(slurm: FakeSlurm) -> None:
+    """And one of which Slurm does not say whose it is: it was asked for ours alone."""
+    mine = {"Name": "run", "Comment": "hpcrl:abc:main"}
+    slurm.queue = {7: job(7, "RUNNING", UserID=str(os.getuid()), **mine), 8: job(8, "RUNNING", **mine)}
+    client = slurm.client()
+    assert [found.job_id for found in client.find(name="run", token="abc:main")] == [7, 8]
+    assert sorted(client.of_run("abc")) == [7, 8]
+    assert all("--me" in call for call in slurm.calls)
+    again = client.submit(Path("s"), name="run", token="abc:main")
+    assert (again.job_id, again.recovered) == (8, True)
+
+
+def test_only_what_has_the_comment_of_the_submission_is_its_job(slurm: FakeSlurm) -> None:
+    slurm.queue = {
+        5: job(5, "RUNNING", leader=5, Name="run", Comment="hpcrl:abc:main"),
+        6: job(6, "PENDING", leader=5, Name="run"),
+        7: job(7, "RUNNING", Name="run", Comment="hpcrl:abc-2:main"),
+        8: job(8, "RUNNING", Name="run", Comment="abc:main"),
+        9: job(9, "RUNNING", Name="run"),
+    }
+    (found,) = slurm.client().find(name="run", token="abc:main")
+    assert (found.job_id, [component.job_id for component in found.components]) == (5, [5, 6])
+
+
+def test_an_ended_job_that_lives_again_is_not_the_one_that_was_to_replace_it(slurm: FakeSlurm) -> None:
+    """Slurm starts a job again by itself whose node failed, and refuses ours in the same moment."""
+    client = slurm.client()
+    first = client.submit(Path("s"), name="run", token="t").job_id
+    slurm.queue[first]["State"] = "NODE_FAIL"
+
+    def refuse(argv: list[str]) -> CommandResult:
+        slurm.queue[first]["State"] = "PENDING"
+        return slurm.error("sbatch: error: Batch job submission failed: Invalid qos specification")
+
+    slurm.sbatch = refuse  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="qos"):
+        client.submit(Path("s"), name="run", token="t", again=True)
+
+
+def test_where_slurm_goes_away_a_refusal_is_told_as_it_was(slurm: FakeSlurm) -> None:
+    def refuse(argv: list[str]) -> CommandResult:
+        slurm.away = True
+        return slurm.error("sbatch: error: Batch job submission failed: Invalid qos specification")
+
+    slurm.sbatch = refuse  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="qos"):
+        slurm.client().submit(Path("s"), name="run", token="t")
+
+
+def test_a_submission_says_name_comment_and_what_else_it_is_given(slurm: FakeSlurm) -> None:
+    waits: list[float] = []
+
+    def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        waits.append(timeout_s)
+        return slurm(argv, env=env, timeout_s=timeout_s)
+
+    SlurmClient(run=run, timeout_s=5.0).submit(Path("s"), name="run", token="t", options=["--dependency=after:3"])
+    assert slurm.calls[-1] == [
+        "sbatch",
+        "--parsable",
+        "--job-name=run",
+        "--comment=hpcrl:t",
+        "--dependency=after:3",
+        "s",
+    ]
+    # sbatch may take longer than a question: what it does must not be asked for twice
+    assert waits == [5.0, 60.0]
+    waits.clear()
+    SlurmClient(run=run, timeout_s=90.0).submit(Path("s"), name="run", token="other")
+    assert waits == [90.0, 90.0]
+
+
+def sent(slurm: FakeSlurm, text: str = "") -> SlurmClient:
+    """A client whose commands that change something are noted, and answered with ``text``."""
+    for name in ("scontrol", "sacctmgr"):
+        setattr(slurm, name, lambda argv: slurm.error(text) if text else CommandResult(0, "", ""))
+    return slurm.client()
+
+
+def test_arguments_of_changes(slurm: FakeSlurm) -> None:
+    client = sent(slurm)
+    client.requeue(93)
+    client.exclude_nodes(93, ["n1", "n2"])
+    client.exclude_nodes(93, ["n1"], components=2)
+    client.start_after([94, 95], 93)
+    client.update_node("n1", "DOWN", reason="no fan")
+    client.update_node("n1", "RESUME")
+    client.add_cluster("alpha")
+    update = ["scontrol", "update"]
+    assert slurm.calls == [
+        ["scontrol", "requeue", "93"],
+        [*update, "JobId=93", "ExcNodeList=n1,n2"],
+        [*update, "JobId=93+0", "ExcNodeList=n1"],
+        [*update, "JobId=93+1", "ExcNodeList=n1"],
+        [*update, "JobId=94,95", "Dependency=after:93"],
+        [*update, "NodeName=n1", "State=DOWN", "Reason=no fan"],
+        [*update, "NodeName=n1", "State=RESUME"],
+        ["sacctmgr", "--immediate", "add", "cluster", "alpha"],
+    ]
+
+
+def test_a_cluster_that_is_there_needs_not_be_added(slurm: FakeSlurm) -> None:
+    sent(slurm, " This cluster alpha already exists.  Not adding.").add_cluster("alpha")
+    with pytest.raises(SlurmRejectedError, match="privilege"):
+        sent(slurm, "Your user/uid doesn't have sufficient privilege").add_cluster("alpha")
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "there"),
+    [
+        (0, "Slurmctld(primary) at head is UP", True),
+        (0, "Slurmctld(primary) at head is DOWN", False),
+        (1, "Slurmctld(primary) at head is DOWN", False),
+        (1, "slurm_load_ctl_conf error: Unable to contact slurm controller", False),
+    ],
+)
+def test_whether_a_controller_answers(slurm: FakeSlurm, code: int, text: str, there: bool) -> None:
+    slurm.scontrol = lambda argv: CommandResult(code, text, "")  # type: ignore[attr-defined]
+    assert slurm.client().answers() is there
+    assert slurm.calls == [["scontrol", "ping"]]
+
+
+def test_a_question_that_slurm_ended_together_with_our_job_is_asked_again(slurm: FakeSlurm) -> None:
+    answers = [CommandResult(-15, "", ""), CommandResult(0, "Slurmctld(primary) at head is UP", "")]
+    slurm.scontrol = lambda argv: answers.pop(0)  # type: ignore[attr-defined]
+    assert slurm.client().answers()
+    assert slurm.calls == [["scontrol", "ping"]] * 2
+
+
+def test_a_submission_that_was_ended_is_looked_up_and_not_repeated(slurm: FakeSlurm) -> None:
+    slurm.sbatch = lambda argv: CommandResult(-15, "", "")  # type: ignore[method-assign]
+    with pytest.raises(SlurmError):
+        slurm.client().submit(Path("s"), name="run", token="t")
+    assert [call[0] for call in slurm.calls] == ["squeue", "sbatch", "squeue"]
+
+
+def test_history_that_cannot_be_read_now_is_asked_for_again(slurm: FakeSlurm) -> None:
+    slurm.sacct = lambda argv: slurm.error("Problem talking to the database")  # type: ignore[method-assign]
+    client = slurm.client()
+    slurm.queue = {1: job(1, "RUNNING")}
+    for _ in range(2):
+        assert list(client.jobs([1, 7])) == [1]
+    assert [call[0] for call in slurm.calls] == ["squeue", "sacct"] * 2
+
+
+def test_a_question_that_is_refused_for_another_reason_than_its_columns_is_not_asked_otherwise(
+    slurm: FakeSlurm,
+) -> None:
+    slurm.squeue = lambda argv: slurm.error("squeue: error: Access denied")  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="denied"):
+        slurm.client().jobs([1])
+    assert len(slurm.calls) == 1
