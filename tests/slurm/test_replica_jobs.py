@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from fake_slurm import FakeSlurm, job
 from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan, Role
 from hpcrl.jobplan import make_plan
+from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.command import CommandResult
@@ -145,6 +147,39 @@ def test_a_replica_is_submitted_once_and_again_when_its_job_has_ended(run: RunDi
     assert second not in (first, None)
     assert "--dependency=after:17" in [call for call in slurm.calls if call[0] == "sbatch"][-1]
     assert sorted(each.part for each in jobs.living()) == ["engine-3", "engine-4"]
+
+
+def script_of(slurm: FakeSlurm) -> Path:
+    """The script that was submitted last."""
+    return Path([call for call in slurm.calls if call[0] == "sbatch"][-1][-1])
+
+
+def test_the_job_of_a_replica_works_where_the_run_is_now(run: RunDir, slurm: FakeSlurm) -> None:
+    """Its directory was moved since it was planned."""
+    moved = RunDir(run.path.rename(run.path.parent / "moved"))
+    jobs = ReplicaJobs(moved, plan=moved.plan(), client=slurm.client(), number=1)
+    jobs.submit(moved.plan().group(Role.ENGINE), 0)
+    assert script_of(slurm).parent == moved.path
+    text = script_of(slurm).read_text()
+    assert str(moved.path) in text
+    assert f"{run.path}/" not in text
+
+
+def test_the_job_of_a_replica_knows_its_submission(run: RunDir, slurm: FakeSlurm) -> None:
+    texts = []
+    for number in (1, 2):
+        jobs_of(run, slurm, number)[0].submit(run.plan().group(Role.ENGINE), 0)
+        texts.append(script_of(slurm).read_text())
+    assert "hpcrl:abc:engine-0" in texts[0]
+    assert "hpcrl:abc-2:engine-0" in texts[1]
+
+
+def test_the_job_of_a_replica_stays_away_from_nodes_that_fell(run: RunDir, slurm: FakeSlurm) -> None:
+    exclude(run, {"n1": "no fan"}, attempt=1, now_s=time.time(), seconds=3600.0)
+    nodes = "".join(f"NodeName=n{i} State=IDLE Partitions=gpu\n" for i in range(1, 9))
+    slurm.scontrol = lambda argv: CommandResult(0, nodes, "")  # type: ignore[attr-defined]
+    jobs_of(run, slurm)[0].submit(run.plan().group(Role.ENGINE), 0)
+    assert "--exclude=n1" in script_of(slurm).read_text()
 
 
 def test_a_resume_has_jobs_of_its_own(run: RunDir, slurm: FakeSlurm) -> None:
