@@ -50,9 +50,14 @@ class Pool:
         self.versions: dict[int, int] = {}
         #: how often engines were told that something has changed
         self.notified = 0
+        #: members of groups that have ended
+        self.left = 0
 
     def session(self, key: str, rollouts: int = 1) -> Any:
-        return SimpleNamespace(engine=self, index=int(key.removeprefix("group-")), leave=lambda: None)
+        return SimpleNamespace(engine=self, index=int(key.removeprefix("group-")), leave=self._leave)
+
+    def _leave(self) -> None:
+        self.left += 1
 
     async def wait_open(self, session: Any) -> Pool:
         return self
@@ -130,7 +135,7 @@ class Desk(BatchServer):
 class Life:
     """One attempt: scheduler, desk, and a trainer that has trained the steps before."""
 
-    def __init__(self, recipe: Recipe, state: OrchestratorState) -> None:
+    def __init__(self, recipe: Recipe, state: OrchestratorState, **more: Any) -> None:
         bound = recipe.rollouts.max_off_policy_steps
         self.step, self.trained = state.step, {}  # type: ignore[var-annotated]
         self.pool, self.journal = Pool(state.step), Unwritten()
@@ -153,6 +158,7 @@ class Life:
             restart=state.deal_again(order),
             finished=state.finished,
             journal=self.journal,
+            **more,
         )
         self.desk = Desk(
             recipe=recipe,
@@ -191,8 +197,9 @@ class Life:
 
 
 @contextlib.asynccontextmanager
-async def living(recipe: Recipe, state: OrchestratorState) -> AsyncIterator[Life]:
-    life = Life(recipe, state)
+async def living(recipe: Recipe, state: OrchestratorState, **more: Any) -> AsyncIterator[Life]:
+    """Run one attempt; ``more`` is what else its scheduler is made with."""
+    life = Life(recipe, state, **more)
     work = asyncio.create_task(life.scheduler.run())
     try:
         yield life

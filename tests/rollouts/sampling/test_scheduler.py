@@ -15,6 +15,8 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.sampling.data_order import GroupTask
+from hpcrl.rollouts.sampling.failures import FailureCount
+from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.state import OrchestratorState
 
 #: groups that version 0 may begin with a bound of one step
@@ -26,8 +28,8 @@ def recipe_of(tmp_path: Path, **rollouts: Any) -> Recipe:
     return small_recipe(tmp_path, rollouts={**base.rollouts.model_dump(), **rollouts})
 
 
-def began(recipe: Recipe) -> Any:
-    return living(recipe, OrchestratorState.fresh(recipe))
+def began(recipe: Recipe, **more: Any) -> Any:
+    return living(recipe, OrchestratorState.fresh(recipe), **more)
 
 
 async def settled(turns: int = 200) -> None:
@@ -267,3 +269,43 @@ async def test_groups_that_start_again_come_before_new_ones_in_their_order(tmp_p
         await answer(life)
         assert sorted(life.pool.versions) == [0, 1, 2, 3]
         assert life.scheduler.next_index == OF_ONE_VERSION
+
+
+async def test_of_a_group_that_has_rollouts_only_the_other_members_start(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, max_in_flight=SIZE)
+    async with began(recipe) as life:
+        await settled()
+        # as where the process ended when one member had finished
+        state = life.desk.snapshot(0)
+        await answer(life)
+        group = life.scheduler.pending(0).finished[0]  # type: ignore[union-attr]
+    assert state.restart == [0]
+    async with living(recipe, state, parts={0: group.rollouts[1:]}) as life:
+        await settled()
+        assert (life.scheduler.in_flight, len(life.pool.waiting), list(life.pool.versions)) == (1, 1, [0])
+        await answer(life)
+        assert life.journal.ended == [(0, "kept")]
+        (again,) = life.scheduler.pending(0).finished  # type: ignore[union-attr]
+        assert [rollout.member for rollout in again.rollouts] == [0, 1]
+        assert again.rollouts[1] == group.rollouts[1]
+
+
+async def test_memory_for_routed_experts_bounds_what_is_in_flight(tmp_path: Path) -> None:
+    async with began(recipe_of(tmp_path), room=RoutesRoom(rollout_bytes=10, limit_bytes=10 * SIZE)) as life:
+        await settled()
+        assert (life.scheduler.in_flight, life.scheduler.places, life.scheduler.limit) == (SIZE, SIZE, 7 * SIZE)
+        await answer(life)
+        assert life.scheduler.in_flight == SIZE
+
+
+async def test_rollouts_are_counted_where_failures_are_judged(tmp_path: Path) -> None:
+    failures = FailureCount()
+    async with began(recipe_of(tmp_path, max_in_flight=2 * SIZE), failures=failures) as life:
+        await settled()
+        await answer(life, count=2)
+        await answer(life, EngineError("it went away"), count=1)
+        counted = failures.report()
+        assert sum(each.finished for each in counted) == 2
+        assert sum(sum(each.failed.values()) for each in counted) == 1
+        assert sum(each.started for each in counted) == life.scheduler.pending(0).counters.started  # type: ignore[union-attr]
+        assert life.pool.left == 3
