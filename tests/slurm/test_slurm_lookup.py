@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,13 @@ from fake_slurm import FakeSlurm, job, sacct_row
 
 from hpcrl.runs.record import Submission
 from hpcrl.slurm import lookup
+from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.watch import JobWatcher
+
+#: as they are where nobody changes them
+INTERVAL_S, WAITING_INTERVAL_S = lookup._INTERVAL_S, lookup._WAITING_INTERVAL_S
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +213,8 @@ def test_a_run_is_looked_up_in_the_slurm_that_took_it(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_CLUSTERS", "mine")
     for conf, cluster, expected in (
         ("/etc/s.conf", "beta", ("/etc/s.conf", "beta")),
+        ("/etc/s.conf", None, ("/etc/s.conf", "mine")),
+        ("", "beta", ("/etc/mine.conf", "beta")),
         ("", None, ("/etc/mine.conf", "mine")),
     ):
         client = client_of(submission(1, slurm_conf=conf, slurm_cluster=cluster), timeout_s=7.0)
@@ -215,3 +223,34 @@ def test_a_run_is_looked_up_in_the_slurm_that_took_it(monkeypatch: pytest.Monkey
         client.config()
         env, timeout_s = seen[-1]
         assert (env["SLURM_CONF"], env["SLURM_CLUSTERS"], timeout_s) == (*expected, 7.0)
+
+
+@pytest.mark.parametrize(("state", "pause_s"), [("RUNNING", 2.0), ("PENDING", 10.0)])
+def test_a_command_that_follows_a_run_asks_every_two_seconds_and_of_what_waits_every_ten(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, state: str, pause_s: float
+) -> None:
+    monkeypatch.setattr(lookup, "_INTERVAL_S", INTERVAL_S)
+    monkeypatch.setattr(lookup, "_WAITING_INTERVAL_S", WAITING_INTERVAL_S)
+    monkeypatch.setattr(lookup, "JobWatcher", partial(JobWatcher, clock=slurm.clock))
+    slurm.queue = {1: job(1, state)}
+    with_nodes(slurm)
+    for now, questions in ((0.0, 1), (pause_s - 0.1, 1), (pause_s + 0.1, 2), (2 * pause_s, 2)):
+        slurm.now = now
+        lookup.look_up([submission(1)])
+        assert asked(slurm, "squeue") == questions
+
+
+def test_nobody_who_looks_waits_longer_than_ten_seconds_for_slurm(
+    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: set[float] = set()
+
+    def client(own: Submission, timeout_s: float) -> SlurmClient:
+        waits.add(timeout_s)
+        return slurm.client()
+
+    monkeypatch.setattr(lookup, "client_of", client)
+    slurm.queue = {1: job(1, "PENDING")}
+    with_nodes(slurm)
+    lookup.look_up([submission(1)])
+    assert waits == {10.0}
