@@ -120,6 +120,14 @@ def test_those_of_a_lower_number_start_first_and_then_those_that_came_first() ->
     assert batches.choose() is None
 
 
+def test_who_has_arrived_has_a_number_in_the_order_of_arrival() -> None:
+    """A request without one is not in the engine yet."""
+    batches = Batches()
+    assert EngineRequest("x", [1], SamplingParams(max_tokens=1), lambda _: None).sequence_number == 0
+    numbers = [batches.add(name, [1]).sequence_number for name in "abc"]
+    assert 0 < numbers[0] < numbers[1] < numbers[2]
+
+
 def test_a_sequence_starts_when_all_of_it_fits_and_nobody_overtakes_it() -> None:
     batches = Batches(blocks=8, budget=64)
     first = batches.add("first", 20)  # five blocks, and one more for the next token
