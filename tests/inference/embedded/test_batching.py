@@ -101,10 +101,11 @@ def test_rows_with_one_token_come_first() -> None:
 
 def test_a_step_has_no_more_tokens_than_the_budget() -> None:
     batches = Batches(budget=8)
-    for name in "abc":
-        batches.add(name, [ord(name)] * 5)
+    for name, prompt in (("a", 5), ("b", 5), ("c", 9)):
+        batches.add(name, [ord(name)] * prompt)
     assert batches.step() == {"a": 5, "b": 3}
     assert batches.step() == {"a": 1, "b": 2, "c": 5}
+    assert batches.step() == {"a": 1, "b": 1, "c": 4}
     assert batches.step() == {"a": 1, "b": 1, "c": 1}
 
 
@@ -162,6 +163,18 @@ def test_where_blocks_run_out_who_was_to_be_served_last_gives_its_own_back() -> 
     # its first block was found again
     assert batches.step() == {"d": 1, "c": 9 - BLOCK}
     assert not batches.scheduler.has_preempted
+
+
+def test_who_came_first_gives_its_blocks_to_one_of_a_lower_number() -> None:
+    batches = Batches(blocks=8, budget=64)
+    early = batches.add("early", [1] * 15, priority=1)
+    batches.step()
+    urgent = batches.add("urgent", [2] * 15)
+    assert batches.step() == {"early": 1, "urgent": 15}
+    assert batches.held == 8
+    assert batches.step() == {"urgent": 1}
+    assert (early.row, early.num_preemptions, urgent.row, urgent.num_preemptions) == (None, 1, 1, 0)
+    assert batches.step() == {"urgent": 1}, "who was put back waits until all of it fits"
 
 
 def test_a_prefix_that_was_computed_before_is_not_computed_again() -> None:

@@ -53,6 +53,15 @@ def test_whole_groups_start_below_the_limit() -> None:
     assert not own.may_start(5, 8)
 
 
+def test_in_the_order_of_arrival_nothing_starts_while_a_batch_waits() -> None:
+    """In deterministic order what the version may begin begins all the same: it becomes no older."""
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3, waiting=2)
+    assert account.capacity > 0
+    for order, starts in (("arrival", False), ("deterministic", True)):
+        own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order=order)
+        assert own.may_start(0, 4) is starts
+
+
 def test_the_oldest_versions_are_taken_in_index_order() -> None:
     own = policy(waiting=3)
     waiting = [Waiting(7, 4), Waiting(2, 5), Waiting(3, 4)]
