@@ -171,6 +171,21 @@ def test_in_order_engines_take_versions_half_as_far_apart_as_rollouts_may_be_old
 
 
 def test_in_the_order_of_arrival_engines_take_the_newest_version_at_once() -> None:
-    own = policy()
-    assert own.choose(9) == 9
-    assert not own.used_up
+    for own in (policy(), policy(waiting=6)):
+        assert own.choose(9) == 9
+        assert not own.used_up
+    assert policy(waiting=6).account.capacity == 0
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "used_up"), [(7, 0, False), (8, 0, True), (9, 0, True), (7, 1, False), (0, 8, False)]
+)
+def test_weights_are_used_up_when_all_groups_have_ended_that_they_may_begin(
+    waiting: int, running: int, used_up: bool
+) -> None:
+    """Eight with a bound of three steps and two groups a step; a resume may bring more."""
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3, waiting=waiting)
+    for _ in range(running):
+        account.start()
+    own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order="deterministic")
+    assert own.used_up is used_up
