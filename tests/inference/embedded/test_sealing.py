@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from hpcrl.inference.embedded.engine.blocks import block_hash, root_hash
 from hpcrl.inference.embedded.kv.sealing import KEY_BYTES, BlockFormat
 
 FORM = BlockFormat("bfloat16 16 keys0:512", 24)
@@ -25,6 +26,10 @@ def test_a_block_on_its_way_has_a_seal_of_sixteen_bytes() -> None:
     assert FORM.sealed_bytes == 24 + 16
     assert len(FORM.seal(KEYS[0], BLOCKS[0])) == FORM.sealed_bytes
     assert FORM.seal(KEYS[0], BLOCKS[0]).startswith(BLOCKS[0])
+
+
+def test_a_block_is_named_by_a_whole_hash() -> None:
+    assert len(root_hash("7")) == len(block_hash(root_hash(None), b"tokens")) == KEY_BYTES
 
 
 def test_more_blocks_than_were_asked_for_are_refused() -> None:
