@@ -309,6 +309,15 @@ def test_only_what_has_the_comment_of_the_submission_is_its_job(slurm: FakeSlurm
     assert (found.job_id, [component.job_id for component in found.components]) == (5, [5, 6])
 
 
+def test_a_job_is_named_by_the_comment_of_its_first_component(slurm: FakeSlurm) -> None:
+    slurm.queue = {
+        5: job(5, "RUNNING", leader=5, Name="run", Comment="hpcrl:other:main"),
+        6: job(6, "RUNNING", leader=5, Name="run", Comment="hpcrl:abc:main"),
+    }
+    assert slurm.client().find(name="run", token="abc:main") == []
+    assert [found.job_id for found in slurm.client().find(name="run", token="other:main")] == [5]
+
+
 def test_an_ended_job_that_lives_again_is_not_the_one_that_was_to_replace_it(slurm: FakeSlurm) -> None:
     """Slurm starts a job again by itself whose node failed, and refuses ours in the same moment."""
     client = slurm.client()
