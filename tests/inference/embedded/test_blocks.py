@@ -149,6 +149,19 @@ def test_reset_needs_an_idle_pool() -> None:
     assert pool.num_cached == 0
 
 
+def test_blocks_that_were_reset_are_used_again() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    for block, value in zip(blocks, (b"x", b"y"), strict=True):
+        pool.register(block, value)
+    pool.release(blocks)
+    assert pool.reset()
+    again = pool.allocate(2)
+    assert sorted(again) == sorted(blocks)
+    pool.register(again[0], b"z")
+    assert (pool.match([b"z"]), pool.match([b"x"]), pool.num_cached) == (again[:1], [], 1)
+
+
 def test_without_caching_nothing_is_found() -> None:
     pool = BlockPool(1, caching=False)
     pool.register(pool.allocate(1)[0], b"x")
