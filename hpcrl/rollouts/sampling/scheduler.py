@@ -129,7 +129,6 @@ class Scheduler:
         self._batch_ready = asyncio.Event()
         # a resume may have lowered the bound of staleness
         self._drop_stale_finished()
-        self._changed()
 
     # -- for the rest of the orchestrator
 
