@@ -61,7 +61,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
     distinct = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         with torch.no_grad():
-            wanted = theirs.generate(  # type: ignore[operator]
+            wanted = theirs.generate(
                 torch.tensor([prompt]), max_new_tokens=GENERATED, do_sample=False, eos_token_id=None, pad_token_id=0
             )[0, len(prompt) :].tolist()
         assert output.token_ids == wanted
