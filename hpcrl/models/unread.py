@@ -75,7 +75,7 @@ _HARMLESS = frozenset(
         # about the file
         *("architectures", "auto_map", "transformers_version", "_name_or_path", "_commit_hash", "_source"),
         *("tokenizer_class", "unsloth_version", "unsloth_fixed", "model_name", "name_or_path"),
-        *("is_llama_config", "transformers.js_config"),
+        *("is_llama_config", "transformers.js_config", "_model_name_or_path"),
         # of training from nothing, and of losses that are not ours
         *("initializer_range", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits", "aux_loss_alpha"),
         *("seq_aux", "rescale_prenorm_residual", "time_step_max", "time_step_floor", "gradient_checkpointing"),

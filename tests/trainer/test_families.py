@@ -185,4 +185,7 @@ def test_a_family_goes_all_the_way(tmp_path, family):
     assert exported.keys() == start.keys()
     assert all(torch.equal(exported[name], versions[0][name]) for name in start)
     _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert not report["missing_keys"]
+    assert not report["mismatched_keys"]
+    # transformers runs no multi-token prediction; of some families it says so
+    assert all(name.startswith(f"{mtp}.") for name in report["unexpected_keys"])
