@@ -77,6 +77,9 @@ MIXERS = {
 }
 #: of each family, of any layer: all that decays
 DECAYED = {
+    "qwen2": ENDS | ATTENTION | DENSE,
+    "llama": {"embed_tokens.weight"} | ATTENTION | DENSE,
+    "mistral": ENDS | ATTENTION | DENSE,
     "qwen3": {"embed_tokens.weight"} | ATTENTION | DENSE,
     "qwen3_moe": ENDS | ATTENTION | DENSE | SPARSE,
     "deepseek_v3": ENDS | LATENT | DENSE | SPARSE | SHARED,
