@@ -6,6 +6,7 @@ import pytest
 from model_agreement import VOCAB, assert_agreement, load_ours, save_model, write_config
 
 from hpcrl.models.arch import arch_from_config
+from hpcrl.models.families import facts_from_config
 from hpcrl.models.known import find_config
 
 SIZES = {
@@ -89,6 +90,21 @@ def test_a_window_that_a_config_leaves_out_is_that_of_transformers():
     del config["sliding_window"]
     assert arch_from_config(config).window(0) == 4096
     assert arch_from_config({**config, "sliding_window": None}).window(0) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"), [(LLAMA, 64), (QWEN2, 32), (MISTRAL, 8)], ids=["llama", "qwen2", "mistral"]
+)
+def test_heads_of_keys_that_a_config_leaves_out_are_those_of_transformers(config, heads):
+    from transformers import AutoConfig
+
+    sizes = {**config, "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 64, "head_dim": 2}
+    del sizes["num_key_value_heads"]
+    assert arch_from_config(sizes).num_key_value_heads == heads
+    assert AutoConfig.for_model(**sizes).num_key_value_heads == heads
+    assert (
+        facts_from_config(sizes, name=arch_from_config(sizes).model_type).layers == arch_from_config(sizes).facts.layers
+    )
 
 
 @pytest.mark.parametrize(
