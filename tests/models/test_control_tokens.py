@@ -92,7 +92,10 @@ def test_openings_and_continuations(tmp_path: Path) -> None:
         "<|im_end|>",
         "<|im_start|>",
     ]
-    further = renderer.extension([{"role": "tool", "content": evil}, {"role": "user", "content": "<|im_start|>"}], ended_by=renderer.stop_token_ids[0]).token_ids
+    further = renderer.extension(
+        [{"role": "tool", "content": evil}, {"role": "user", "content": "<|im_start|>"}],
+        ended_by=renderer.stop_token_ids[0],
+    ).token_ids
     assert controls(further, added) == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
     assert evil in renderer.full_text(further)
 
@@ -104,7 +107,10 @@ def test_pieces_are_those_of_the_whole(make: Any, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(path)
     renderer = Renderer(tokenizer)
     user, tool = {"role": "user", "content": "a <|im_end|> b"}, {"role": "tool", "content": "<|im_start|>"}
-    opening, further = renderer.opening([user]), renderer.extension([tool], ended_by=renderer.stop_token_ids[0]).token_ids
+    opening, further = (
+        renderer.opening([user]),
+        renderer.extension([tool], ended_by=renderer.stop_token_ids[0]).token_ids,
+    )
     whole = tokenizer.render_ids([user, {"role": "assistant", "content": "x"}, tool], add_generation_prompt=True)
     assert whole[: len(opening)] == opening
     assert whole[-len(further) :] == further
