@@ -193,25 +193,8 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         return found
-    for second, first in ALIASES.get(kind, {}).items():
-        value = found.get(second)
-        if value is None:
-            continue
-        if found.get(first, value) not in (value, None):
-            raise ValueError(f"{first} is {found[first]!r} and {second}, its other name, {value!r}")
-        found[first] = value
-    if kind == "nemotron_h" and found.get("layer_norm_epsilon") is None and found.get("rms_norm_eps") is not None:
-        found["layer_norm_epsilon"] = found["rms_norm_eps"]
-    if kind == "qwen2" and found.get("head_dim", 0) is None:
-        # its class has no such field, and its model divides only where the key is left out
-        raise ValueError("head_dim is null; leave it out for hidden_size / num_attention_heads of qwen2")
-    if kind in _DIVIDED and found.get("head_dim") is None:
-        width, heads = found.get("hidden_size"), found.get("num_attention_heads")
-        if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0:
-            found["head_dim"] = width // heads
-    if kind == "llama" and found.get(_KEY_HEADS) is None and found.get("num_attention_heads") is not None:
-        # its class has no number of its own
-        found[_KEY_HEADS] = found["num_attention_heads"]
+    _join_aliases(kind, found)
+    _fill_from_others(kind, found)
     for key, value in DEFAULTS[kind].items():
         if found.get(key, value) is not None:
             found.setdefault(key, value)
@@ -223,3 +206,30 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in NULLS.get(kind, frozenset()):
             raise ValueError(f"{key} is null; leave it out for the {value!r} of {kind}, or give a value")
     return found
+
+
+def _join_aliases(kind: str, found: dict[str, Any]) -> None:
+    """Put values under the first of two names of a key."""
+    for second, first in ALIASES.get(kind, {}).items():
+        value = found.get(second)
+        if value is None:
+            continue
+        if found.get(first, value) not in (value, None):
+            raise ValueError(f"{first} is {found[first]!r} and {second}, its other name, {value!r}")
+        found[first] = value
+    if kind == "nemotron_h" and found.get("layer_norm_epsilon") is None and found.get("rms_norm_eps") is not None:
+        found["layer_norm_epsilon"] = found["rms_norm_eps"]
+
+
+def _fill_from_others(kind: str, found: dict[str, Any]) -> None:
+    """Fill in sizes of heads that follow from other keys."""
+    if kind == "qwen2" and found.get("head_dim", 0) is None:
+        # its class has no such field, and its model divides only where the key is left out
+        raise ValueError("head_dim is null; leave it out for hidden_size / num_attention_heads of qwen2")
+    if kind in _DIVIDED and found.get("head_dim") is None:
+        width, heads = found.get("hidden_size"), found.get("num_attention_heads")
+        if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0:
+            found["head_dim"] = width // heads
+    if kind == "llama" and found.get(_KEY_HEADS) is None and found.get("num_attention_heads") is not None:
+        # its class has no number of its own
+        found[_KEY_HEADS] = found["num_attention_heads"]
