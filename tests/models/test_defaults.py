@@ -197,6 +197,15 @@ def test_a_config_within_a_config_that_has_none_is_refused() -> None:
         arch_from_config({**small("qwen3"), "text_config": small("qwen3_moe")})
 
 
+@pytest.mark.parametrize(("wrapper", "kind"), [("kimi_k25", "deepseek_v3"), ("mistral3", "mistral")])
+def test_a_wrapper_of_a_family_that_is_trained_is_refused_with_the_way_out(wrapper: str, kind: str) -> None:
+    config = {"model_type": wrapper, "text_config": small(kind), "vision_config": {}}
+    with pytest.raises(ValueError, match=f"a language model of {kind} .text_config.*save the language model alone"):
+        arch_from_config(config)
+    with pytest.raises(ValueError, match="model_type is 'other'; trainer and embedded engine know"):
+        arch_from_config({"model_type": "other", "text_config": {"model_type": "mamba"}})
+
+
 @pytest.mark.parametrize("kind", ["glm4_moe", "glm_moe_dsa", "deepseek_v3"])
 def test_an_empty_list_of_kinds_says_nothing(kind: str) -> None:
     plain, empty = small(kind), {**small(kind), "mlp_layer_types": []}

@@ -89,6 +89,12 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
             found = arch.from_hf_config(whole)
             checked(whole)
             return found
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("model_type") in trainable_types():
+        raise ValueError(
+            f"model_type is {kind!r}, a wrapper around a language model of {inner['model_type']} (text_config); "
+            "wrappers are not read: save the language model alone, with the names and the config of its own family"
+        )
     raise ValueError(f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}")
 
 
