@@ -202,10 +202,15 @@ def _other_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     if isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         yield "function", _with(node, func=ast.Name(_FUNCTIONS[node.func.id]))
     for i, keyword in enumerate(node.keywords):
-        if keyword.arg is not None and keyword.arg not in _TEXTS:
+        if keyword.arg is not None and keyword.arg not in _TEXTS and not _is_default(keyword):
             yield "argument left out", _with(node, keywords=node.keywords[:i] + node.keywords[i + 1 :])
     if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args[:2]) and _has_order(node):
         yield "arguments swapped", _with(node, args=[node.args[1], node.args[0], *node.args[2:]])
+
+
+def _is_default(keyword: ast.keyword) -> bool:
+    """Return whether an argument only says what holds without it: linters want ``zip`` to say that it is not strict."""
+    return keyword.arg == "strict" and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
 
 
 def _has_order(node: ast.Call) -> bool:

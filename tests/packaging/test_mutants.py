@@ -82,6 +82,14 @@ def test_wrong_changes_of_a_module(operators: ModuleType) -> None:
         assert mutant.function_line == (0 if mutant.before == "2.5" else 9)
 
 
+def test_arguments_that_change_nothing_are_left_alone(operators: ModuleType) -> None:
+    source = "def joined(a, b):\n    return np.minimum(a, b), zip(a, b, strict=False), zip(a, b, strict=True)\n"
+    found = {(each.kind, each.before) for each in operators.mutants_of("mine.py", source)}
+    assert {before for kind, before in found if kind == "argument left out"} == {"zip(a, b, strict=True)"}
+    assert ("arguments swapped", "zip(a, b, strict=False)") in found
+    assert ("arguments swapped", "np.minimum(a, b)") not in found
+
+
 def test_every_change_of_hpcrl_is_a_program(operators: ModuleType) -> None:
     """Of one room with all kinds of statements; a change that is none would be caught by every test."""
     for path in sorted((ROOT / "hpcrl/supervisor/policy").glob("*.py")):

@@ -93,6 +93,20 @@ def test_seeds_of_several_choices_follow_each_other_and_begin_anew(
     assert params.nth(index) == SamplingParams(max_tokens=3, seed=expected, top_k=4)
 
 
+def test_a_request_asks_for_nothing_that_it_does_not_say() -> None:
+    """The defaults are vLLM's."""
+    params = SamplingParams(max_tokens=3)
+    assert (params.min_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (0, 1.0, 1.0, 0, 0.0)
+    assert (params.seed, params.eos_token_id, params.logprobs, params.prompt_logprobs) == (None, None, None, None)
+    assert (params.stop_token_ids, params.suppressed_token_ids) == (frozenset(), frozenset())
+    assert params.routed_experts_prompt_start == 0
+    own = request()
+    assert (own.num_cached_tokens, own.num_fetched_tokens, own.num_preemptions, own.num_reported) == (0, 0, 0, 0)
+    assert (own.priority, own.ended, own.row, own.experts_reported) == (0, False, None, 0)
+    late = SamplingParams(max_tokens=3, routed_experts_prompt_start=2)
+    assert EngineRequest("r", [1, 2, 3], late, lambda output: None).experts_reported == 2
+
+
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9.9e-6, True), (1e-5, False), (1.0, False)])
 def test_temperatures_next_to_zero_are_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(max_tokens=1, temperature=temperature).greedy == greedy

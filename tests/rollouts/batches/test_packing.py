@@ -73,6 +73,19 @@ def test_balance_by_cost_takes_no_more_micro_batches(seed: int) -> None:
     assert sorted(i for rank in by_cost for indices in rank for i in indices) == list(range(len(lengths)))
 
 
+def test_the_longest_are_packed_first() -> None:
+    """In the order in which they come, the last one would find no room in two micro-batches."""
+    (found,) = pack([2, 2, 2, 4, 10], budget=10, world_size=1)
+    assert sorted(found) == [[0, 1, 2, 3], [4]]
+
+
+def test_where_costs_would_take_one_more_micro_batch_tokens_decide() -> None:
+    """28 tokens fill two micro-batches of 14 to the last one."""
+    lengths = [9, 6, 4, 3, 2, 2, 2]
+    (found,) = pack(lengths, budget=14, world_size=1, cost=lambda length: float(length * length))
+    assert [sum(lengths[i] for i in indices) for indices in found] == [14, 14]
+
+
 def test_costs_have_a_linear_and_a_quadratic_part() -> None:
     cost = training_cost(DENSE)
     linear = cost(1)
