@@ -59,10 +59,13 @@ class Reply:
         Without special tokens.
     finished:
         False where it was cut at the token limit or the context length; the rollout cannot go on then.
+    tokens:
+        How many tokens were sampled, the end of the turn included; None where nobody counted them.
     """
 
     text: str
     finished: bool
+    tokens: int | None = None
 
 
 class Policy(Protocol):

@@ -88,6 +88,7 @@ class Said(_Message, frozen=True):
     call: int
     text: str
     finished: bool
+    tokens: int | None = None
 
 
 class Refused(_Message, frozen=True):
@@ -110,14 +111,17 @@ class Ping(_Message, frozen=True):
 
 
 class Built(_Message, frozen=True):
-    """The environment is there."""
+    """The environment is there; ``notes`` are sentences on what is odd about it."""
+
+    notes: list[str] = []
 
 
 class NotBuilt(_Message, frozen=True):
-    """It cannot be made: what is wrong, and a hint."""
+    """It cannot be made: what is wrong, and a hint; of each setting that is wrong, where that is known."""
 
     what: str
     hint: str
+    settings: list[tuple[str, str, str]] = []
 
 
 class Answer(_Message, frozen=True):

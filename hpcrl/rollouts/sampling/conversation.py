@@ -140,7 +140,7 @@ class Conversation:
         room = self._sampler.max_model_len - len(self._tokens)
         if room <= 0:
             self._cut = True
-            return Reply(text="", finished=False)
+            return Reply(text="", finished=False, tokens=0)
         turn = None if self._keeper is None else self._keeper.recall(len(self._turns), said)
         if turn is not None:
             self._salt = turn.salt
@@ -154,7 +154,8 @@ class Conversation:
         self._cut = turn.finish_reason != "stop"
         self._turns.append(turn.turn)
         text = partial(self._sampler.transcript.text, turn.token_ids.tolist())
-        return Reply(text=await beside_loop(text, turn.token_ids.nbytes), finished=not self._cut)
+        said = await beside_loop(text, turn.token_ids.nbytes)
+        return Reply(text=said, finished=not self._cut, tokens=len(turn.token_ids))
 
     async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
         """Ask an engine for the next turn."""

@@ -1,0 +1,149 @@
+"""Rewards of environments that ask questions from a file: named checkers, each a part of the reward."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from hpcrl.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+
+__all__ = [
+    "ExactReward",
+    "Extraction",
+    "FormatReward",
+    "FunctionReward",
+    "LengthReward",
+    "NumericReward",
+    "RegexReward",
+    "RewardConfig",
+]
+
+
+def _compiles(pattern: str) -> str:
+    if not pattern:
+        raise ValueError("an empty regular expression matches everything")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+"""A regular expression of Python's module ``re``."""
+
+Extraction = Literal["all", "last_line", "last_number", "boxed", "hashes", "answer_tag"]
+"""Which part of a text is compared (`hpcrl.rollouts.environments.rewards.extraction`)."""
+
+Score = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+
+
+class _Reward(StrictModel):
+    name: Name | None = None
+    """Name of this part of the reward in metrics; by default its ``kind``. Unique within the environment."""
+    weight: NonNegativeFloat = 1.0
+    """What a score of 1 adds to the reward; with 0 the part is shown and trains nothing."""
+
+
+class ExactReward(_Reward):
+    """1 where the reply is the answer, after both were normalised; blanks around them never count."""
+
+    kind: Literal["exact"]
+    extract: Extraction = "all"
+    """Which part of the reply is compared: ``all``; its ``last_line`` with text; its ``last_number``; the last
+    ``boxed`` (``\\\\boxed{...}``); behind the last ``hashes`` (``#### ``); the last ``answer_tag``
+    (``<answer>...</answer>``). A reply without that part scores 0."""
+    extract_answer: Extraction = "all"
+    """The same for the answer of the row, which must have that part."""
+    ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
+    ignore_punctuation: bool = False
+    """Compare without punctuation."""
+    collapse_whitespace: bool = True
+    """Compare each run of blanks and line ends as one blank."""
+    unicode: bool = True
+    """Compare in Unicode's form NFKC, in which full-width digits are digits."""
+
+
+class NumericReward(_Reward):
+    """1 where the reply has the number of the answer."""
+
+    kind: Literal["numeric"]
+    extract: Extraction = "last_number"
+    """Where the number of the reply stands (see ``exact``); the last number of that part counts. A reply without one
+    scores 0."""
+    extract_answer: Extraction = "last_number"
+    """The same for the answer of the row, which must have one."""
+    absolute_tolerance: NonNegativeFloat = 0.0
+    """Largest difference that counts as equal."""
+    relative_tolerance: NonNegativeFloat = 0.0
+    """Largest difference that counts as equal, as a share of the answer; the larger of the two tolerances holds."""
+
+
+class _SlowReward(_Reward):
+    """Runs in a process of its own, which is ended at the deadline: what a policy says can make it take very long."""
+
+    timeout_s: PositiveFloat = 10.0
+    """Longest time for one reply in seconds; a rollout whose check takes longer fails (it is not scored 0)."""
+
+
+class RegexReward(_SlowReward):
+    """1 where a regular expression matches somewhere in the reply."""
+
+    kind: Literal["regex"]
+    pattern: Pattern | None = None
+    """Regular expression of Python. Without it the answer of the row is one."""
+    ignore_case: bool = False
+    """Match without regard to upper and lower case."""
+
+
+class FormatReward(_SlowReward):
+    """1 where a regular expression matches the whole reply, but for blanks around it; ``.`` matches line ends, too."""
+
+    kind: Literal["format"]
+    pattern: Pattern
+    """Regular expression of Python."""
+    required: bool = False
+    """A reply that does not match earns nothing of the other parts; penalties stay."""
+
+
+class FunctionReward(_SlowReward):
+    """The score of a function of your own, plain or ``async``: ``name(reply, answer, row, **args)``.
+
+    ``reply`` is the text of the policy, ``answer`` that of the row (empty where there is no column for it) and ``row``
+    a dict of all its columns.
+    """
+
+    kind: Literal["function"]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """``package.module:name``, imported as the factory of a ``custom`` environment is."""
+    args: dict[str, Any] = {}
+    """More keyword arguments for it."""
+    lowest: Score = 0.0
+    """Lowest score it may give; one outside of the range fails the rollout."""
+    highest: Score = 1.0
+    """Highest score it may give."""
+
+
+class LengthReward(StrictModel):
+    """A penalty for replies that are longer than a limit."""
+
+    kind: Literal["length"]
+    name: Name | None = None
+    """Name of this part of the reward in metrics; by default ``length``."""
+    limit_tokens: PositiveInt | None = None
+    """Longest reply without a penalty, in tokens. Give this or ``limit_characters``."""
+    limit_characters: PositiveInt | None = None
+    """Longest reply without a penalty, in characters."""
+    rise: NonNegativeInt = 0
+    """Tokens or characters above the limit over which the penalty rises from nothing to ``penalty``."""
+    penalty: PositiveFloat
+    """What is taken from the reward of a reply that is longer."""
+
+
+RewardConfig = Annotated[
+    ExactReward | NumericReward | RegexReward | FormatReward | FunctionReward | LengthReward,
+    Field(discriminator="kind"),
+]
