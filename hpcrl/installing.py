@@ -24,6 +24,7 @@ _EXTRAS = {
     "tokenizers": "rollouts",
     "matplotlib": "report",
     "pyarrow": "export",
+    "datasets": "datasets",
     "mooncake": "store",
     "vllm": "vllm",
     "vllm_router": "vllm",

@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from hpcrl.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
@@ -23,11 +24,11 @@ __all__ = [
 
 def _compiles(pattern: str) -> str:
     if not pattern:
-        raise ValueError("an empty regular expression matches everything")
+        raise PydanticCustomError("pattern", "is empty, and an empty regular expression matches everything")
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"no regular expression: {error}") from None
+        raise PydanticCustomError("pattern", f"is no regular expression: {error}") from None
     return pattern
 
 

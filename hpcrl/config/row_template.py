@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 __all__ = ["RowTemplate", "fill_template", "template_columns"]
 
@@ -26,19 +27,22 @@ def _parts(template: str) -> list[tuple[str, str | None]]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"no template: {error}; a brace of the text is written twice") from None
+        raise ValueError(f"is no template: {error}; a brace of the text is written twice") from None
     for _, column, form, conversion in parts:
         if column == "":
-            raise ValueError("no template: {} names no column; a brace of the text is written twice")
+            raise ValueError("is no template: {} names no column; a brace of the text is written twice")
         if form or conversion:
-            raise ValueError(f"no template: {{{column}}} is followed by a format; only {{column}} is known")
+            raise ValueError(f"is no template: {{{column}}} is followed by a format; only {{column}} is known")
     return [(text, column) for text, column, _, _ in parts]
 
 
 def _is_template(template: str) -> str:
     if not template.strip():
-        raise ValueError("an empty template")
-    template_columns(template)
+        raise PydanticCustomError("template", "is empty")
+    try:
+        template_columns(template)
+    except ValueError as error:
+        raise PydanticCustomError("template", str(error)) from None
     return template
 
 

@@ -154,8 +154,8 @@ class Conversation:
         self._cut = turn.finish_reason != "stop"
         self._turns.append(turn.turn)
         text = partial(self._sampler.transcript.text, turn.token_ids.tolist())
-        said = await beside_loop(text, turn.token_ids.nbytes)
-        return Reply(text=said, finished=not self._cut, tokens=len(turn.token_ids))
+        text_said = await beside_loop(text, turn.token_ids.nbytes)
+        return Reply(text=text_said, finished=not self._cut, tokens=len(turn.token_ids))
 
     async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
         """Ask an engine for the next turn."""

@@ -14,7 +14,7 @@ import xxhash
 from hpcrl.config.environments import DatasetEnv
 from hpcrl.rollouts.environments.base import Split
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, shown
-from hpcrl.rollouts.environments.dataset.reading import Source, read_rows
+from hpcrl.rollouts.environments.dataset.reading import RowSource, read_rows
 from hpcrl.rollouts.environments.dataset.tasks import CheckedRow, RowChecker
 from hpcrl.rollouts.sampling.seeding import stable_fraction, stable_hash
 
@@ -32,6 +32,7 @@ class _Entry:
 
     order: int
     question: bytes
+    answer: int
     task: bytes
     difficulty: str
     place: str
@@ -82,34 +83,34 @@ class _Reader:
     def read(self) -> Partition:
         config = self._config
         if config.hub is not None:
-            main = Source("hub", config.hub, on_hub=True)
+            main = RowSource("hub", config.hub, on_hub=True)
         else:
             assert config.path is not None
-            main = Source("path", config.path)
+            main = RowSource("path", config.path)
         by_file = config.held_out_path is not None
         self._read(main, "train" if by_file else None)
         if config.held_out_path is not None:
-            self._read(Source("held_out_path", config.held_out_path), "heldout")
+            self._read(RowSource("held_out_path", config.held_out_path), "heldout")
         self._problems.refuse()
         notes = self._left_out()
         notes += self._separate()
         for entries in self._entries.values():
             entries.sort(key=lambda each: (each.order, each.task))
-            notes += _repeated(entries)
+        notes += _repeated([*self._entries["train"], *self._entries["heldout"]])
         self._refuse_empty(main)
         self._problems.refuse()
         return Partition(self._by_difficulty(notes, main), [each.task for each in self._entries["heldout"]], notes)
 
-    def _read(self, source: Source, split: Split | None) -> None:
+    def _read(self, source: RowSource, split: Split | None) -> None:
         """Read one file; None: rows say themselves what they are for."""
         config = self._config
         checker = RowChecker(config, split_column=config.split_column if split is None else None)
         for raw in read_rows(source, config, self._problems):
             try:
                 row = checker.check(raw)
-                self._check_id(row, f"{source.name}, {raw.place}")
+                self._check_id(row, f"{source.shown}, {raw.place}")
             except BadRowError as error:
-                self._problems.add(source.key, f"{shown(source.name)}, {raw.place}: {error.what}", error.hint)
+                self._problems.add(source.key, f"{source.shown}, {raw.place}: {error.what}", error.hint)
                 continue
             side = split or self._side(row)
             if side == "train" and not self._within(row.pass_rate):
@@ -121,9 +122,9 @@ class _Reader:
         """Refuse an identifier that another row has."""
         if not row.id:
             return
-        first = self._ids.setdefault(xxhash.xxh3_128_digest(row.id), place)
+        first = self._ids.setdefault(xxhash.xxh3_128_digest(row.id.encode()), place)
         if first != place:
-            what = f"column {self._config.columns.id!r} is {shown(row.id)}, as in {shown(first)}"
+            what = f"column {self._config.columns.id!r} is {shown(row.id)}, as in {first}"
             raise BadRowError(what, "give each row an identifier of its own, or remove columns.id")
 
     def _side(self, row: CheckedRow) -> Split | None:
@@ -146,7 +147,8 @@ class _Reader:
     def _entry(self, row: CheckedRow, place: str) -> _Entry:
         return _Entry(
             order=stable_hash("order", row.question),
-            question=xxhash.xxh3_128_digest(row.question),
+            question=xxhash.xxh3_128_digest(row.question.encode()),
+            answer=xxhash.xxh3_64_intdigest(row.task.answer.encode()),
             task=self._encoder.encode(row.task),
             difficulty=row.difficulty,
             place=place,
@@ -173,15 +175,15 @@ class _Reader:
         named = _named(f"{each.place} as held-out {held_out[each.question]}" for each in both)
         return [f"{len(both)} training rows ask what a held-out row asks, and are left out of training: {named}"]
 
-    def _refuse_empty(self, main: Source) -> None:
+    def _refuse_empty(self, main: RowSource) -> None:
         for split, entries in self._entries.items():
             if not entries:
                 noun = "training" if split == "train" else "held-out"
                 key = "held_out_share" if self._config.split_column is None else "split_column"
                 key = "held_out_path" if self._config.held_out_path is not None and split == "heldout" else key
-                self._problems.add(key, f"{shown(main.name)} gives no {noun} question", _HINTS[key])
+                self._problems.add(key, f"{main.shown} gives no {noun} question", _HINTS[key])
 
-    def _by_difficulty(self, notes: list[str], main: Source) -> dict[str, list[bytes]]:
+    def _by_difficulty(self, notes: list[str], main: RowSource) -> dict[str, list[bytes]]:
         """Return training tasks by what the curriculum weighs."""
         weights, entries = self._config.curriculum.weights, self._entries["train"]
         if not weights:
@@ -195,7 +197,7 @@ class _Reader:
                 others[each.difficulty] = others.get(each.difficulty, 0) + 1
         for value in [value for value, tasks in found.items() if not tasks]:
             there = ", ".join(shown(other) for other in sorted({each.difficulty for each in entries})[:12])
-            what = f"no training row of {shown(main.name)} has the difficulty {shown(value)}"
+            what = f"no training row of {main.shown} has the difficulty {shown(value)}"
             self._problems.add("curriculum.weights", what, f"there are {there}")
         self._problems.refuse()
         if others:
@@ -212,14 +214,14 @@ _HINTS = {
 
 
 def _repeated(entries: list[_Entry]) -> list[str]:
-    """Name rows of one split that ask the same, and those of them that have different answers."""
+    """Name rows that ask the same, and those of them that have different answers."""
     first: dict[bytes, _Entry] = {}
     again: list[str] = []
     different: list[str] = []
     for each in entries:
         before = first.setdefault(each.question, each)
         if before is not each:
-            (again if before.task == each.task else different).append(f"{each.place} as {before.place}")
+            (again if before.answer == each.answer else different).append(f"{each.place} as {before.place}")
     notes = []
     if again:
         notes.append(f"{len(again)} rows stand there again, and are asked more often: {_named(again)}")

@@ -7,11 +7,10 @@ Parquet and ``datasets``: that of the row, from 1).
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
@@ -19,12 +18,15 @@ from hpcrl.config.environments import DatasetEnv
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.installing import install_command
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, shown
+from hpcrl.screen_text import visible_line
 
-__all__ = ["SPLIT", "RawRow", "Source", "read_rows"]
+__all__ = ["SPLIT", "RawRow", "RowSource", "read_rows"]
 
 SPLIT = "split"
 """Column of rows that ``datasets`` reads: the name of their split."""
 _BOM = b"\xef\xbb\xbf"
+_SHOWN_NAME = 160
+"""Maximum number of characters of a name of a file in a message."""
 _SUFFIXES = ".jsonl, .csv, .tsv, .parquet"
 _MAX_FIELD = 1 << 30
 """Maximum number of characters of a field of a CSV file."""
@@ -49,7 +51,7 @@ class RawRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """Where rows come from.
 
     Attributes
@@ -67,12 +69,13 @@ class Source:
     on_hub: bool = False
 
     @property
-    def noun(self) -> str:
-        """What a row is called: a line where the file has lines."""
-        return "line" if Path(self.name).suffix in (".jsonl", ".csv", ".tsv") and not self.on_hub else "row"
+    def shown(self) -> str:
+        """Its name in one line of a message; of a long one the end, which has the file."""
+        name = visible_line(self.name)
+        return name if len(name) <= _SHOWN_NAME else f"…{name[-_SHOWN_NAME:]}"
 
 
-def read_rows(source: Source, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
+def read_rows(source: RowSource, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
     """Yield the rows of a source; rows that cannot be read go to ``problems``.
 
     Raises
@@ -86,7 +89,7 @@ def read_rows(source: Source, config: DatasetEnv, problems: Problems) -> Iterato
         return
     readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows}
     if path.suffix not in (*readers, ".parquet"):
-        _refuse(source, config, f"{shown(source.name)} has no suffix that is known", f"name a file with {_SUFFIXES}")
+        _refuse(source, config, f"{source.shown} has no suffix that is known", f"name a file with {_SUFFIXES}")
     try:
         if path.suffix == ".parquet":
             yield from _parquet_rows(source, config)
@@ -94,12 +97,12 @@ def read_rows(source: Source, config: DatasetEnv, problems: Problems) -> Iterato
         with path.open("rb") as stream:
             yield from readers[path.suffix](stream, source, config, problems)
     except OSError as error:
-        what = f"{shown(source.name)} cannot be read: {error.strerror or error}"
+        what = f"{source.shown} cannot be read: {error.strerror or error}"
         hint = "name a file that the node of the orchestrator sees" if isinstance(error, FileNotFoundError) else ""
         _refuse(source, config, what, hint)
 
 
-def _json_rows(stream: BinaryIO, source: Source, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
+def _json_rows(stream: BinaryIO, source: RowSource, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
     decoder = msgspec.json.Decoder()
     for number, line in enumerate(stream, 1):
         text = line.removeprefix(_BOM) if number == 1 else line
@@ -108,7 +111,7 @@ def _json_rows(stream: BinaryIO, source: Source, config: DatasetEnv, problems: P
         try:
             yield RawRow(f"line {number}", _object(text, decoder))
         except BadRowError as error:
-            problems.add(source.key, f"{shown(source.name)}, line {number}: {error.what}: {shown(line)}", error.hint)
+            problems.add(source.key, f"{source.shown}, line {number}: {error.what}: {shown(line)}", error.hint)
 
 
 def _object(line: bytes, decoder: msgspec.json.Decoder[Any]) -> dict[str, Any]:
@@ -118,8 +121,8 @@ def _object(line: bytes, decoder: msgspec.json.Decoder[Any]) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         # the message of msgspec ends with a position in bytes, which is that of an editor in most lines
         raise BadRowError(f"no JSON ({error})", "write one JSON object a line, without NaN or Infinity") from None
-    except UnicodeDecodeError as error:
-        raise _not_utf8(error) from None
+    except UnicodeDecodeError:
+        raise _not_utf8(line) from None
     except RecursionError:
         raise BadRowError("JSON that is nested too deeply", "write one flat JSON object a line") from None
     if not isinstance(value, dict):
@@ -127,20 +130,24 @@ def _object(line: bytes, decoder: msgspec.json.Decoder[Any]) -> dict[str, Any]:
     return value
 
 
-def _not_utf8(error: UnicodeDecodeError) -> BadRowError:
-    return BadRowError(f"byte {error.start + 1} is not UTF-8", "convert the file to UTF-8, as with iconv")
+def _not_utf8(line: bytes) -> BadRowError:
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return BadRowError(f"byte {error.start + 1} is not UTF-8", "convert the file to UTF-8, as with iconv")
+    raise AssertionError("it is UTF-8")
 
 
-def _csv_rows(stream: BinaryIO, source: Source, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
+def _csv_rows(stream: BinaryIO, source: RowSource, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
     csv.field_size_limit(_MAX_FIELD)
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(stream, 1):
             try:
                 yield (line.removeprefix(_BOM) if number == 1 else line).decode()
-            except UnicodeDecodeError as error:
-                bad = _not_utf8(error)
-                problems.add(source.key, f"{shown(source.name)}, line {number}: {bad.what}: {shown(line)}", bad.hint)
+            except UnicodeDecodeError:
+                bad = _not_utf8(line)
+                problems.add(source.key, f"{source.shown}, line {number}: {bad.what}: {shown(line)}", bad.hint)
                 yield line.decode("utf-8", "replace")
 
     reader = csv.reader(lines(), delimiter="\t" if source.name.endswith(".tsv") else ",", strict=True)
@@ -152,7 +159,7 @@ def _csv_rows(stream: BinaryIO, source: Source, config: DatasetEnv, problems: Pr
         except csv.Error as error:
             # where a field ends is not known any more, nor what the next line is
             hint = "write a quote inside of a field twice, and close each field"
-            problems.add(source.key, f"{shown(source.name)}, line {begin}: no CSV ({error})", hint)
+            problems.add(source.key, f"{source.shown}, line {begin}: no CSV ({error})", hint)
             return
         if fields is None:
             return
@@ -161,16 +168,16 @@ def _csv_rows(stream: BinaryIO, source: Source, config: DatasetEnv, problems: Pr
         if not header:
             header = fields
             if len({*header}) < len(header):
-                what = f"{shown(source.name)}, line {begin}: a column stands there twice: {shown(','.join(header))}"
+                what = f"{source.shown}, line {begin}: a column stands there twice: {shown(','.join(header))}"
                 _refuse(source, config, what, "name each column once in the first line")
         elif len(fields) != len(header):
             what = f"{len(fields)} fields, and the first line has {len(header)}: {shown(','.join(fields))}"
-            problems.add(source.key, f"{shown(source.name)}, line {begin}: {what}", "quote fields with commas in them")
+            problems.add(source.key, f"{source.shown}, line {begin}: {what}", "quote fields with commas in them")
         else:
             yield RawRow(f"line {begin}", dict(zip(header, fields, strict=True)))
 
 
-def _parquet_rows(source: Source, config: DatasetEnv) -> Iterator[RawRow]:
+def _parquet_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
     try:
         import pyarrow  # noqa: PLC0415 - an extra
         import pyarrow.parquet  # noqa: PLC0415
@@ -184,10 +191,10 @@ def _parquet_rows(source: Source, config: DatasetEnv) -> Iterator[RawRow]:
                     number += 1
                     yield RawRow(f"row {number}", values)
     except pyarrow.ArrowException as error:
-        _refuse(source, config, f"{shown(source.name)} is no Parquet file: {shown(str(error))}", "write it again")
+        _refuse(source, config, f"{source.shown} is no Parquet file: {shown(str(error))}", "write it again")
 
 
-def _library_rows(source: Source, config: DatasetEnv) -> Iterator[RawRow]:
+def _library_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
     """Read with ``datasets``: a directory, also one of ``save_to_disk``, or a data set of the hub."""
     try:
         import datasets  # noqa: PLC0415 - an extra, and large
@@ -203,11 +210,11 @@ def _library_rows(source: Source, config: DatasetEnv) -> Iterator[RawRow]:
         else:
             splits = dict(datasets.load_dataset(source.name, config.subset, revision=revision))
     except Exception as error:  # noqa: BLE001 - the library raises errors of many others
-        what = f"datasets cannot load {shown(source.name)}: {type(error).__name__}: {shown(str(error))}"
+        what = f"datasets cannot load {source.shown}: {type(error).__name__}: {shown(str(error))}"
         hint = "try it in Python: datasets.load_dataset(...); offline, load it into the cache on a node with a network"
         _refuse(source, config, what, hint)
     if len(splits) > 1 and config.split_column is None:
-        what = f"{shown(source.name)} has the splits {', '.join(splits)}"
+        what = f"{source.shown} has the splits {', '.join(splits)}"
         _refuse(source, config, what, "set split_column: split, with train_values and held_out_values")
     number = 0
     for split, rows in splits.items():
@@ -216,17 +223,5 @@ def _library_rows(source: Source, config: DatasetEnv) -> Iterator[RawRow]:
             yield RawRow(f"row {number}", {SPLIT: split, **values})
 
 
-def _refuse(source: Source, config: DatasetEnv, what: str, hint: str) -> None:
+def _refuse(source: RowSource, config: DatasetEnv, what: str, hint: str) -> NoReturn:
     raise ConfigError([Finding("recipe", f"environments.{config.name}.{source.key}", what, hint)])
-
-
-def is_finite(value: Any) -> bool:
-    """Return whether a value holds no NaN and no infinity, in lists and mappings as well."""
-    match value:
-        case float():
-            return math.isfinite(value)
-        case list() | tuple():
-            return all(is_finite(each) for each in value)
-        case dict():
-            return all(is_finite(each) for each in value.values())
-    return True

@@ -137,11 +137,7 @@ class CheckerProcesses:
 
     def _judge(self, question: CheckReply) -> Score | Failure:
         """Judge in a thread that waits."""
-        with self._lock:
-            idle = [each for each in self._idle if each.lives]
-            process = idle.pop() if idle else None
-            self._idle = idle
-        process = process or self._start()
+        process = self._next_idle() or self._start()
         timeout_s = self._rewards[question.checker].timeout_s
         try:
             answered = process.ask(question, timeout_s=timeout_s)
@@ -153,6 +149,15 @@ class CheckerProcesses:
             self._idle.append(process)
         assert isinstance(answered, Score | Failure)
         return answered
+
+    def _next_idle(self) -> _Process | None:
+        """Take a process that waits; one that has ended meanwhile must not cost a rollout."""
+        while True:
+            with self._lock:
+                process = self._idle.pop() if self._idle else None
+            if process is None or process.lives:
+                return process
+            process.close()
 
     def _start(self) -> _Process:
         try:
