@@ -25,6 +25,8 @@ _EXTRAS = {
     "matplotlib": "report",
     "pyarrow": "export",
     "datasets": "datasets",
+    "math_verify": "rewards",
+    "jsonschema": "rewards",
     "mooncake": "store",
     "vllm": "vllm",
     "vllm_router": "vllm",

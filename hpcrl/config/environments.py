@@ -172,7 +172,7 @@ class DatasetEnv(HostedEnv):
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)]
     """Checkers; the reward is the sum of their scores, each times its weight, less penalties."""
     checker_processes: PositiveInt = 4
-    """Maximum processes of checkers that may take long (``regex``, ``format``, ``function`` and the like)."""
+    """Maximum processes of checkers that may take long (all but ``exact``, ``numeric`` and ``length``)."""
 
     def call(self) -> tuple[str, dict[str, Any]]:
         return "hpcrl.rollouts.environments.dataset:make", {"config": self.model_dump(mode="json")}

@@ -15,7 +15,9 @@ __all__ = [
     "Extraction",
     "FormatReward",
     "FunctionReward",
+    "JsonSchemaReward",
     "LengthReward",
+    "MathReward",
     "NumericReward",
     "RegexReward",
     "RewardConfig",
@@ -110,6 +112,28 @@ class FormatReward(_SlowReward):
     """A reply that does not match earns nothing of the other parts; penalties stay."""
 
 
+class MathReward(_SlowReward):
+    """1 where the reply and the answer are equal mathematical expressions, by the library ``math-verify``."""
+
+    kind: Literal["math"]
+    extract: Extraction = "all"
+    """Which part of the reply is read (see ``exact``). The library looks for a box, LaTeX and expressions in it."""
+    extract_answer: Extraction = "all"
+    """The same for the answer of the row, which must be an expression, in LaTeX or as people write it."""
+    digits: Annotated[int, Field(ge=1, le=50)] = 6
+    """Decimal places to which numbers are compared."""
+
+
+class JsonSchemaReward(_SlowReward):
+    """1 where the reply is a JSON document that a JSON Schema allows, by the library ``jsonschema``."""
+
+    kind: Literal["json_schema"]
+    definition: dict[str, Any] | None = None
+    """The schema. Without it the answer of the row is one, as JSON. References to other documents are not followed."""
+    fenced: bool = False
+    """Read the last block between lines of three backticks in the reply, and not the whole."""
+
+
 class FunctionReward(_SlowReward):
     """The score of a function of your own, plain or ``async``: ``name(reply, answer, row, **args)``.
 
@@ -145,6 +169,13 @@ class LengthReward(StrictModel):
 
 
 RewardConfig = Annotated[
-    ExactReward | NumericReward | RegexReward | FormatReward | FunctionReward | LengthReward,
+    ExactReward
+    | NumericReward
+    | RegexReward
+    | MathReward
+    | JsonSchemaReward
+    | FormatReward
+    | FunctionReward
+    | LengthReward,
     Field(discriminator="kind"),
 ]

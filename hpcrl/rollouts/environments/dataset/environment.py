@@ -11,12 +11,15 @@ import msgspec
 from hpcrl.config.environments import DatasetEnv
 from hpcrl.errors import ConfigError
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
-from hpcrl.rollouts.environments.dataset.partition import read_partition
+from hpcrl.rollouts.environments.dataset.partition import Partition, read_partition
 from hpcrl.rollouts.environments.dataset.tasks import Task
 from hpcrl.rollouts.environments.rewards.judge import Judge
 from hpcrl.rollouts.sampling.seeding import stable_fraction, stable_hash
 
 __all__ = ["DatasetEnvironment"]
+
+_LOOKED_AT = 8
+"""Answers of each difficulty that checkers look at which take too long for all of them."""
 
 
 class DatasetEnvironment:
@@ -38,8 +41,10 @@ class DatasetEnvironment:
         """
         self.name = config.name
         self._judge = Judge(config)
+        self._decoder = msgspec.msgpack.Decoder(Task)
         try:
             partition = read_partition(config)
+            self._judge.check_answers(self._first_answers(partition))
         except ConfigError:
             self._judge.close()
             raise
@@ -48,7 +53,11 @@ class DatasetEnvironment:
         weights = config.curriculum.weights
         shares = [weights[value] for value in partition.train] if weights else [1.0]
         self._bounds = [bound / sum(shares) for bound in accumulate(shares)]
-        self._decoder = msgspec.msgpack.Decoder(Task)
+
+    def _first_answers(self, partition: Partition) -> list[str]:
+        """Return some answers: of each difficulty, and held out."""
+        lists = [*partition.train.values(), partition.held_out]
+        return [self._decoder.decode(task).answer for tasks in lists for task in tasks[:_LOOKED_AT]]
 
     def prompt(self, split: Split, index: int) -> Prompt:
         task = self._decoder.decode(self._encoded(split, index))

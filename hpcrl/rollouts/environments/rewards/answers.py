@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpcrl.config.rewards import ExactReward, NumericReward, RegexReward, RewardConfig
+from hpcrl.config.rewards import (
+    ExactReward,
+    JsonSchemaReward,
+    MathReward,
+    NumericReward,
+    RegexReward,
+    RewardConfig,
+)
 from hpcrl.rollouts.environments.rewards.quick import ExactCheck, NumericCheck, QuickCheck
 
 __all__ = ["AnswerCheck"]
@@ -22,7 +29,7 @@ class AnswerCheck:
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._checks: list[tuple[str, QuickCheck]] = []
-        self._is_pattern = False
+        self._is_pattern = self.needed = False
         for reward in rewards:
             match reward:
                 case ExactReward():
@@ -31,7 +38,9 @@ class AnswerCheck:
                     self._checks.append((reward.name or reward.kind, NumericCheck(reward)))
                 case RegexReward(pattern=None):
                     self._is_pattern = True
-        self.needed = bool(self._checks) or self._is_pattern
+                case MathReward() | JsonSchemaReward(definition=None):
+                    self.needed = True
+        self.needed |= bool(self._checks) or self._is_pattern
 
     def problem(self, answer: str) -> str:
         """Say why an answer is of no use to a checker, as the end of a sentence; empty where it is."""

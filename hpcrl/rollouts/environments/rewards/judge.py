@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 from hpcrl.config.environments import DatasetEnv
 from hpcrl.config.rewards import ExactReward, FormatReward, LengthReward
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.base import Outcome, Reply
+from hpcrl.rollouts.environments.dataset.problems import shown
 from hpcrl.rollouts.environments.outcomes import OutcomeError
 from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerProcesses
 from hpcrl.rollouts.environments.rewards.quick import ExactCheck, LengthPenalty, NumericCheck, QuickCheck
@@ -30,14 +33,14 @@ class Judge:
         self._quick: list[tuple[str, float, QuickCheck]] = []
         self._slow: list[tuple[str, SlowReward]] = []
         self._penalties: list[tuple[str, LengthPenalty]] = []
-        numbers: list[int] = []
+        self._name, self._numbers = config.name, list[int]()
         for number, reward in enumerate(config.rewards):
             name = reward.name or reward.kind
             if isinstance(reward, LengthReward):
                 self._penalties.append((name, LengthPenalty(reward)))
             elif isinstance(reward, SLOW_REWARDS):
                 self._slow.append((name, reward))
-                numbers.append(number)
+                self._numbers.append(number)
             else:
                 check = ExactCheck(reward) if isinstance(reward, ExactReward) else NumericCheck(reward)
                 self._quick.append((name, reward.weight, check))
@@ -49,8 +52,29 @@ class Judge:
         if self._processes.problems:
             self._processes.close()
             raise ConfigError(
-                [Finding("recipe", f"{key}.{numbers[n]}", what, hint) for n, what, hint in self._processes.problems]
+                [
+                    Finding("recipe", f"{key}.{self._numbers[n]}", what, hint)
+                    for n, what, hint in self._processes.problems
+                ]
             )
+
+    def check_answers(self, answers: Iterable[str]) -> None:
+        """Let checkers in processes look at answers of rows: all would take too long.
+
+        Raises
+        ------
+        ConfigError
+            No reply can be compared with one of them.
+        """
+        for answer, (number, (name, _)) in product(answers, enumerate(self._slow)):
+            try:
+                problem = self._processes.answer_problem(number, answer)
+            except CheckerError as error:
+                problem = f"cannot be read: {error}"
+            if problem:
+                key = f"environments.{self._name}.rewards.{self._numbers[number]}"
+                what = f"an answer of the file {problem} (for the part {name!r} of the reward): {shown(answer)}"
+                raise ConfigError([Finding("recipe", key, what, "correct the row, or see columns.answer")])
 
     async def judge(self, reply: Reply, answer: str, row: dict[str, Any]) -> Outcome:
         """Judge a reply.

@@ -21,7 +21,17 @@ from hpcrl.interpreter import module_command
 from hpcrl.rollouts.environments.outcomes import OutcomeError
 from hpcrl.rollouts.environments.rewards import worker
 from hpcrl.rollouts.environments.rewards.slow import SlowReward
-from hpcrl.rollouts.environments.rewards.worker import CheckReply, Failure, Made, MakeCheckers, Score
+from hpcrl.rollouts.environments.rewards.worker import (
+    Answered,
+    AnswerProblem,
+    CheckAnswer,
+    CheckReply,
+    Failure,
+    Made,
+    MakeCheckers,
+    Request,
+    Score,
+)
 
 __all__ = ["CheckerError", "CheckerProcesses", "CheckerTimeoutError"]
 
@@ -55,7 +65,7 @@ class _Process:
         assert isinstance(made, Made)
         self.problems = made.problems
 
-    def ask(self, question: MakeCheckers | CheckReply, *, timeout_s: float) -> Made | Score | Failure:
+    def ask(self, question: Request, *, timeout_s: float) -> Answered:
         """Ask and wait (TimeoutError or EOFError where there is no answer: the process is ended then)."""
         self._connection.settimeout(timeout_s)
         try:
@@ -133,9 +143,24 @@ class CheckerProcesses:
         answered = await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, question)
         if isinstance(answered, Score):
             return answered.score
+        assert isinstance(answered, Failure)
         raise OutcomeError(answered.what) if answered.unusable else CheckerError(answered.what)
 
-    def _judge(self, question: CheckReply) -> Score | Failure:
+    def answer_problem(self, checker: int, answer: str) -> str:
+        """Say why no reply can be compared with an answer; empty where one can. This blocks.
+
+        Raises
+        ------
+        CheckerError
+            The checker fails at the answer itself.
+        """
+        answered = self._judge(CheckAnswer(checker, answer))
+        if isinstance(answered, Failure):
+            raise CheckerError(answered.what)
+        assert isinstance(answered, AnswerProblem)
+        return answered.what
+
+    def _judge(self, question: CheckReply | CheckAnswer) -> Score | Failure | AnswerProblem:
         """Judge in a thread that waits."""
         process = self._next_idle() or self._start()
         timeout_s = self._rewards[question.checker].timeout_s
@@ -147,7 +172,7 @@ class CheckerProcesses:
             raise CheckerError(str(error)) from None
         with self._lock:
             self._idle.append(process)
-        assert isinstance(answered, Score | Failure)
+        assert not isinstance(answered, Made)
         return answered
 
     def _next_idle(self) -> _Process | None:

@@ -8,27 +8,26 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hpcrl.config.rewards import FormatReward, FunctionReward, RegexReward
+from hpcrl.config.rewards import FormatReward, FunctionReward, JsonSchemaReward, MathReward, RegexReward
 from hpcrl.daemon_threads import run_process
 from hpcrl.rollouts.environments.base import Outcome
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
+from hpcrl.rollouts.environments.rewards.documents import JsonSchemaCheck
+from hpcrl.rollouts.environments.rewards.expressions import MathCheck
+from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 
-__all__ = ["SLOW_REWARDS", "CheckerNotMadeError", "SlowCheck", "SlowReward", "make_check"]
+__all__ = ["SLOW_REWARDS", "SlowCheck", "SlowReward", "make_check"]
 
-SlowReward = RegexReward | FormatReward | FunctionReward
-SLOW_REWARDS = (RegexReward, FormatReward, FunctionReward)
-
-
-class CheckerNotMadeError(Exception):
-    """A checker cannot be made: what is wrong, and a hint."""
-
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.what, self.hint = what, hint
+SlowReward = RegexReward | FormatReward | FunctionReward | MathReward | JsonSchemaReward
+SLOW_REWARDS = (RegexReward, FormatReward, FunctionReward, MathReward, JsonSchemaReward)
 
 
 class SlowCheck(Protocol):
     """A checker in a process of its own."""
+
+    def answer_problem(self, answer: str) -> str:
+        """Say why no reply can be compared with an answer, as the end of a sentence; empty where one can."""
+        ...
 
     def score(self, reply: str, answer: str, row: dict[str, Any]) -> float:
         """Judge a reply.
@@ -52,9 +51,20 @@ def make_check(config: SlowReward) -> SlowCheck:
             return _FormatCheck(config)
         case FunctionReward():
             return _FunctionCheck(config)
+        case MathReward():
+            return MathCheck(config)
+        case JsonSchemaReward():
+            return JsonSchemaCheck(config)
 
 
-class _RegexCheck:
+class _AnyAnswer:
+    """Compares with any answer."""
+
+    def answer_problem(self, answer: str) -> str:
+        return ""
+
+
+class _RegexCheck(_AnyAnswer):
     """Matches somewhere."""
 
     def __init__(self, config: RegexReward) -> None:
@@ -66,7 +76,7 @@ class _RegexCheck:
         return float(pattern.search(reply) is not None)
 
 
-class _FormatCheck:
+class _FormatCheck(_AnyAnswer):
     """Matches the whole."""
 
     def __init__(self, config: FormatReward) -> None:
@@ -76,7 +86,7 @@ class _FormatCheck:
         return float(self._pattern.fullmatch(reply.strip()) is not None)
 
 
-class _FunctionCheck:
+class _FunctionCheck(_AnyAnswer):
     """Calls a function of the user's own."""
 
     def __init__(self, config: FunctionReward) -> None:

@@ -7,6 +7,7 @@ modules are looked for, then one reply at a time. What it prints goes into the l
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,13 +18,29 @@ import msgspec
 
 from hpcrl.procfs import die_with_parent
 from hpcrl.rollouts.environments.outcomes import OutcomeError, plain_text
-from hpcrl.rollouts.environments.rewards.slow import CheckerNotMadeError, SlowReward, make_check
+from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
+from hpcrl.rollouts.environments.rewards.slow import SlowReward, make_check
 
-__all__ = ["ANSWERS", "CheckReply", "Failure", "Made", "MakeCheckers", "Score", "read_frame", "write_frame"]
+__all__ = [
+    "ANSWERS",
+    "AnswerProblem",
+    "Answered",
+    "CheckAnswer",
+    "CheckReply",
+    "Failure",
+    "Made",
+    "MakeCheckers",
+    "Request",
+    "Score",
+    "read_frame",
+    "write_frame",
+]
 
 _HEADER_BYTES = 4
 _MAX_MESSAGE = 4000
 """Maximum number of characters of a message of an exception."""
+_MEMORY_BYTES = 4 << 30
+"""Address space of a process without functions of the user's own, which may need more."""
 _FRAMES = 3
 """Maximum number of frames of an exception that are named: the innermost ones."""
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -53,6 +70,19 @@ class CheckReply(msgspec.Struct, frozen=True, tag=True):
     row: dict[str, Any]
 
 
+class CheckAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Say what is wrong with an answer of a row: an `AnswerProblem`."""
+
+    checker: int
+    answer: str
+
+
+class AnswerProblem(msgspec.Struct, frozen=True, tag=True):
+    """Why no reply can be compared with an answer; empty where one can."""
+
+    what: str
+
+
 class Made(msgspec.Struct, frozen=True, tag=True):
     """The checkers are there, but for those of ``problems``: number, what is wrong and a hint of each."""
 
@@ -72,8 +102,10 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     unusable: bool
 
 
-ANSWERS: msgspec.msgpack.Decoder[Made | Score | Failure] = msgspec.msgpack.Decoder(Made | Score | Failure)
-_REQUESTS: msgspec.msgpack.Decoder[MakeCheckers | CheckReply] = msgspec.msgpack.Decoder(MakeCheckers | CheckReply)
+Request = MakeCheckers | CheckReply | CheckAnswer
+Answered = Made | Score | Failure | AnswerProblem
+ANSWERS: msgspec.msgpack.Decoder[Answered] = msgspec.msgpack.Decoder(Answered)
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
 def write_frame(connection: socket.socket, message: msgspec.Struct) -> None:
@@ -112,6 +144,9 @@ def _serve(connection: socket.socket) -> None:
     request = _REQUESTS.decode(read_frame(connection))
     assert isinstance(request, MakeCheckers)
     sys.path[:] = request.path
+    if not any(reward["kind"] == "function" for reward in request.rewards):
+        # what a policy says must not fill the memory of the node before the deadline
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     checks, problems = [], []
     for number, reward in enumerate(request.rewards):
         try:
@@ -121,10 +156,14 @@ def _serve(connection: socket.socket) -> None:
     write_frame(connection, Made(problems))
     while True:
         request = _REQUESTS.decode(read_frame(connection))
-        assert isinstance(request, CheckReply)
-        answer: Score | Failure
+        assert not isinstance(request, MakeCheckers)
+        answer: Answered
+        check = checks[request.checker]
         try:
-            answer = Score(checks[request.checker].score(request.reply, request.answer, request.row))
+            if isinstance(request, CheckAnswer):
+                answer = AnswerProblem(check.answer_problem(request.answer))
+            else:
+                answer = Score(check.score(request.reply, request.answer, request.row))
         except OutcomeError as error:
             answer = Failure(plain_text(str(error), _MAX_MESSAGE), unusable=True)
         except BaseException as error:  # noqa: BLE001 - foreign code, sys.exit() as well: it costs one rollout
