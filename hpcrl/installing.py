@@ -27,6 +27,7 @@ _EXTRAS = {
     "datasets": "datasets",
     "math_verify": "rewards",
     "jsonschema": "rewards",
+    "reasoning_gym": "reasoning-gym",
     "mooncake": "store",
     "vllm": "vllm",
     "vllm_router": "vllm",

@@ -14,7 +14,7 @@ from hpcrl.config.base import (
     PositiveInt,
     StrictModel,
 )
-from hpcrl.config.rewards import RewardConfig
+from hpcrl.config.rewards import Extraction, FormatReward, GymTaskConfig, LengthReward, RewardConfig
 from hpcrl.config.row_template import RowTemplate
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "EnvironmentConfig",
     "HostedEnv",
     "LatencyConfig",
+    "ReasoningGymEnv",
     "WordsEnv",
 ]
 
@@ -91,6 +92,10 @@ class HostedEnv(_Environment):
     def call(self) -> tuple[str, dict[str, Any]]:
         """Return ``package.module:Name`` of what makes it in its process, and the keyword arguments for that."""
         raise NotImplementedError
+
+    def variables(self) -> dict[str, str]:
+        """Return variables that its process has beside those of the orchestrator."""
+        return {}
 
 
 class CustomEnv(HostedEnv):
@@ -178,4 +183,39 @@ class DatasetEnv(HostedEnv):
         return "hpcrl.rollouts.environments.dataset:make", {"config": self.model_dump(mode="json")}
 
 
-EnvironmentConfig = Annotated[WordsEnv | CalculatorEnv | CustomEnv | DatasetEnv, Field(discriminator="kind")]
+class ReasoningGymEnv(HostedEnv):
+    """Tasks that the library ``reasoning_gym`` makes and judges: one turn each. It runs in a process of its own."""
+
+    kind: Literal["reasoning_gym"]
+    tasks: Annotated[dict[str, GymTaskConfig], Field(min_length=1)]
+    """By their names in the library, such as ``chain_sum``."""
+    system: str | None = None
+    """Text of a system message in front of each prompt."""
+    held_out_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Share of the questions that are held out, chosen by a hash of the question. There is no end of questions: a small
+    share only means that more are made until one is held out."""
+    extract: Extraction = "all"
+    """Which part of the reply is judged (see ``exact`` of ``dataset``). A reply without that part scores 0."""
+    scorer_errors: Literal["fail", "zero"] = "fail"
+    """What becomes of a reply at which the scorer of a task raises, as some do for a malformed answer: the rollout
+    fails, or it scores 0."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time of a scorer for one reply in seconds; a rollout whose score takes longer fails."""
+    rewards: Annotated[
+        tuple[Annotated[FormatReward | LengthReward, Field(discriminator="kind")], ...], Field(strict=False)
+    ] = ()
+    """Format and penalties, beside the task's own ``score``."""
+    checker_processes: PositiveInt = 4
+    """Maximum processes of scorers."""
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        return "hpcrl.rollouts.environments.gym:make", {"config": self.model_dump(mode="json")}
+
+    def variables(self) -> dict[str, str]:
+        # some tasks go through sets of texts: their questions would be others in each process
+        return {"PYTHONHASHSEED": "0"}
+
+
+EnvironmentConfig = Annotated[
+    WordsEnv | CalculatorEnv | CustomEnv | DatasetEnv | ReasoningGymEnv, Field(discriminator="kind")
+]

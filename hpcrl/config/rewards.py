@@ -15,6 +15,8 @@ __all__ = [
     "Extraction",
     "FormatReward",
     "FunctionReward",
+    "GymReward",
+    "GymTaskConfig",
     "JsonSchemaReward",
     "LengthReward",
     "MathReward",
@@ -150,6 +152,27 @@ class FunctionReward(_SlowReward):
     """Lowest score it may give; one outside of the range fails the rollout."""
     highest: Score = 1.0
     """Highest score it may give."""
+
+
+class GymTaskConfig(StrictModel):
+    """A task of ``reasoning_gym``."""
+
+    weight: PositiveFloat = 1.0
+    """Share of this task in the prompts, relative to the others."""
+    parameters: dict[str, Any] = {}
+    """Fields of the task's configuration in the library, without ``seed`` and ``size``."""
+
+
+class GymReward(_SlowReward):
+    """The score of the task's own scorer; it is no reward of a recipe."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    tasks: dict[str, GymTaskConfig]
+    """By name."""
+    extract: Extraction = "all"
+    """Which part of the reply is judged."""
+    scorer_errors: Literal["fail", "zero"] = "fail"
+    """What a reply is worth at which the scorer raises."""
 
 
 class LengthReward(StrictModel):

@@ -60,7 +60,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 # what it prints belongs into the log of who started it, and not among results
                 stdout=2,
-                env=environment_of_child(),
+                env={**environment_of_child(), **config.variables()},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

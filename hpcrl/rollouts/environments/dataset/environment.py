@@ -40,7 +40,7 @@ class DatasetEnvironment:
             A row or a checker is wrong.
         """
         self.name = config.name
-        self._judge = Judge(config)
+        self._judge = Judge(config.name, config.rewards, processes=config.checker_processes)
         self._decoder = msgspec.msgpack.Decoder(Task)
         try:
             partition = read_partition(config)

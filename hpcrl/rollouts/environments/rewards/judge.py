@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
-from hpcrl.config.environments import DatasetEnv
-from hpcrl.config.rewards import ExactReward, FormatReward, LengthReward
+from hpcrl.config.rewards import ExactReward, FormatReward, GymReward, LengthReward, RewardConfig
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.base import Outcome, Reply
 from hpcrl.rollouts.environments.dataset.problems import shown
@@ -22,8 +21,15 @@ __all__ = ["Judge"]
 class Judge:
     """Judges replies. The reward is the sum of scores, each times its weight, less penalties."""
 
-    def __init__(self, config: DatasetEnv) -> None:
+    def __init__(self, name: str, rewards: Sequence[RewardConfig | GymReward], *, processes: int) -> None:
         """Make the checkers, those in processes as well.
+
+        Parameters
+        ----------
+        name:
+            Of the environment.
+        processes:
+            Maximum processes of slow checkers.
 
         Raises
         ------
@@ -33,20 +39,20 @@ class Judge:
         self._quick: list[tuple[str, float, QuickCheck]] = []
         self._slow: list[tuple[str, SlowReward]] = []
         self._penalties: list[tuple[str, LengthPenalty]] = []
-        self._name, self._numbers = config.name, list[int]()
-        for number, reward in enumerate(config.rewards):
-            name = reward.name or reward.kind
+        self._name, self._numbers = name, list[int]()
+        for number, reward in enumerate(rewards):
+            part = reward.name or reward.kind
             if isinstance(reward, LengthReward):
-                self._penalties.append((name, LengthPenalty(reward)))
+                self._penalties.append((part, LengthPenalty(reward)))
             elif isinstance(reward, SLOW_REWARDS):
-                self._slow.append((name, reward))
+                self._slow.append((part, reward))
                 self._numbers.append(number)
             else:
                 check = ExactCheck(reward) if isinstance(reward, ExactReward) else NumericCheck(reward)
-                self._quick.append((name, reward.weight, check))
-        key = f"environments.{config.name}.rewards"
+                self._quick.append((part, reward.weight, check))
+        key = f"environments.{name}.rewards"
         try:
-            self._processes = CheckerProcesses([reward for _, reward in self._slow], limit=config.checker_processes)
+            self._processes = CheckerProcesses([reward for _, reward in self._slow], limit=processes)
         except CheckerError as error:
             raise ConfigError([Finding("recipe", key, str(error), "its log says more")]) from None
         if self._processes.problems:

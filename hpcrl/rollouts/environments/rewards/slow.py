@@ -8,18 +8,19 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hpcrl.config.rewards import FormatReward, FunctionReward, JsonSchemaReward, MathReward, RegexReward
+from hpcrl.config.rewards import FormatReward, FunctionReward, GymReward, JsonSchemaReward, MathReward, RegexReward
 from hpcrl.daemon_threads import run_process
 from hpcrl.rollouts.environments.base import Outcome
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
 from hpcrl.rollouts.environments.rewards.documents import JsonSchemaCheck
 from hpcrl.rollouts.environments.rewards.expressions import MathCheck
+from hpcrl.rollouts.environments.rewards.gym import GymCheck
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 
 __all__ = ["SLOW_REWARDS", "SlowCheck", "SlowReward", "make_check"]
 
-SlowReward = RegexReward | FormatReward | FunctionReward | MathReward | JsonSchemaReward
-SLOW_REWARDS = (RegexReward, FormatReward, FunctionReward, MathReward, JsonSchemaReward)
+SlowReward = RegexReward | FormatReward | FunctionReward | MathReward | JsonSchemaReward | GymReward
+SLOW_REWARDS = (RegexReward, FormatReward, FunctionReward, MathReward, JsonSchemaReward, GymReward)
 
 
 class SlowCheck(Protocol):
@@ -55,6 +56,8 @@ def make_check(config: SlowReward) -> SlowCheck:
             return MathCheck(config)
         case JsonSchemaReward():
             return JsonSchemaCheck(config)
+        case GymReward():
+            return GymCheck(config)
 
 
 class _AnyAnswer:
