@@ -42,7 +42,7 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 Extraction = Literal["all", "last_line", "last_number", "boxed", "hashes", "answer_tag"]
 """Which part of a text is compared (`hpcrl.rollouts.environments.rewards.extraction`)."""
 
-Score = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Score = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
 
 class _Reward(StrictModel):

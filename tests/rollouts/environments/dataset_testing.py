@@ -33,13 +33,13 @@ def questions(count: int, **more: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"What is {i} plus 1?", "answer": str(i + 1), **more} for i in range(count)]
 
 
-def config_of(path: Path, *rewards: dict[str, Any], **changes: Any) -> DatasetEnv:
-    value = {"name": "asked", "kind": "dataset", "path": str(path), "rewards": list(rewards or [EXACT])}
+def config_of(file: Path, *rewards: dict[str, Any], **changes: Any) -> DatasetEnv:
+    value = {"name": "asked", "kind": "dataset", "path": str(file), "rewards": list(rewards or [EXACT])}
     return DatasetEnv.model_validate({**value, **changes})
 
 
-def make_dataset(path: Path, *rewards: dict[str, Any], **changes: Any) -> DatasetEnvironment:
-    return DatasetEnvironment(config_of(path, *rewards, **changes))
+def make_dataset(file: Path, *rewards: dict[str, Any], **changes: Any) -> DatasetEnvironment:
+    return DatasetEnvironment(config_of(file, *rewards, **changes))
 
 
 def asked(environment: DatasetEnvironment, split: Any, count: int) -> list[str]:

@@ -239,7 +239,7 @@ async def test_a_pattern_that_takes_for_ever_fails_its_rollout(judged: Judged) -
 
 
 async def test_processes_are_reused_and_a_dead_one_is_not_asked(judged: Judged) -> None:
-    function = {"kind": "function", "function": "my_rewards:obedient", "highest": 1e6}
+    function = {"kind": "function", "function": "my_rewards:obedient", "highest": 1e9}
     environment = judged.make("", function)
     first = (await judge(environment, "pid")).reward
     assert (await judge(environment, "pid")).reward == first
