@@ -46,7 +46,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/weights", "tests/inference/test_adapters.py", "tests/modeling/test_stored_weights.py"),
     ),
     "checkpoints": (("hpcrl/checkpoints",), ("tests/checkpoints",)),
-    "sampling": (("hpcrl/rollouts/sampling", "hpcrl/rollouts/batches"), ("tests/rollouts/sampling", "tests/rollouts")),
+    "sampling": (
+        ("hpcrl/rollouts/sampling", "hpcrl/rollouts/batches"),
+        ("tests/rollouts/sampling", "tests/rollouts/batches", "tests/rollouts"),
+    ),
     "engine": (("hpcrl/inference/embedded/engine", "hpcrl/inference/embedded/kv"), ("tests/inference/embedded",)),
     "recovery": (
         ("hpcrl/supervisor/policy",),

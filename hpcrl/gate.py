@@ -89,7 +89,7 @@ class Gate:
         self._server, self._report = server, report
         self._open_health = open_health
         self._budget = LogBudget()
-        self._untold = 0
+        self._untold: RefusedRequest | None = None
         self._later: asyncio.TimerHandle | None = None
         self.refused = 0
         self.pending = PendingConnections()
@@ -131,7 +131,7 @@ class Gate:
         if refusal is None:
             self.pending.admitted(connection)
         else:
-            self._tell(RefusedRequest(self._server, peer, method, path, refusal.reason, 1))
+            self._tell(peer, method, path, refusal.reason)
         return refusal
 
     def is_open(self, method: str, path: str) -> bool:
@@ -160,36 +160,36 @@ class Gate:
 
         return guard
 
-    def _tell(self, refused: RefusedRequest) -> None:
+    def _tell(self, peer: str, method: str, path: str, reason: str) -> None:
+        """Count a refusal, and report it now or with those that follow."""
         self.refused += 1
-        self._untold += 1
-        short = refused._replace(
-            path=visible_line(refused.path, MAX_CHARACTERS), method=visible_line(refused.method, MAX_CHARACTERS)
-        )
+        requests = 1 if self._untold is None else self._untold.requests + 1
+        method, path = visible_line(method, MAX_CHARACTERS), visible_line(path, MAX_CHARACTERS)
+        self._untold = RefusedRequest(self._server, peer, method, path, reason, requests)
         if self._budget.take():
-            self._now(short)
+            self._now(self._untold)
         elif self._later is None:
-            self._later = asyncio.get_running_loop().call_later(self._budget.wait_s(), self._at_last, short)
+            self._later = asyncio.get_running_loop().call_later(self._budget.wait_s(), self._at_last)
 
-    def _at_last(self, refused: RefusedRequest) -> None:
-        """Tell of what came while nothing more was told."""
+    def _at_last(self) -> None:
+        """Report what was refused since the last report."""
         self._later = None
-        if self._untold:
+        if self._untold is not None:
             self._budget.take()
-            self._now(refused)
+            self._now(self._untold)
 
     def _now(self, refused: RefusedRequest) -> None:
-        count, self._untold = self._untold, 0
+        self._untold = None
         _log.warning(
             "refused %d requests, the last: %s %s from %s (%s)",
-            count,
+            refused.requests,
             refused.method,
             refused.path,
             refused.peer,
             refused.reason,
         )
         try:
-            self._report(refused._replace(requests=count))
+            self._report(refused)
         except OSError as error:  # the disk's trouble must not become that of an answer
             _log.warning("a refusal cannot be recorded: %s", error)
 

@@ -31,7 +31,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 _FUNCTIONS = {"min": "max", "max": "min", "all": "any", "any": "all"}
 #: calls whose positional arguments may come in any order (of these, only where no ``key`` decides between equals)
-_ANY_ORDER = ("min", "max", "suppress")
+_ANY_ORDER = ("min", "max", "minimum", "maximum", "suppress")
 #: calls that make names for type checkers
 _FOR_TYPES = ("TypeVar", "ParamSpec", "NewType")
 #: calls that say something and change nothing

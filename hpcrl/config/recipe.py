@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.chat import ChatConfig
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
 from hpcrl.config.environments import (
     CalculatorEnv,
@@ -77,6 +78,8 @@ class ModelConfig(StrictModel):
     """Hugging Face model directory that the run starts from; relative to where hpcrl is called."""
     warmup: WarmupConfig | None = None
     """Settings of ``hpcrl warmup`` for recipes whose start model is made rather than given."""
+    chat: ChatConfig = ChatConfig()
+    """Chat format and variables of the chat template."""
 
 
 class LossConfig(StrictModel):

@@ -44,6 +44,8 @@ _OTHER_FAMILY = (
 )
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
+_FORMAT_FLAGS = ("config-format", "load-format", "tokenizer-mode")
+"""What makes vLLM read a directory in the format of Hugging Face that also has Mistral's own."""
 _AGAIN = "copy or download it again, whole"
 _MOST_BYTES = 512 << 20
 """Of a tokenizer's file; the largest published ones have some 40 million bytes."""
@@ -152,6 +154,13 @@ def _engine_findings(recipe: Loaded[Recipe], arch: ModelArch, model_dir: Path, w
         sizes = ", ".join(map(str, _CPU_HEADS))
         what = f"heads of {model_dir} have size {arch.kv.key_dim}; vLLM on CPUs can {sizes}"
         yield Finding(where, "model.path", what, "choose another model, or engine.backend: embedded")
+    second = _names(model_dir, "consolidated*.safetensors")
+    unset = [flag for flag in _FORMAT_FLAGS if engine.vllm_args.get(flag) != "hf"]
+    if engine.backend == "vllm" and second and unset:
+        what = f"{model_dir} has {second[0]}: vLLM prefers it and params.json to the Hugging Face files beside them"
+        flags = ", ".join(f"{flag}: hf" for flag in _FORMAT_FLAGS)
+        hint = f"set engine.vllm_args: {{{flags}}}, or leave {second[0]} out of the directory"
+        yield Finding(where, "model.path", what, hint)
 
 
 # -- tokenizer --------------------------------------------------------------------------------------------------------

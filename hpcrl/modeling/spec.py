@@ -15,19 +15,23 @@ from torch import nn
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
+from hpcrl.modeling.families.dense import dense_block
 from hpcrl.modeling.families.gpt_oss import FusedNames, gpt_oss_block
 from hpcrl.modeling.families.minimax import MixtralNames, minimax_m2_block
 from hpcrl.modeling.families.nemotron import BackboneNames, nemotron_h_block
-from hpcrl.modeling.families.qwen3 import qwen3_block, qwen3_moe_block
+from hpcrl.modeling.families.qwen3 import qwen3_moe_block
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.models.arch import (
     DeepseekV3Arch,
     Glm4MoeArch,
     GlmMoeDsaArch,
     GptOssArch,
+    LlamaArch,
     MinimaxM2Arch,
+    MistralArch,
     ModelArch,
     NemotronHArch,
+    Qwen2Arch,
     Qwen3Arch,
     Qwen3MoeArch,
 )
@@ -105,9 +109,12 @@ SPECS: tuple[ModelSpec, ...] = (
     ModelSpec(Glm4MoeArch, glm4_moe_block),
     ModelSpec(GlmMoeDsaArch, glm_moe_dsa_block),
     ModelSpec(GptOssArch, gpt_oss_block, FusedNames),
+    ModelSpec(LlamaArch, dense_block),
     ModelSpec(MinimaxM2Arch, minimax_m2_block, MixtralNames),
+    ModelSpec(MistralArch, dense_block),
     ModelSpec(NemotronHArch, nemotron_h_block, BackboneNames),
-    ModelSpec(Qwen3Arch, qwen3_block),
+    ModelSpec(Qwen2Arch, dense_block),
+    ModelSpec(Qwen3Arch, dense_block),
     ModelSpec(Qwen3MoeArch, qwen3_moe_block),
 )
 """All families that can be run."""

@@ -42,6 +42,21 @@ _NEMOTRON = {
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "qwen2": {
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "num_key_value_heads": 32,
+            "use_sliding_window": False,
+        },
+        "llama": {**_GROUPED, "mlp_bias": False},
+        "mistral": {
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
         "qwen3": {**_GROUPED, "num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
         "qwen3_moe": {
             **_GROUPED,
@@ -153,12 +168,15 @@ NULLS: Mapping[str, frozenset[str]] = MappingProxyType(
             ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa"),
             frozenset({"q_lora_rank", "rope_theta"}),
         ),
+        "mistral": frozenset({"sliding_window"}),
     }
 )
-"""Keys of `DEFAULTS` of which null says something of its own (no compressed queries, no chunks)."""
-_DIVIDED = ("qwen3_moe", "glm4_moe", "mixtral")
+"""Keys of `DEFAULTS` of which null says something of its own (no compressed queries, no chunks, no window)."""
+_DIVIDED = ("qwen2", "llama", "mistral", "qwen3_moe", "glm4_moe", "mixtral")
 """Families whose heads are as wide as the hidden size divided by their number, where a config does not say."""
-_NULL_AS_HEADS = "num_key_value_heads"
+_KEY_HEADS = "num_key_value_heads"
+_NULL_AS_HEADS = ("qwen2", "qwen3")
+"""Families of which null heads of keys are as many as those of queries."""
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,14 +202,20 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
         found[first] = value
     if kind == "nemotron_h" and found.get("layer_norm_epsilon") is None and found.get("rms_norm_eps") is not None:
         found["layer_norm_epsilon"] = found["rms_norm_eps"]
+    if kind == "qwen2" and found.get("head_dim", 0) is None:
+        # its class has no such field, and its model divides only where the key is left out
+        raise ValueError("head_dim is null; leave it out for hidden_size / num_attention_heads of qwen2")
     if kind in _DIVIDED and found.get("head_dim") is None:
         width, heads = found.get("hidden_size"), found.get("num_attention_heads")
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0:
             found["head_dim"] = width // heads
+    if kind == "llama" and found.get(_KEY_HEADS) is None and found.get("num_attention_heads") is not None:
+        # its class has no number of its own
+        found[_KEY_HEADS] = found["num_attention_heads"]
     for key, value in DEFAULTS[kind].items():
         if found.get(key, value) is not None:
             found.setdefault(key, value)
-        elif kind == "qwen3" and key == _NULL_AS_HEADS and found.get("num_attention_heads") is not None:
+        elif kind in _NULL_AS_HEADS and key == _KEY_HEADS and found.get("num_attention_heads") is not None:
             # so transformers reads it
             found[key] = found["num_attention_heads"]
         elif key == "rope_theta":

@@ -17,9 +17,11 @@ _OWNERS = {
     "kimi": "moonshotai",
     "llama": "meta-llama",
     "minimax": "MiniMaxAI",
+    "mistral": "mistralai",
     "mixtral": "mistralai",
     "nvidia": "nvidia",
     "qwen": "Qwen",
+    "smollm": "HuggingFaceTB",
 }
 """Who publishes models whose names begin so."""
 _OTHER_OWNERS = ("google", "microsoft", "ibm-granite", "allenai", "bytedance-seed", "huggingfacetb", "xiaomimimo")

@@ -69,6 +69,11 @@ class ChatTokenizer:
         """Number of ids, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token as it stands in the vocabulary; None where it does not."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
     def encode(self, text: str) -> list[int]:
         """Return token ids; special tokens written in ``text`` are recognised."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

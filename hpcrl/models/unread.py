@@ -75,6 +75,7 @@ _HARMLESS = frozenset(
         # about the file
         *("architectures", "auto_map", "transformers_version", "_name_or_path", "_commit_hash", "_source"),
         *("tokenizer_class", "unsloth_version", "unsloth_fixed", "model_name", "name_or_path"),
+        *("is_llama_config", "transformers.js_config", "_model_name_or_path"),
         # of training from nothing, and of losses that are not ours
         *("initializer_range", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits", "aux_loss_alpha"),
         *("seq_aux", "rescale_prenorm_residual", "time_step_max", "time_step_floor", "gradient_checkpointing"),
@@ -117,6 +118,7 @@ _WITH_VALUE: Mapping[str, tuple[Any, ...]] = {
 """With these values alone, in every family that does not read the key."""
 _OF_FAMILY: Mapping[str, frozenset[str]] = {
     # used where use_sliding_window is set, which is refused
+    "qwen2": frozenset({"sliding_window", "max_window_layers"}),
     "qwen3": frozenset({"sliding_window", "max_window_layers"}),
     "qwen3_moe": frozenset({"sliding_window", "max_window_layers"}),
     "gpt_oss": frozenset({"initial_context_length"}),
@@ -134,7 +136,9 @@ _OF_FAMILY: Mapping[str, frozenset[str]] = {
     "qwen3_next": frozenset({"partial_rotary_factor", "max_window_layers"}),
 }
 _OF_FAMILY_WITH_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "llama": {"rope_interleaved": (False,)},
     "minimax_m2": {"mtp_transformer_layers": (1,)},
+    "qwen2": {"use_mrope": (False,)},
     "nemotron_h": {
         "mamba_proj_bias": (False,),
         "residual_in_fp32": (False,),

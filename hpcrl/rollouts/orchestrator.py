@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
-from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
@@ -32,13 +31,13 @@ from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.ledger import RolloutLedger
+from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.restore import open_ledger, restored_state, take_up
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
 from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport
 from hpcrl.rollouts.sampling.known_rows import KnownRows
-from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings, answer_limits
 from hpcrl.rollouts.sampling.routes_room import RoutesRoom
 from hpcrl.rollouts.sampling.scheduler import Scheduler
@@ -216,7 +215,8 @@ class Orchestrator:
             lost_after_s=engines_lost_after_s(run),
             on_unusable=supervised.restart_engine,
         )
-        transcript = Transcript(ChatTokenizer(Path(recipe.model.path)))
+        chat = recipe.model.chat
+        renderer = Renderer.of_model(Path(recipe.model.path), chat_format=chat.format, variables=chat.variables)
         self._updater = make_updater(
             recipe,
             run,
@@ -241,7 +241,7 @@ class Orchestrator:
         self._scheduler = Scheduler(
             config=config,
             order=self._order,
-            sampler=self._sampler(transcript, temperature=config.sampling.temperature, routes=routes),
+            sampler=self._sampler(renderer, temperature=config.sampling.temperature, routes=routes),
             account=StalenessAccount(
                 groups_per_step=config.rollouts_per_step // config.group_size,
                 max_off_policy_steps=config.max_off_policy_steps,
@@ -264,7 +264,7 @@ class Orchestrator:
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
-            sampler=self._sampler(transcript, temperature=0.0, routes=routes and routes.unkept()),
+            sampler=self._sampler(renderer, temperature=0.0, routes=routes and routes.unkept()),
             updater=self._updater,
             events=self._events,
             done=evaluated_versions(run, up_to=state.step),
@@ -274,17 +274,17 @@ class Orchestrator:
             scheduler=self._scheduler,
             counters=self._counters,
             gauges=self._gauges,
-            columns=RolloutColumns(self._ledger.payload_dir, server.locate, decode=transcript.full_text),
+            columns=RolloutColumns(self._ledger.payload_dir, server.locate, decode=renderer.full_text),
             files=self._files,
             journal=self._ledger,
             spawn=self._tasks.create_task,
         )
         self._restored.set()
 
-    def _sampler(self, transcript: Transcript, *, temperature: float, routes: RoutedExpertsSettings | None) -> Sampler:
+    def _sampler(self, renderer: Renderer, *, temperature: float, routes: RoutedExpertsSettings | None) -> Sampler:
         return Sampler(
             self._pool,
-            transcript,
+            renderer,
             temperature=temperature,
             sampling=self._recipe.rollouts.sampling,
             max_model_len=self._recipe.engine.max_model_len,

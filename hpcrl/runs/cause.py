@@ -138,19 +138,33 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role} {self.replica}" + (f" rank {self.rank}" if self.rank else "")
 
 
+_SIGNALLED = 128
+"""A shell, and launchers like it, exit with this and the number of the signal that has killed their process."""
+_SHELL_CODES = {126: "its command cannot be run", 127: "its command was not found"}
+
+
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; ``signal 77`` for what has no name."""
+    return _name_of_signal(number) or f"signal {number}"
+
+
+def _name_of_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"
+        return ""
 
 
 def describe_end(exit_code: int | None, signum: int | None) -> str:
     """How a process ended, as the end of a sentence: ``was killed by SIGKILL``, ``exited with code 1``."""
     if signum is not None:
         return f"was killed by {signal_name(signum)}"
-    return "exited with code 0" if not exit_code else f"exited with code {exit_code}"
+    if not exit_code:
+        return "exited with code 0"
+    meaning = _SHELL_CODES.get(exit_code, "")
+    if exit_code > _SIGNALLED and (name := _name_of_signal(exit_code - _SIGNALLED)):
+        meaning = f"a process that it waited for was killed by {name}"
+    return f"exited with code {exit_code}" + (f": {meaning}" if meaning else "")
 
 
 def from_record(record: FailureRecord) -> Cause:

@@ -64,7 +64,7 @@ def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
         try:
             views = _watchers[place].poll(expected, expected=expected)
         except SlurmError as error:
-            warning = str(error).split("\n", 1)[0]
+            warning = str(error).partition("\n")[0]
             facts |= {s.job_id: JobFact(job_id=s.job_id, state="UNKNOWN", warning=warning) for s in mine}
             continue
         owners = {int(submission.job_id): submission.user_id for submission in mine}

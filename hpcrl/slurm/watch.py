@@ -97,7 +97,7 @@ class JobWatcher:
         try:
             jobs = self._client.jobs(wanted, expected=expected)
         except SlurmUnavailableError as error:
-            self._away = str(error).split("\n", 1)[0]  # without the hint
+            self._away = str(error).partition("\n")[0]  # without the hint
             return
         finally:
             # a question may take as long as a silent controller lets us wait

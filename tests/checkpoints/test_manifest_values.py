@@ -110,6 +110,43 @@ def test_what_was_found_is_known_of_the_entry_that_was_compared_alone(tmp_path: 
     assert (found.by, found.compared, found.problem) == ("sizes", "sizes", "a file is missing")
 
 
+def test_a_comparison_of_sizes_is_known_where_there_is_no_better(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    ledger = CheckpointLedger(tmp_path)
+    for by in ("attempt 1", "attempt 2"):
+        record_check(ledger, 1, content=False, by=by)
+        found = read_check(ledger, 1)
+        assert found is not None
+        assert (found.by, found.compared, found.problem) == (by, "sizes", "")
+
+
+def test_a_problem_of_an_entry_whose_manifest_is_gone_is_known(tmp_path: Path) -> None:
+    (save(tmp_path, 1).path / "manifest.json").unlink()
+    ledger = CheckpointLedger(tmp_path)
+    record_check(ledger, 1, content=True, by="me", problem="it has no manifest.json")
+    found = read_check(ledger, 1)
+    assert found is not None
+    assert (found.problem, found.manifest_xxh3_128) == ("it has no manifest.json", "")
+
+
+def test_a_check_is_of_its_time_and_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1), save(tmp_path, 2, attempt=2)
+    ledger = CheckpointLedger(tmp_path)
+    monkeypatch.setattr("hpcrl.checkpoints.checks.time.time", lambda: 2e9)
+    record_check(ledger, 1, content=True, by="me")
+    assert json.loads((tmp_path / "step-000001.check.json").read_bytes())["time_s"] == 2e9
+    assert read_check(ledger, 2) is None
+
+
+def test_a_torn_check_is_none(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    ledger = CheckpointLedger(tmp_path)
+    record_check(ledger, 1, content=True, by="me")
+    path = tmp_path / "step-000001.check.json"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_check(ledger, 1) is None
+
+
 def test_the_bytes_of_an_entry_are_those_of_its_files() -> None:
     assert manifest(files={"a": FileRecord(3, ""), "b": FileRecord(0, ""), "c": FileRecord(5, "")}).total_bytes == 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,21 @@ def test_what_was_ever_saved_is_known_in_its_order(tmp_path: Path) -> None:
     found = read_saved(tmp_path)
     assert [(each.step, each.attempt) for each in found] == [(2, 1), (4, 1), (3, 2)]
     assert all(isinstance(each, Saved) and each.time_s > 1.7e9 for each in found)
+
+
+def test_what_was_saved_is_durable_when_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bytes]] = []
+    path, fsync = tmp_path / "history.jsonl", os.fsync
+
+    def seen(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            calls.append(("fsync", path.read_bytes()))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    add_saved(tmp_path, step=2, attempt=1)
+    assert calls[-1] == ("fsync", path.read_bytes())
+    assert calls[-1][1].endswith(b"}\n")
 
 
 def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ledger_testing import save_as
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
+from hpcrl.checkpoints.checks import read_check, record_check
 from hpcrl.checkpoints.pins import pin, pins_of
 from hpcrl.checkpoints.retention import doomed_steps
 from hpcrl.checkpoints.verify import share_of
@@ -44,6 +45,34 @@ def test_retain(writer: CheckpointWriter) -> None:
     assert writer.retain(keep_last=1) == [3]
     assert writer.ledger.steps() == [1, 5, 6]
     assert os.listdir(writer.fence.path) == []
+
+
+def test_an_entry_goes_with_all_that_lies_beside_it(writer: CheckpointWriter) -> None:
+    for step in (1, 6):
+        record_check(writer.ledger, step, content=True, by="attempt 1")
+    assert writer.retain(keep_last=1) == [1, 2, 3, 4, 5]
+    left = sorted(path.name for path in writer.root.iterdir() if not path.name.startswith("."))
+    assert left == ["history.jsonl", "step-000006", "step-000006.check.json"]
+    assert read_check(writer.ledger, 6) is not None
+
+
+def test_the_zeroth_entry_is_no_multiple_that_is_kept() -> None:
+    assert doomed_steps([0, 1, 2, 3], whole=[3], pinned=(), keep_last=1, keep_every=1) == [0]
+
+
+def test_where_none_of_the_last_is_kept_nothing_goes() -> None:
+    assert doomed_steps([1, 2, 3], whole=[1, 2, 3], pinned=(), keep_last=0) == []
+
+
+def test_the_bound_of_what_goes_is_the_oldest_of_the_last_whole_ones() -> None:
+    # in any order, as a set has them
+    assert doomed_steps([4, 1, 3, 2], whole=[3, 1, 4], pinned=(), keep_last=2) == [1, 2]
+
+
+def test_a_rule_of_multiples_of_two_keeps_every_second(writer: CheckpointWriter) -> None:
+    assert writer.retain(keep_last=1, keep_every=2) == [1, 3, 5]
+    assert writer.retain(keep_last=1, keep_every=4) == [2]
+    assert writer.retain(keep_last=1) == [4]
 
 
 def test_what_was_put_aside_goes_when_it_is_passed_and_unpinned(writer: CheckpointWriter) -> None:
@@ -82,6 +111,38 @@ def test_a_pin_that_comes_while_an_entry_is_being_removed_saves_it(
     monkeypatch.setattr("hpcrl.fence.Fence.hide", and_somebody_pins)
     assert writer.retain(keep_last=1) == []
     assert writer.ledger.steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_entry_that_another_removes_at_the_same_moment_is_not_counted(
+    writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide = type(writer.fence).hide
+
+    def and_a_person_was_faster(fence: object, name: str) -> bool:
+        if name == "step-000002":
+            writer.ledger.remove(2)
+        return hide(writer.fence, name)
+
+    monkeypatch.setattr("hpcrl.fence.Fence.hide", and_a_person_was_faster)
+    assert writer.retain(keep_last=3) == [1, 3]
+    assert writer.ledger.steps() == [4, 5, 6]
+
+
+def test_a_pin_waits_for_an_entry_that_comes_back(writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who removes it brings it back when the pin is seen; meanwhile it is in no listing."""
+    away = [True] * 4
+    steps, pauses = CheckpointLedger.steps, []
+
+    def listed(ledger: CheckpointLedger) -> list[int]:
+        return [step for step in steps(ledger) if step != 2 or not (away and away.pop())]
+
+    monkeypatch.setattr(CheckpointLedger, "steps", listed)
+    monkeypatch.setattr("hpcrl.checkpoints.pins.time.sleep", pauses.append)
+    assert pin(writer.ledger, 2, reason="best", by="ann").number == 2
+    assert 2 in pins_of(writer.root).numbers()
+    assert len(pauses) == 4
+    # long enough for a rename on a shared filesystem to be seen
+    assert 0.5 < sum(pauses) < 5.0
 
 
 def test_pinning_what_goes_at_the_same_moment_says_so(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from ledger_testing import save_as
 
 from hpcrl.checkpoints import CheckpointEntry, CheckpointWriter
@@ -92,6 +93,65 @@ def test_a_stale_handle_is_asked_again(entry: CheckpointEntry, monkeypatch: pyte
     opened = failing_open(monkeypatch, errno.ESTALE, 2)
     entry.verify()
     assert len(opened) == 22
+
+
+def test_a_handle_that_stays_stale_is_damage(entry: CheckpointEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = failing_open(monkeypatch, errno.ESTALE, 1000)
+    with pytest.raises(CheckpointError, match=r"0\.distcp cannot be read: Stale file handle"):
+        entry.verify()
+    assert len(opened) == 3 * 20
+
+
+def test_other_errors_are_not_asked_again(entry: CheckpointEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = failing_open(monkeypatch, errno.EIO, 1000)
+    with pytest.raises(CheckpointError):
+        entry.verify()
+    assert len(opened) == 20
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_an_error_without_a_text_is_told_by_what_it_is(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> os.stat_result:
+        raise OSError("the client went away" * times)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert damaged_files(tmp_path, {"a": FileRecord(1, "")}) == [f"a cannot be read: {'the client went away' * times}"]
+
+
+def test_what_is_wrong_with_the_program_is_raised(tmp_path: Path) -> None:
+    """No file system takes such a name: not the file is damaged."""
+    with pytest.raises(ValueError, match="null"):
+        damaged_files(tmp_path, {"a\0b": FileRecord(1, "")}, deadline_s=30.0)
+
+
+def test_no_files_have_no_problems(tmp_path: Path) -> None:
+    assert damaged_files(tmp_path, {}) == []
+
+
+def test_a_large_file_is_compared_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.checkpoints.verify._READ_BLOCK_BYTES", 4)
+    data = b"0123456789"
+    (tmp_path / "a").write_bytes(data)
+    files = {"a": FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))}
+    assert damaged_files(tmp_path, files, deadline_s=60.0) == []
+    (tmp_path / "a").write_bytes(data[:-1] + b"8")
+    (problem,) = damaged_files(tmp_path, files, deadline_s=60.0)
+    found, recorded = (xxhash.xxh3_128_hexdigest(each) for each in (b"0123456788", data))
+    assert problem == (
+        f"a does not have the content that the manifest says (XXH3-128 {found}, the manifest says {recorded})"
+    )
+
+
+def test_a_slow_read_ends_between_two_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is looked at after each block, so that no thread reads on behind an answer that was given up."""
+    monkeypatch.setattr("hpcrl.checkpoints.verify._READ_BLOCK_BYTES", 1)
+    now, data = iter(range(1000)), b"0123456789"
+    monkeypatch.setattr("hpcrl.checkpoints.verify.time.monotonic", lambda: float(next(now)))
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(DeadlineError, match=r"compared with its manifest in the time that there was"):
+        damaged_files(tmp_path, {"a": FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))}, deadline_s=5.0)
 
 
 def test_what_cannot_be_read_is_damaged(entry: CheckpointEntry, monkeypatch: pytest.MonkeyPatch) -> None:

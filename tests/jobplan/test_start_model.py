@@ -19,6 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "hpcrl/models/configs"
 FAMILIES = (
     *("DeepSeek-V3", "GLM-4.5-Air", "GLM-5", "MiniMax-M2", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
     *("Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-20b"),
+    *("Qwen2.5-7B", "Llama-3.2-1B-Instruct", "Mistral-7B-v0.1", "SmolLM2-135M-Instruct"),
 )
 
 
@@ -175,6 +176,25 @@ def test_a_model_that_is_not_there_is_made_or_downloaded(tmp_path: Path, monkeyp
     assert "hpcrl warmup" in hint("quickstart", "someone/finetune")[0]
     # a recipe without a warm-up has nothing to make it with
     assert hint("qwen3_30b_a3b", "models/mine") == ("give the path of a Hugging Face model directory", False)
+
+
+def test_a_second_copy_in_the_format_of_mistral_is_not_what_vllm_reads(tmp_path: Path) -> None:
+    """Mistral publishes both in one directory; vLLM would start from another config than the trainer."""
+    model = write_tiny_model(tmp_path / "model")
+    write_safetensors(model / "consolidated.safetensors", {}, 0)
+    assert problems(model) == []
+
+    def found(**flags: str) -> list[str]:
+        settings = [
+            f"model.path={model}",
+            *(f"engine.vllm_args.{name.replace('_', '-')}={flags[name]}" for name in flags),
+        ]
+        report = report_model(load_recipe("quickstart_vllm", settings), model)
+        return [finding.what for finding in report.findings if "consolidated" in finding.what]
+
+    assert len(found()) == 1
+    assert "vLLM prefers it and params.json" in found(config_format="hf", load_format="hf")[0]
+    assert found(config_format="hf", load_format="hf", tokenizer_mode="hf") == []
 
 
 @pytest.mark.slow

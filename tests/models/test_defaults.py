@@ -60,7 +60,7 @@ def small(kind: str) -> dict[str, Any]:
         }
         config |= {"hybrid_override_pattern": "M*E-"}
         del config["sliding_window"]
-    if kind in ("qwen3", "qwen3_moe"):
+    if kind in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         del config["sliding_window"]
     return config
 

@@ -33,6 +33,13 @@ def _gqa(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _heads(rng: random.Random) -> dict[str, Any]:
+    """Grouped queries of families whose config says nothing of biases."""
+    sizes = _gqa(rng)
+    del sizes["attention_bias"]
+    return sizes
+
+
 def _mla(rng: random.Random) -> dict[str, Any]:
     return {
         "num_attention_heads": 4,
@@ -117,6 +124,12 @@ def _qwen3_next(rng: random.Random) -> dict[str, Any]:
 
 
 FAMILIES = {
+    "qwen2": ("Qwen2", lambda rng: {**_heads(rng), "intermediate_size": 24}),
+    "llama": ("Llama", lambda rng: {**_gqa(rng), "intermediate_size": 24, "mlp_bias": rng.random() < 0.5}),
+    "mistral": (
+        "Mistral",
+        lambda rng: {**_heads(rng), "intermediate_size": 24, "sliding_window": rng.choice((None, 8))},
+    ),
     "qwen3": ("Qwen3", lambda rng: {**_gqa(rng), "intermediate_size": 24}),
     "qwen3_moe": (
         "Qwen3Moe",

@@ -48,6 +48,10 @@ BESIDE: dict[str, Any] = {
 #: as published, by family
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3": {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None},
+    "qwen2": {"max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False},
+    # of SmolLM2, and of Llama 3 in a hub's own format
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+    "mistral": {"sliding_window": None},
     "deepseek_v3": {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "moe_layer_freq": 1, "head_dim": 64},
     "minimax_m2": {"mtp_transformer_layers": 1, "num_mtp_modules": 3, "use_mtp": True, "attn_type_list": [1] * 4},
     "nemotron_h": {
@@ -125,6 +129,9 @@ def test_others_are_named_at_any_depth(kind: str) -> None:
     ("kind", "key", "value"),
     [
         ("qwen3", "partial_rotary_factor", 0.5),
+        ("qwen2", "use_mrope", True),
+        ("llama", "rope_interleaved", True),
+        ("mistral", "max_window_layers", 2),
         ("qwen3_moe", "scoring_func", "sigmoid"),
         ("qwen3_moe", "n_shared_experts", 1),
         ("qwen3_moe", "pretraining_tp", True),

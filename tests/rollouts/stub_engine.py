@@ -223,6 +223,7 @@ class StubEngine:
         """Choices with new tokens; the last one has the end."""
         params = body["sampling_params"]
         seed = 0 if params["temperature"] == 0 else params["seed"]
+        stops = {EOS, *(params.get("stop_token_ids") or ())}
         token_ids = self.answer(body["token_ids"], seed)[: params["max_tokens"]]
         spans: list[dict[str, Any]] = []
         sent, reported = 0, params.get("routed_experts_prompt_start", 0)
@@ -247,7 +248,7 @@ class StubEngine:
                     "index": 0,
                     "token_ids": new,
                     "logprobs": {"content": [{"token_id": t, "logprob": -0.25 - t / 1024} for t in new]},
-                    "finish_reason": ("stop" if token_ids[-1] == EOS else "length") if last else None,
+                    "finish_reason": ("stop" if token_ids[-1] in stops else "length") if last else None,
                     "weight_versions": spans if last else None,
                     "routed_experts": rows,
                 }

@@ -99,3 +99,7 @@ def test_ends_in_words() -> None:
     assert describe_end(None, 9) == "was killed by SIGKILL"
     assert describe_end(None, 200) == "was killed by signal 200"
     assert describe_end(3, None) == "exited with code 3"
+    assert describe_end(128, None) == "exited with code 128"
+    assert describe_end(127, None) == "exited with code 127: its command was not found"
+    assert describe_end(137, None) == "exited with code 137: a process that it waited for was killed by SIGKILL"
+    assert describe_end(255, None) == "exited with code 255"

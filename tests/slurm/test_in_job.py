@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,34 @@ def test_the_attempt_ends_before_the_job() -> None:
     assert inside.time_limit_s == 3970.0
     assert (inside.attempts.requeue, inside.attempts.signalled) == (False, False)
     assert plan_inside(plan(), InJob(7, None), now_s=1000.0).time_limit_s == plan().time_limit_s
+    # a job that ends later than the run does not prolong it, and one that is about to end leaves it a second
+    assert plan_inside(plan(), InJob(7, 1e9), now_s=1000.0).time_limit_s == plan().time_limit_s
+    assert plan_inside(plan(), InJob(7, 1020.0), now_s=1000.0).time_limit_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "slurm"),
+    [
+        ({"SLURM_JOB_NODELIST": "n[1-3]"}, {}),
+        ({"SLURM_HET_SIZE": "1"}, {}),
+        ({"SLURM_HET_SIZE": ""}, {}),
+        ({}, {"ends_in_s": 160.0}),
+        ({}, {"ends_in_s": 1.0, "limit": "UNLIMITED"}),
+    ],
+)
+def test_an_allocation_that_just_holds_the_plan(environ: dict[str, str], slurm: dict[str, Any]) -> None:
+    assert find_allocation(plan(), {**SHELL, **environ}, client(**slurm)).job_id == 7
+
+
+def test_who_is_in_no_allocation_is_told_how_to_get_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        find_allocation(plan(), {}, client())
+    hint = str(caught.value).splitlines()[-1]
+    words = shlex.split(hint.partition("hint: ")[2].partition(", and")[0])
+    assert words[0] == "salloc"
+    assert "--nodes=3" in words
+    assert words[-1] == "--time=1440"
+    assert not [word for word in words if word.startswith("--ntasks")]
 
 
 @pytest.mark.parametrize(

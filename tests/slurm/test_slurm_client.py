@@ -2,139 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
-from patience import patience, wait_for
+from fake_slurm import FakeSlurm, job, sacct_row
 
-from hpcrl import procfs
-from hpcrl.runs.record import Submission
-from hpcrl.slurm import lookup, parse
 from hpcrl.slurm.client import SlurmClient
-from hpcrl.slurm.command import CommandResult, command_environment, run_command
+from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.errors import (
-    NoAccountingError,
-    NoClusterError,
-    NoSuchJobError,
     SlurmAnswerError,
     SlurmError,
-    SlurmMissingError,
     SlurmRejectedError,
     SlurmUnavailableError,
     SubmitUnclearError,
-    classify,
 )
-from hpcrl.slurm.records import HetComponent, Job
 from hpcrl.slurm.states import JobState
-from hpcrl.slurm.watch import JobWatcher
-
-
-class FakeSlurm:
-    """Slurm's commands as methods; jobs are rows of what squeue prints, by id."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[str]] = []
-        self.queue: dict[int, dict[str, str]] = {}
-        self.history = ""
-        self.accounting = True
-        self.away = False
-        self.lose_answers = False
-        self.appears_after = 0.0
-        self.now = 0.0
-        self.columns = True
-        self.banner = "{}"
-        self.wrapper_fails = False
-        self._late: list[tuple[float, int, dict[str, str]]] = []
-
-    # the client's seams
-
-    def __call__(self, argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
-        self.calls.append(list(argv))
-        if self.away:
-            return self.error("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-        result = getattr(self, argv[0])(list(argv[1:]))
-        assert isinstance(result, CommandResult)
-        return result
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for at, job_id, row in self._late:
-            if at <= self.now:
-                self.queue[job_id] = row
-
-    def client(self) -> SlurmClient:
-        return SlurmClient(run=self, clock=self.clock, sleep=self.sleep)
-
-    # the commands
-
-    def error(self, text: str) -> CommandResult:
-        return CommandResult(1, "", text)
-
-    def squeue(self, argv: list[str]) -> CommandResult:
-        options = dict(word.removeprefix("--").partition("=")[::2] for word in argv)
-        if "Format" in options and not self.columns:
-            return self.error("squeue: error: Invalid job format specification: RestartCnt")
-        rows = list(self.queue.values())
-        if "me" in options:
-            rows = [row for row in rows if row.get("UserID") in (None, str(os.getuid()))]
-        if "name" in options:
-            rows = [row for row in rows if row["Name"] == options["name"]]
-        elif "jobs" in options:
-            wanted = options["jobs"].split(",")
-            rows = [row for row in rows if row["HetJobID"] in wanted or row["JobID"] in wanted]
-            if not rows and len(wanted) == 1:
-                return self.error("slurm_load_jobs error: Invalid job id specified")
-        if "json" in options:
-            jobs = [{"job_id": int(row["JobID"]), "job_state": [row["State"]]} for row in rows]
-            return CommandResult(0, json.dumps({"jobs": jobs}), "")
-        names = [item.partition(":")[0] for item in options["Format"].split(",")]
-        lines = [parse.SEPARATOR.join([*(row.get(name, "N/A") for name in names), ""]) for row in rows]
-        return CommandResult(0, "\n".join(lines) + "\n", "")
-
-    def sacct(self, argv: list[str]) -> CommandResult:
-        return (
-            CommandResult(0, self.history, "")
-            if self.accounting
-            else self.error("Slurm accounting storage is disabled")
-        )
-
-    def sbatch(self, argv: list[str]) -> CommandResult:
-        options = dict(word.removeprefix("--").partition("=")[::2] for word in argv if word.startswith("--"))
-        job_id = 100 + len(self.queue) + len(self._late)
-        row = job(job_id, "PENDING", Name=options["job-name"], Comment=options["comment"])
-        if self.appears_after:
-            self._late.append((self.now + self.appears_after, job_id, row))
-        else:
-            self.queue[job_id] = row
-        if self.lose_answers:
-            return self.error("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
-        if self.wrapper_fails:
-            return self.error("sbatch: error: Requested node configuration is not available (says our own check)")
-        return CommandResult(0, self.banner.format(f"{job_id};cluster\n"), "")
-
-
-def job(job_id: int, state: str, *, leader: int | None = None, **cells: str) -> dict[str, str]:
-    het = {} if leader is None else {"HetJobID": str(leader), "HetJobOffset": str(job_id - leader)}
-    return {"JobID": str(job_id), "HetJobID": "N/A", "State": state, **het, **cells}
-
-
-def sacct_row(job_id: str, raw: str, state: str) -> str:
-    cells = {"JobID": job_id, "JobIDRaw": raw, "State": state}
-    return parse.SEPARATOR.join(cells.get(name, "") for name in parse.SACCT_FORMAT.split(","))
-
-
-@pytest.fixture
-def slurm() -> FakeSlurm:
-    return FakeSlurm()
 
 
 def test_many_jobs_are_one_call(slurm: FakeSlurm) -> None:
@@ -320,22 +204,6 @@ def test_a_strangers_job_is_not_ours(slurm: FakeSlurm, monkeypatch: pytest.Monke
     assert [found.job_id for found in client.find(name="run", token="abc:main")] == [mine.job_id]
 
 
-def test_a_number_that_somebody_else_has_now_is_not_our_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a site loses its state, numbers begin again."""
-    monkeypatch.setattr(lookup, "client_of", lambda submission, timeout_s: slurm.client())
-    slurm.queue = {7: job(7, "RUNNING", UserID="1234")}
-    states = {}
-    for owner in (1234, 1235, None):
-        monkeypatch.setattr(lookup, "_watchers", {})
-        monkeypatch.setattr(lookup, "_watched", {})
-        submission = Submission(
-            submitted_at_s=0.0, executor="slurm", job_id="7", folder="", after_attempt=0, user_id=owner
-        )
-        fact = lookup.look_up([submission])["7"]
-        states[owner] = (fact.state, fact.gone, fact.holding)
-    assert states == {1234: ("RUNNING", False, True), 1235: ("UNKNOWN", True, False), None: ("RUNNING", False, True)}
-
-
 def test_only_the_nodes_that_are_asked_for(slurm: FakeSlurm) -> None:
     known = [f"n{i}" for i in range(1, 5)]
 
@@ -374,190 +242,6 @@ def test_cancel_of_an_ended_job_is_no_error(slurm: FakeSlurm) -> None:
         slurm.client().cancel(5)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("squeue: error: Unable to contact slurm controller (connect failure)", SlurmUnavailableError),
-        ("slurm_load_jobs error: Socket timed out on send/recv operation", SlurmUnavailableError),
-        ("slurm_load_jobs error: Zero Bytes were transmitted or received", SlurmUnavailableError),
-        (
-            "sbatch: error: Batch job submission failed: Slurm temporarily unable to accept job, sleeping",
-            SlurmUnavailableError,
-        ),
-        ("sacct: error: Problem talking to the database: Connection refused", SlurmUnavailableError),
-        ('sinfo: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2"', SlurmUnavailableError),
-        ("slurm_load_jobs error: Invalid job id specified", NoSuchJobError),
-        ("Slurm accounting storage is disabled", NoAccountingError),
-        ("You are not running a supported accounting_storage plugin", NoAccountingError),
-        (
-            "sbatch: error: Batch job submission failed: Requested node configuration is not available",
-            SlurmRejectedError,
-        ),
-        ("squeue: fatal: Could not establish a configuration source", NoClusterError),
-        ("", SlurmRejectedError),
-    ],
-)
-def test_classification(text: str, kind: type[SlurmError]) -> None:
-    error = classify(["squeue", "--jobs=1"], 1, text)
-    assert type(error) is kind
-    assert "squeue" in str(error)
-
-
-# -- the real runner and its environment -----------------------------------------------------------------------------
-
-
-def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("SLURM_JOB_ID", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SLURM_CONF", "HOME_OF_MINE", "SLURMD_NODENAME"):
-        monkeypatch.setenv(name, "x")
-    monkeypatch.delenv("LC_ALL", raising=False)
-    reading = command_environment(conf=None, reading=True)
-    assert reading["SLURM_CONF"] == "x"
-    assert reading["HOME_OF_MINE"] == "x"
-    assert (reading["LC_ALL"], reading["SLURM_TIME_FORMAT"]) == ("C", "%s")
-    assert not {"SLURM_JOB_ID", "SBATCH_PARTITION", "SQUEUE_FORMAT", "SLURMD_NODENAME"} & set(reading)
-    submitting = command_environment(conf=tmp_path, reading=False)
-    assert submitting["SLURM_CONF"] == str(tmp_path)
-    assert not {"LC_ALL", "SLURM_TIME_FORMAT"} & set(submitting), "the job would inherit them"
-
-
-def test_runner() -> None:
-    code = "import sys; print('out\\xff'); sys.stderr.write('err'); sys.exit(3)"
-    result = run_command([sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "latin-1"}, timeout_s=30)
-    assert result == CommandResult(3, "out\ufffd\n", "err")
-    with pytest.raises(SlurmMissingError, match="devcluster"):
-        run_command(["no-such-command"], env=os.environ, timeout_s=1)
-
-
-def test_runner_kills_at_the_time_out(tmp_path: Path) -> None:
-    """The command's own children, too: they hold the pipes."""
-    pidfile = tmp_path / "pid"
-    with pytest.raises(SlurmUnavailableError, match="no answer"):
-        run_command(["sh", "-c", f"sleep 1000 & echo $! > {pidfile}; wait"], env=os.environ, timeout_s=patience())
-    pid = int(pidfile.read_text())
-    # nobody may have reaped it
-    wait_for(lambda: (child := procfs.read_process(pid)) is None or child.dead, 5.0, "end of the child")
-
-
-def test_an_interrupt_as_the_command_ends_is_told_and_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The id of a command that was waited for may be another's by now."""
-    ended: list[int] = []
-
-    def interrupted(process: subprocess.Popen[str], timeout: float | None = None) -> None:
-        process.wait(timeout)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
-    monkeypatch.setattr("hpcrl.slurm.command.os.killpg", lambda pid, _: ended.append(pid))
-    with pytest.raises(KeyboardInterrupt):
-        run_command(["true"], env=os.environ, timeout_s=30)
-    assert ended == []
-
-
-# -- watching --------------------------------------------------------------------------------------------------------
-
-
-def watcher(slurm: FakeSlurm) -> JobWatcher:
-    return JobWatcher(slurm.client(), interval_s=10.0, clock=slurm.clock)
-
-
-def test_watcher_bounds_the_load(slurm: FakeSlurm) -> None:
-    slurm.queue = {1: job(1, "RUNNING"), 2: job(2, "RUNNING")}
-    watch = watcher(slurm)
-    for _ in range(5):
-        watch.poll([1, 2])
-    assert len(slurm.calls) == 1
-    slurm.now = 10.0
-    watch.poll([1, 2])
-    assert len(slurm.calls) == 2
-    slurm.now = 14.0
-    assert {view.age_s for view in watch.poll([1, 2]).values()} == {4.0}
-    assert len(slurm.calls) == 2
-
-
-def test_silence_is_a_warning(slurm: FakeSlurm) -> None:
-    slurm.queue = {1: job(1, "RUNNING")}
-    watch = watcher(slurm)
-    assert watch.poll([1])[1].state is JobState.RUNNING
-    slurm.away, slurm.now = True, 600.0
-    view = watch.poll([1])[1]
-    assert view.state is JobState.UNKNOWN
-    assert view.last is not None
-    assert view.last.state is JobState.RUNNING
-    assert view.age_s == 600.0
-    assert "has not answered for 600 s" in view.warning
-    slurm.away, slurm.now = False, 620.0
-    assert watch.poll([1])[1].warning == ""
-
-
-def test_never_answered(slurm: FakeSlurm) -> None:
-    slurm.away = True
-    view = watcher(slurm).poll([1])[1]
-    assert (view.state, view.last) == (JobState.UNKNOWN, None)
-    assert "has not answered yet" in view.warning
-
-
-def test_vanished_job_is_unknown_not_completed(slurm: FakeSlurm) -> None:
-    slurm.queue, slurm.accounting = {1: job(1, "RUNNING")}, False
-    watch = watcher(slurm)
-    watch.poll([1])
-    slurm.queue, slurm.now = {}, 20.0
-    view = watch.poll([1])[1]
-    assert view.state is JobState.UNKNOWN
-    assert "does not know job 1" in view.warning
-
-
-@pytest.mark.parametrize(
-    ("end", "later"), [("COMPLETED", "COMPLETED"), ("CANCELLED", "CANCELLED"), ("NODE_FAIL", "UNKNOWN")]
-)
-def test_ends_are_remembered_unless_slurm_may_requeue(slurm: FakeSlurm, end: str, later: str) -> None:
-    slurm.queue, slurm.accounting = {1: job(1, end)}, False
-    watch = watcher(slurm)
-    assert watch.poll([1])[1].state == end
-    slurm.queue, slurm.now = {}, 20.0
-    assert watch.poll([1])[1].state == later
-
-
-class SlowSlurm:
-    """A controller whose every question takes a while; answers are given, or None for silence."""
-
-    def __init__(self, takes_s: float, state: JobState | None) -> None:
-        self.now, self.asked, self._takes_s, self._state = 0.0, 0, takes_s, state
-
-    def clock(self) -> float:
-        return self.now
-
-    def jobs(self, ids: Iterable[int], expected: Mapping[int, int] | None = None) -> dict[int, Job]:
-        self.asked += 1
-        self.now += self._takes_s
-        if self._state is None:
-            raise SlurmUnavailableError("no answer")
-        return {
-            each: Job.of([HetComponent(job_id=each, leader_id=each, offset=0, state=self._state, source="squeue")])
-            for each in ids
-        }
-
-
-@pytest.mark.parametrize(
-    ("takes_s", "state", "in_a_minute"),
-    [(10.0, None, 5), (3.0, JobState.RUNNING, 12), (0.0, JobState.RUNNING, 30), (0.0, JobState.PENDING, 6)],
-)
-def test_the_pause_between_questions_begins_when_one_has_ended(
-    takes_s: float, state: JobState | None, in_a_minute: int
-) -> None:
-    slurm = SlowSlurm(takes_s, state)
-    watcher = JobWatcher(cast("SlurmClient", slurm), interval_s=2.0, waiting_interval_s=10.0, clock=slurm.clock)
-    while slurm.now < 60.0:
-        for _ in range(6):
-            watcher.poll([1, 2, 3])
-        slurm.now += 0.5
-    assert slurm.asked <= in_a_minute + 1
-    asked = slurm.asked
-    watcher.poll([1, 2, 3])
-    watcher.ask_soon()
-    watcher.poll([1, 2, 3])
-    assert slurm.asked - asked in (1, 2)
-
-
 def test_a_run_is_asked_about_on_the_cluster_that_took_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[list[str], str | None]] = []
 
@@ -577,26 +261,6 @@ def test_a_run_is_asked_about_on_the_cluster_that_took_its_job(monkeypatch: pyte
         assert {cluster for _, cluster in said} == {asked}
         # sacct does not read the variable
         assert (f"--clusters={asked}" in said[1][0]) == (asked is not None)
-
-
-def test_every_view_says_how_old_what_it_knows_is(slurm: FakeSlurm) -> None:
-    """By a clock that does not begin at zero."""
-    slurm.now = 1000.0
-    slurm.queue, slurm.accounting = {1: job(1, "RUNNING"), 2: job(2, "COMPLETED"), 3: job(3, "RUNNING")}, False
-    watch = watcher(slurm)
-    assert [view.age_s for view in watch.poll([1, 2, 3]).values()] == [0.0, 0.0, 0.0]
-    slurm.now = 1004.0
-    assert [view.age_s for view in watch.poll([1, 2, 3]).values()] == [4.0, 4.0, 4.0]
-    # Slurm has forgotten the first two, and of these only an end is still true
-    del slurm.queue[1], slurm.queue[2]
-    slurm.now = 1030.0
-    views = watch.poll([1, 2, 3])
-    assert [view.age_s for view in views.values()] == [30.0, 30.0, 0.0]
-    assert [view.state for view in views.values()] == [JobState.UNKNOWN, JobState.COMPLETED, JobState.RUNNING]
-    slurm.away, slurm.now = True, 1100.0
-    views = watch.poll([1, 2, 3])
-    assert [view.age_s for view in views.values()] == [100.0, 100.0, 70.0]
-    assert [view.state for view in views.values()] == [JobState.UNKNOWN, JobState.COMPLETED, JobState.UNKNOWN]
 
 
 @pytest.mark.parametrize(("away_from", "away_until", "ends"), [(1e9, 1e9, 10.0), (3.0, 7.0, 18.0), (-1.0, 1.0, 12.0)])
@@ -619,3 +283,166 @@ def test_a_job_that_is_not_there_is_looked_for_ten_seconds_in_a_row(
     with pytest.raises(SubmitUnclearError, match="Slurm has no job 'run' of it"):
         client.submit(Path("s"), name="run", token="t")
     assert slurm.now - lost_at[0] == ends
+
+
+def test_a_job_that_says_it_is_ours_is_ours(slurm: FakeSlurm) -> None:
+    """And one of which Slurm does not say whose it is: it was asked for ours alone."""
+    mine = {"Name": "run", "Comment": "hpcrl:abc:main"}
+    slurm.queue = {7: job(7, "RUNNING", UserID=str(os.getuid()), **mine), 8: job(8, "RUNNING", **mine)}
+    client = slurm.client()
+    assert [found.job_id for found in client.find(name="run", token="abc:main")] == [7, 8]
+    assert sorted(client.of_run("abc")) == [7, 8]
+    assert all("--me" in call for call in slurm.calls)
+    again = client.submit(Path("s"), name="run", token="abc:main")
+    assert (again.job_id, again.recovered) == (8, True)
+
+
+def test_only_what_has_the_comment_of_the_submission_is_its_job(slurm: FakeSlurm) -> None:
+    slurm.queue = {
+        5: job(5, "RUNNING", leader=5, Name="run", Comment="hpcrl:abc:main"),
+        6: job(6, "PENDING", leader=5, Name="run"),
+        7: job(7, "RUNNING", Name="run", Comment="hpcrl:abc-2:main"),
+        8: job(8, "RUNNING", Name="run", Comment="abc:main"),
+        9: job(9, "RUNNING", Name="run"),
+    }
+    (found,) = slurm.client().find(name="run", token="abc:main")
+    assert (found.job_id, [component.job_id for component in found.components]) == (5, [5, 6])
+
+
+def test_a_job_is_named_by_the_comment_of_its_first_component(slurm: FakeSlurm) -> None:
+    slurm.queue = {
+        5: job(5, "RUNNING", leader=5, Name="run", Comment="hpcrl:other:main"),
+        6: job(6, "RUNNING", leader=5, Name="run", Comment="hpcrl:abc:main"),
+    }
+    assert slurm.client().find(name="run", token="abc:main") == []
+    assert [found.job_id for found in slurm.client().find(name="run", token="other:main")] == [5]
+
+
+def test_an_ended_job_that_lives_again_is_not_the_one_that_was_to_replace_it(slurm: FakeSlurm) -> None:
+    """Slurm starts a job again by itself whose node failed, and refuses ours in the same moment."""
+    client = slurm.client()
+    first = client.submit(Path("s"), name="run", token="t").job_id
+    slurm.queue[first]["State"] = "NODE_FAIL"
+
+    def refuse(argv: list[str]) -> CommandResult:
+        slurm.queue[first]["State"] = "PENDING"
+        return slurm.error("sbatch: error: Batch job submission failed: Invalid qos specification")
+
+    slurm.sbatch = refuse  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="qos"):
+        client.submit(Path("s"), name="run", token="t", again=True)
+
+
+def test_where_slurm_goes_away_a_refusal_is_told_as_it_was(slurm: FakeSlurm) -> None:
+    def refuse(argv: list[str]) -> CommandResult:
+        slurm.away = True
+        return slurm.error("sbatch: error: Batch job submission failed: Invalid qos specification")
+
+    slurm.sbatch = refuse  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="qos"):
+        slurm.client().submit(Path("s"), name="run", token="t")
+
+
+def test_a_submission_says_name_comment_and_what_else_it_is_given(slurm: FakeSlurm) -> None:
+    waits: list[float] = []
+
+    def run(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        waits.append(timeout_s)
+        return slurm(argv, env=env, timeout_s=timeout_s)
+
+    SlurmClient(run=run, timeout_s=5.0).submit(Path("s"), name="run", token="t", options=["--dependency=after:3"])
+    assert slurm.calls[-1] == [
+        "sbatch",
+        "--parsable",
+        "--job-name=run",
+        "--comment=hpcrl:t",
+        "--dependency=after:3",
+        "s",
+    ]
+    # sbatch may take longer than a question: what it does must not be asked for twice
+    assert waits == [5.0, 60.0]
+    waits.clear()
+    SlurmClient(run=run, timeout_s=90.0).submit(Path("s"), name="run", token="other")
+    assert waits == [90.0, 90.0]
+
+
+def sent(slurm: FakeSlurm, text: str = "") -> SlurmClient:
+    """A client whose commands that change something are noted, and answered with ``text``."""
+    for name in ("scontrol", "sacctmgr"):
+        setattr(slurm, name, lambda argv: slurm.error(text) if text else CommandResult(0, "", ""))
+    return slurm.client()
+
+
+def test_arguments_of_changes(slurm: FakeSlurm) -> None:
+    client = sent(slurm)
+    client.requeue(93)
+    client.exclude_nodes(93, ["n1", "n2"])
+    client.exclude_nodes(93, ["n1"], components=2)
+    client.start_after([94, 95], 93)
+    client.update_node("n1", "DOWN", reason="no fan")
+    client.update_node("n1", "RESUME")
+    client.add_cluster("alpha")
+    update = ["scontrol", "update"]
+    assert slurm.calls == [
+        ["scontrol", "requeue", "93"],
+        [*update, "JobId=93", "ExcNodeList=n1,n2"],
+        [*update, "JobId=93+0", "ExcNodeList=n1"],
+        [*update, "JobId=93+1", "ExcNodeList=n1"],
+        [*update, "JobId=94,95", "Dependency=after:93"],
+        [*update, "NodeName=n1", "State=DOWN", "Reason=no fan"],
+        [*update, "NodeName=n1", "State=RESUME"],
+        ["sacctmgr", "--immediate", "add", "cluster", "alpha"],
+    ]
+
+
+def test_a_cluster_that_is_there_needs_not_be_added(slurm: FakeSlurm) -> None:
+    sent(slurm, " This cluster alpha already exists.  Not adding.").add_cluster("alpha")
+    with pytest.raises(SlurmRejectedError, match="privilege"):
+        sent(slurm, "Your user/uid doesn't have sufficient privilege").add_cluster("alpha")
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "there"),
+    [
+        (0, "Slurmctld(primary) at head is UP", True),
+        (0, "Slurmctld(primary) at head is DOWN", False),
+        (1, "Slurmctld(primary) at head is DOWN", False),
+        (1, "slurm_load_ctl_conf error: Unable to contact slurm controller", False),
+    ],
+)
+def test_whether_a_controller_answers(slurm: FakeSlurm, code: int, text: str, there: bool) -> None:
+    slurm.scontrol = lambda argv: CommandResult(code, text, "")  # type: ignore[attr-defined]
+    assert slurm.client().answers() is there
+    assert slurm.calls == [["scontrol", "ping"]]
+
+
+def test_a_question_that_slurm_ended_together_with_our_job_is_asked_again(slurm: FakeSlurm) -> None:
+    answers = [CommandResult(-15, "", ""), CommandResult(0, "Slurmctld(primary) at head is UP", "")]
+    slurm.scontrol = lambda argv: answers.pop(0)  # type: ignore[attr-defined]
+    assert slurm.client().answers()
+    assert slurm.calls == [["scontrol", "ping"]] * 2
+
+
+def test_a_submission_that_was_ended_is_looked_up_and_not_repeated(slurm: FakeSlurm) -> None:
+    slurm.sbatch = lambda argv: CommandResult(-15, "", "")  # type: ignore[method-assign]
+    with pytest.raises(SlurmError):
+        slurm.client().submit(Path("s"), name="run", token="t")
+    assert [call[0] for call in slurm.calls] == ["squeue", "sbatch", "squeue"]
+
+
+def test_history_that_cannot_be_read_now_is_asked_for_again(slurm: FakeSlurm) -> None:
+    slurm.sacct = lambda argv: slurm.error("Problem talking to the database")  # type: ignore[method-assign]
+    client = slurm.client()
+    slurm.queue = {1: job(1, "RUNNING")}
+    for _ in range(2):
+        assert list(client.jobs([1, 7])) == [1]
+    assert [call[0] for call in slurm.calls] == ["squeue", "sacct"] * 2
+
+
+def test_a_question_that_is_refused_for_another_reason_than_its_columns_is_not_asked_otherwise(
+    slurm: FakeSlurm,
+) -> None:
+    slurm.squeue = lambda argv: slurm.error("squeue: error: Access denied")  # type: ignore[method-assign]
+    with pytest.raises(SlurmRejectedError, match="denied"):
+        slurm.client().jobs([1])
+    assert len(slurm.calls) == 1

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_checkpoint import state_of, whole
-from test_meshes import ARCHS, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, save
+from test_meshes import GRADIENT_TOLERANCE, MODELS, WEIGHT_TOLERANCE, save
 from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -54,7 +54,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("lora")
-    return {name: write_model_dir(root / name, arch) for name, arch in ARCHS.items()}
+    return {name: write_model_dir(root / name, arch) for name, arch in MODELS.items()}
 
 
 def new_policy(model_dir, parallel, lora, memory=(), **trainer):
@@ -208,10 +208,10 @@ def check_merge(policy, model_dir, root, entry, export):
     }
 
 
-@pytest.mark.parametrize("family", ARCHS)
+@pytest.mark.parametrize("family", MODELS)
 def test_each_family_is_the_model_with_the_products_added(models, family):
     """Numbers of adapters are those of the planner, and the sum of weights and products computes the same."""
-    arch, model_dir = ARCHS[family], models[family]
+    arch, model_dir = MODELS[family], models[family]
     for experts in ("per_expert", "shared_outer"):
         lora = LoraConfig(rank=4, alpha=8.0, experts=experts)
         with distributed(timeout_s=120) as parallel:
@@ -383,10 +383,19 @@ def test_every_version_has_a_canary(models):
         assert all(canary(policy.model, version) is not None for version in range(1, 13))
 
 
-@pytest.mark.parametrize("targets", [["attention"], ["attention", "experts"]], ids=["attention", "experts"])
-def test_peft_reads_a_version_as_it_is(models, tmp_path, targets):
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_moe", ["attention"]),
+        ("qwen3_moe", ["attention", "experts"]),
+        ("qwen2", None),
+        ("llama", ["attention", "mlp"]),
+        ("mistral", ["mlp"]),
+    ],
+)
+def test_peft_reads_a_version_as_it_is(models, tmp_path, family, targets):
     """And gives the trainer's log-probabilities, without it and with it."""
-    model_dir = models["qwen3_moe"]
+    model_dir = models[family]
     with distributed(timeout_s=120) as parallel:
         policy = new_policy(model_dir, parallel, {**LORA, "targets": targets})
         scramble(policy)

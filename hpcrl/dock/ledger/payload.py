@@ -89,7 +89,7 @@ def write_pieces(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> 
         offset += written
         while left and written >= left[0].nbytes:
             written -= left.pop(0).nbytes
-        if left and written:
+        if written:
             left[0] = left[0][written:]
     return offset - begin
 

@@ -18,9 +18,9 @@ import torch
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
 from hpcrl.inference.finite import finite_tensors
+from hpcrl.inference.vllm.version_memory import Lease, VersionMemory
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.adapters import Contents, blocks_of, contents_of
-from hpcrl.weights.read.assemble import StoredTensor
 from hpcrl.weights.read.subscriber import Reading, Subscriber
 
 __all__ = ["Staged"]
@@ -50,6 +50,8 @@ class Staged:
         subscriber: Subscriber,
         loads: Callable[[str], bool],
         base: KeptBase | None = None,
+        *,
+        memory: VersionMemory | None = None,
     ) -> None:
         """Begin to read.
 
@@ -63,6 +65,8 @@ class Staged:
             Whether the worker loads the tensor of that name.
         base:
             What was kept of the base of adapters, and where more is kept. None: all is read.
+        memory:
+            Where the tensors go. None: to ordinary memory.
 
         Raises
         ------
@@ -75,9 +79,12 @@ class Staged:
         self.seconds = 0.0
         self._subscriber, self._loads = subscriber, loads
         self._base = KeptBase(limit_bytes=0) if base is None else base
+        self._memory = VersionMemory(torch.device("cpu")) if memory is None else memory
+        self._lease: Lease | None = None
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._failure: Exception | None = None
         self._unwanted = threading.Event()
+        self._ending = threading.Lock()
         # a daemon: a worker must be able to end while a filesystem hangs
         self._thread = threading.Thread(target=self._read, name=f"stage-{path.name}", daemon=True)
         self._thread.start()
@@ -107,34 +114,58 @@ class Staged:
         return tensors
 
     def drop(self) -> None:
-        """Nobody wants it any more: reading ends with the next tensor, and the memory is given back."""
-        self._unwanted.set()
-        self._tensors = []
+        """Stop reading with the next tensor, and give the memory back: tensors that were handed out end with it.
+
+        Call it once nobody wants the version any more, or all copies from its tensors are finished.
+        """
+        with self._ending:
+            self._unwanted.set()
+            self._tensors = []
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            self._memory.give_back(lease)
 
     def _read(self) -> None:
         started = time.monotonic()
         try:
-            with self._subscriber.reading(self.version) as reading:
-                adapted = reading.handoff.manifest.kind == "lora"
-                tensors = []
-                found = self._adapted(reading) if adapted else self._stored(reading)
-                for tensor in finite_tensors(found, self.path):
-                    if self._unwanted.is_set():
-                        return
-                    tensors.append(tensor)
-                if not tensors:
-                    raise HandoffError(f"{self.path} holds no tensor")
-                # what is served next stays until a newer version is: a delta may be made against it
-                reading.keep()
-            self._tensors = tensors
+            lease = self._memory.lend()
+            try:
+                tensors = self._read_into(lease)
+            except BaseException:
+                self._memory.give_back(lease)
+                raise
+            with self._ending:
+                # until here only this thread writes to the memory, so only it can give it back
+                wanted = not self._unwanted.is_set()
+                if wanted:
+                    self._tensors, self._lease = tensors, lease
+            if not wanted:
+                self._memory.give_back(lease)
         except Exception as error:  # noqa: BLE001 - raised by `take`, in the worker's own thread
             self._failure = error
         self.seconds = time.monotonic() - started
 
+    def _read_into(self, lease: Lease) -> list[tuple[str, torch.Tensor]]:
+        """Return copies of the tensors in ``lease``; as many as there are when nobody wants them any more."""
+        tensors: list[tuple[str, torch.Tensor]] = []
+        with self._subscriber.reading(self.version) as reading:
+            adapted = reading.handoff.manifest.kind == "lora"
+            found = self._adapted(reading) if adapted else self._stored(reading)
+            own = ((name, lease.copy_of(tensor)) for name, tensor in found)
+            for tensor in finite_tensors(own, self.path):
+                if self._unwanted.is_set():
+                    return tensors
+                tensors.append(tensor)
+            if not tensors:
+                raise HandoffError(f"{self.path} holds no tensor")
+            # what is served next stays until a newer version is: a delta may be made against it
+            reading.keep()
+        return tensors
+
     def _stored(self, reading: Reading) -> Iterator[tuple[str, torch.Tensor]]:
         self.contents = contents_of(reading.handoff)
         for stored in reading.tensors(only=self._held(reading.handoff.manifest.tensors)):
-            yield stored.name, as_tensor(_own(stored))
+            yield stored.name, as_tensor(stored)
 
     def _adapted(self, reading: Reading) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the base with the adapter merged, as far as they may differ from what is served."""
@@ -146,17 +177,10 @@ class Staged:
         self.contents = adapter.contents
         again = blocks_of(adapter.contents.changed, names)
         tensors = self._base.tensors(reading, adapter.contents.base, self._held(changed), again)
-        for name, tensor in adapter.merged(tensors):
-            # what the adapter changes was made anew; others are what was read, or is kept
-            yield name, tensor if name in adapter.contents.changed else tensor.clone()
+        yield from adapter.merged(tensors)
 
     def _held(self, names: Collection[str]) -> Collection[str]:
         """Give those of ``names`` that the worker loads."""
         held = {name for name in names if self._loads(name)}
         self.elsewhere = len(names) - len(held)
         return held
-
-
-def _own(stored: StoredTensor) -> StoredTensor:
-    """The same in memory of this process: a view of the node's cache would keep all of its segment there."""
-    return stored._replace(data=memoryview(bytearray(stored.data)))

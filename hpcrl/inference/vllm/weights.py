@@ -41,6 +41,7 @@ from hpcrl.inference.adapters import KeptBase
 from hpcrl.inference.proof import Proofs
 from hpcrl.inference.vllm.running import RunningModel
 from hpcrl.inference.vllm.staging import Staged
+from hpcrl.inference.vllm.version_memory import VersionMemory
 from hpcrl.runs.refusals import gate_from_env
 from hpcrl.weights.format.adapters import Contents
 from hpcrl.weights.proof import WeightsProof
@@ -108,6 +109,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
     """None: weights that no hand-off of this engine has put there."""
     _loaded: Staged | None = None
     _base: KeptBase | None = None
+    _memory: VersionMemory | None = None
     _proofs: Proofs | None = None
     _running: RunningModel | None = None
     _newest: SessionOwner | None = None
@@ -177,6 +179,9 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stage or load a hand-off. vLLM's own version ends with a synchronisation that the CPU build does not have."""
         self.receive_weights(self.parse_update_info(update_info))
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -203,7 +208,9 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             # experts that move from rank to rank may be anywhere when they are loaded
             held = None if self.parallel_config.enable_eplb else _held_experts(self.model)
             self._base = self._base or KeptBase(self._kept_base_bytes)
-            self._staged = Staged(path, self._served, subscriber, partial(_is_held, held), self._base)
+            self._memory = self._memory or VersionMemory(self.device)
+            loads = partial(_is_held, held)
+            self._staged = Staged(path, self._served, subscriber, loads, self._base, memory=self._memory)
         if update_info.stage:
             return
         staged, self._staged = self._staged, None
@@ -265,6 +272,8 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         loaded, self._loaded = self._loaded, None
         assert loaded is not None
         self._served = loaded.contents
+        self._wait_for_device()
+        loaded.drop()
         if self._subscriber is not None:
             self._subscriber.acknowledge(loaded.version)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch, StateShape
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
+from hpcrl.models.arch.dense import DenseArch, LlamaArch, MistralArch, Qwen2Arch
 from hpcrl.models.arch.glm5 import GlmMoeDsaArch
 from hpcrl.models.arch.gpt_oss import GptOssArch
 from hpcrl.models.arch.minimax import MinimaxM2Arch
@@ -24,14 +25,18 @@ from hpcrl.models.sizes import check_kinds, checked
 __all__ = [
     "ARCHS",
     "DeepseekV3Arch",
+    "DenseArch",
     "Glm4MoeArch",
     "GlmMoeDsaArch",
     "GptOssArch",
     "GroupedQueryArch",
     "KvShape",
+    "LlamaArch",
     "MinimaxM2Arch",
+    "MistralArch",
     "ModelArch",
     "NemotronHArch",
+    "Qwen2Arch",
     "Qwen3Arch",
     "Qwen3MoeArch",
     "RopeScaling",
@@ -47,8 +52,11 @@ ARCHS: tuple[type[ModelArch], ...] = (
     Glm4MoeArch,
     GlmMoeDsaArch,
     GptOssArch,
+    LlamaArch,
     MinimaxM2Arch,
+    MistralArch,
     NemotronHArch,
+    Qwen2Arch,
     Qwen3Arch,
     Qwen3MoeArch,
 )

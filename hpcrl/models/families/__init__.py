@@ -9,6 +9,7 @@ from hpcrl.models.defaults import completed
 from hpcrl.models.facts import ModelFacts, Naming
 from hpcrl.models.families.common import Config, Reader
 from hpcrl.models.families.deepseek import deepseek, glm4_moe
+from hpcrl.models.families.dense import llama, mistral, qwen2
 from hpcrl.models.families.fused import LLAMA4_NAMES, gpt_oss, llama4
 from hpcrl.models.families.mixtral import minimax_m2, mixtral
 from hpcrl.models.families.nemotron import nemotron_h
@@ -50,10 +51,13 @@ FAMILIES: dict[str, Reader] = {
     "glm_moe_dsa": deepseek,
     "gpt_oss": gpt_oss,
     "kimi_k2": deepseek,
+    "llama": llama,
     "llama4_text": llama4,
     "minimax_m2": minimax_m2,
+    "mistral": mistral,
     "mixtral": mixtral,
     "nemotron_h": nemotron_h,
+    "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,

@@ -1,6 +1,19 @@
 """Sources of tasks. No torch in here: the trainer's warm-up and the orchestrator both use them."""
 
-from hpcrl.rollouts.environments.base import Environment, Message, Outcome, Policy, Prompt, Reply, Split, prompt_of
+from hpcrl.rollouts.environments.base import (
+    Environment,
+    Message,
+    Outcome,
+    Policy,
+    Prompt,
+    Reply,
+    Split,
+    Tool,
+    ToolCall,
+    malformed_answer,
+    prompt_of,
+    tool_message,
+)
 from hpcrl.rollouts.environments.hosted import EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.environments.registry import build_environments, hosted
 
@@ -14,7 +27,11 @@ __all__ = [
     "Prompt",
     "Reply",
     "Split",
+    "Tool",
+    "ToolCall",
     "build_environments",
     "hosted",
+    "malformed_answer",
     "prompt_of",
+    "tool_message",
 ]

@@ -20,13 +20,12 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-import msgspec
-
 from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ConfigError
 from hpcrl.procfs import die_with_parent
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Environment, Message, Prompt, Reply, Split
+from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome, plain_text
 
 __all__ = ["NotBuiltError", "load", "main"]
@@ -131,7 +130,7 @@ class _Policy:
         self.waiting: collections.deque[asyncio.Future[Reply]] = collections.deque()
 
     async def reply(self, messages: Sequence[Message]) -> Reply:
-        said = msgspec.convert([dict(message) for message in messages], wire.Messages)
+        said = plain_messages(messages)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.waiting.append(reply)
         await self._host.send(wire.Say(self._call, said))
@@ -156,7 +155,7 @@ class _Host:
         """One message of the orchestrator's."""
         match message:
             case wire.Said():
-                self._reply(message.call, Reply(message.text, message.finished, message.tokens))
+                self._reply(message.call, message.reply)
             case wire.Refused():
                 self._reply(message.call, ValueError(message.message))
             case wire.Cancel():
@@ -200,13 +199,13 @@ class _Host:
             return wire.Answer(message.call, None)
         prompt = self._prompt(message.split, message.index)
         if isinstance(message, wire.AskPrompt):
-            return wire.Answer(message.call, _plain(prompt.messages))
+            return wire.Answer(message.call, (plain_messages(prompt.messages), plain_tools(prompt.tools)))
         if isinstance(message, wire.AskDemonstration):
             rng = random.Random()
             version, state, gauss = message.rng_state
             rng.setstate((version, tuple(state), gauss))
             said = self._environment.demonstration(prompt, correct=message.correct, rng=rng)
-            return wire.Answer(message.call, (_plain(said), rng.getstate()))
+            return wire.Answer(message.call, (plain_messages(said), rng.getstate()))
         policy = self._policies[message.call] = _Policy(self, message.call, message.seed)
         try:
             outcome = await self._environment.rollout(prompt, policy)
@@ -229,10 +228,6 @@ def _notes_of(environment: Environment) -> list[str]:
     """Return what an environment of hpcrl says about itself; one of the user's own says nothing."""
     notes = getattr(environment, "notes", ())
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
-
-
-def _plain(messages: Sequence[Message]) -> wire.Messages:
-    return msgspec.convert([dict(message) for message in messages], wire.Messages)
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -134,8 +134,8 @@ class HostedEnvironment:
         EnvironmentLostError
             Its process died or hung (also of `demonstration`).
         """
-        messages = self._ask_blocking(wire.AskPrompt(next(self._numbers), split, index))
-        return _prompt(split, index, messages.value)
+        answer = self._ask_blocking(wire.AskPrompt(next(self._numbers), split, index))
+        return _prompt(split, index, *answer.value)
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
         """See `hpcrl.rollouts.environments.Environment`; ``rng`` is as far as there."""
@@ -190,7 +190,7 @@ class HostedEnvironment:
         finally:
             del taken.calls[call]
         assert isinstance(answer, wire.Answer)
-        return _prompt(split, index, answer.value)
+        return _prompt(split, index, *answer.value)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
         """See `hpcrl.rollouts.environments.Environment`.
@@ -223,7 +223,7 @@ class HostedEnvironment:
                 except ValueError as error:
                     await _send(taken, wire.Refused(call, str(error)))
                 else:
-                    await _send(taken, wire.Said(call, reply.text, reply.finished, reply.tokens))
+                    await _send(taken, wire.Said.of(call, reply))
         finally:
             del taken.calls[call]
             # nothing to do there for one that has failed
@@ -374,8 +374,8 @@ class HostedEnvironment:
         self._child.kill()
 
 
-def _prompt(split: Split, index: int, messages: list[dict[str, str]]) -> Prompt:
-    return Prompt(split=split, index=index, messages=tuple(messages))
+def _prompt(split: Split, index: int, messages: wire.Messages, tools: wire.Messages) -> Prompt:
+    return Prompt(split=split, index=index, messages=tuple(messages), tools=tuple(tools))
 
 
 async def _send(taken: _Taken, message: wire.ToChild) -> None:

@@ -143,7 +143,7 @@ def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
     return found
 
 
-def _demonstration(environment: Environment, task: int) -> list[dict[str, str]] | None:
+def _demonstration(environment: Environment, task: int) -> list[dict[str, Any]] | None:
     prompt = environment.prompt("train", task)
     try:
         said = environment.demonstration(prompt, correct=True, rng=random.Random(0))

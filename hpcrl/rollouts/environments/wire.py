@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.rollouts.environments.base import CallStatus, Reply, ToolCall
+
 __all__ = [
     "HEADER_BYTES",
     "MAX_MESSAGE_BYTES",
@@ -19,6 +21,7 @@ __all__ = [
     "Begin",
     "Build",
     "Built",
+    "Call",
     "Cancel",
     "Ended",
     "Failed",
@@ -40,7 +43,7 @@ __all__ = [
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,7 +59,7 @@ class Build(_Message, frozen=True):
 
 
 class AskPrompt(_Message, frozen=True):
-    """The messages of a prompt."""
+    """The messages and the tools of a prompt."""
 
     call: int
     split: str
@@ -82,13 +85,39 @@ class Begin(_Message, frozen=True):
     seed: int
 
 
+class Call(_Message, frozen=True):
+    """See `hpcrl.rollouts.environments.ToolCall`."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+    status: CallStatus
+    raw: str
+    span: tuple[int, int] | None
+    error: str
+
+
 class Said(_Message, frozen=True):
     """What the policy replied."""
 
     call: int
     text: str
     finished: bool
+    thinking: str = ""
+    calls: tuple[Call, ...] = ()
     tokens: int | None = None
+
+    @classmethod
+    def of(cls, call: int, reply: Reply) -> Said:
+        """Make the message of a reply."""
+        calls = tuple(Call(c.name, dict(c.arguments), c.id, c.status, c.raw, c.span, c.error) for c in reply.calls)
+        return cls(call, reply.text, reply.finished, reply.thinking, calls, reply.tokens)
+
+    @property
+    def reply(self) -> Reply:
+        """The reply that it was made of."""
+        calls = tuple(ToolCall(c.name, c.arguments, c.id, c.status, c.raw, c.span, c.error) for c in self.calls)
+        return Reply(self.text, self.finished, self.thinking, calls, self.tokens)
 
 
 class Refused(_Message, frozen=True):

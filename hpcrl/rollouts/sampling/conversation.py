@@ -22,10 +22,10 @@ from hpcrl.rollouts.engines.client import EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
 from hpcrl.rollouts.engines.rows import beside_loop
-from hpcrl.rollouts.environments import Message, Outcome, Reply
+from hpcrl.rollouts.environments import Message, Outcome, Reply, Tool
 from hpcrl.rollouts.records import Rollout, Turn
+from hpcrl.rollouts.rendering import Parsed, Renderer
 from hpcrl.rollouts.sampling.known_rows import KnownRows
-from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.rollouts.sampling.sequence import TokenSequence
@@ -35,12 +35,12 @@ __all__ = ["Conversation", "Sampler"]
 
 
 class Sampler:
-    """How conversations are held: with which engines, template and limits. Shared by many of them."""
+    """How conversations are held: with which engines, chat format and limits. Shared by many of them."""
 
     def __init__(
         self,
         pool: EnginePool,
-        transcript: Transcript,
+        renderer: Renderer,
         *,
         temperature: float,
         sampling: SamplingConfig,
@@ -66,7 +66,7 @@ class Sampler:
         """
         self.rows = rows
         self.stream_interval = stream_interval or msgspec.UNSET
-        self.pool, self.transcript, self.temperature, self.routes = pool, transcript, temperature, routes
+        self.pool, self.renderer, self.temperature, self.routes = pool, renderer, temperature, routes
         self.max_new_tokens, self.max_model_len = sampling.max_new_tokens, max_model_len
 
 
@@ -77,6 +77,10 @@ class Conversation:
     ----------
     seed:
         Of this rollout; each turn samples with a seed of its own, derived from it.
+    malformed_calls:
+        Tool calls of the policy that cannot be run.
+    turns_ended_otherwise:
+        Turns before others that the policy has ended by another token than the chat template would have.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Conversation:
         *,
         seed: int,
         opening: list[int] | None = None,
+        tools: Sequence[Tool] = (),
         keeper: TurnKeeper | None = None,
     ) -> None:
         """Begin; nothing is sent.
@@ -96,6 +101,8 @@ class Conversation:
             Of the group.
         opening:
             Token ids of the prompt, where the caller has rendered it already.
+        tools:
+            What the policy may call.
         keeper:
             Has the turns of before an interruption, and is told of those that end. None: nothing is kept.
         """
@@ -104,6 +111,8 @@ class Conversation:
         self._salt: int | None = None
         self._salt_engine: tuple[Engine, int] | None = None
         self._turns: list[Turn] = []
+        self._tools, self._parsed, self._ended_by = tools, Parsed(""), -1
+        self.malformed_calls = self.turns_ended_otherwise = 0
         self._cut = False
         self._replied_s = time.monotonic()
         self._began = datetime.now()  # a chat template that tells the date tells one date all through
@@ -153,9 +162,23 @@ class Conversation:
         self._tokens.append_sampled(turn.token_ids, turn.logprobs, turn.versions)
         self._cut = turn.finish_reason != "stop"
         self._turns.append(turn.turn)
-        text = partial(self._sampler.transcript.text, turn.token_ids.tolist())
-        text_said = await beside_loop(text, turn.token_ids.nbytes)
-        return Reply(text=text_said, finished=not self._cut, tokens=len(turn.token_ids))
+        parse = partial(
+            self._sampler.renderer.parse,
+            turn.token_ids.tolist(),
+            said=said.tolist(),
+            tools=self._tools,
+            turn=len(self._turns) - 1,
+        )
+        parsed = await beside_loop(parse, turn.token_ids.nbytes + said.nbytes)
+        self._parsed, self._ended_by = parsed, int(turn.token_ids[-1])
+        self.malformed_calls += sum(call.status != "ok" for call in parsed.calls)
+        return Reply(
+            text=parsed.text,
+            finished=not self._cut,
+            thinking=parsed.thinking,
+            calls=parsed.calls,
+            tokens=len(turn.token_ids),
+        )
 
     async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
         """Ask an engine for the next turn."""
@@ -163,7 +186,7 @@ class Conversation:
             temperature=self._sampler.temperature,
             max_tokens=min(room, self._sampler.max_new_tokens),
             seed=stable_hash("turn", self.seed, len(self._turns)),
-            stop_token_ids=[self._sampler.transcript.eos_token_id],
+            stop_token_ids=list(self._sampler.renderer.stop_token_ids),
             stream_interval=self._sampler.stream_interval,
             routed_experts_prompt_start=msgspec.UNSET
             if self._routes is None
@@ -243,11 +266,16 @@ class Conversation:
         return min(known, default=-1)
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
+        renderer = self._sampler.renderer
         if len(self._tokens):
-            return self._sampler.transcript.continuation(messages, now=self._began)
+            extension = renderer.extension(
+                messages, ended_by=self._ended_by, calls=self._parsed.calls, tools=self._tools, now=self._began
+            )
+            self.turns_ended_otherwise += extension.ended_otherwise
+            return extension.token_ids
         if self._opening is not None:
             return self._opening
-        return self._sampler.transcript.opening(messages, now=self._began)
+        return renderer.opening(messages, tools=self._tools, now=self._began)
 
     async def _cache_salt(self) -> str:
         """The engine's version when the first request is sent: cached prefixes of other versions are not used.

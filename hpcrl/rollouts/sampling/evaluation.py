@@ -218,11 +218,10 @@ class Evaluator:
         """One held-out rollout, or why it failed."""
         started = time.monotonic()
         session = self._sampler.pool.session(f"heldout-{task.environment.name}-{task.index}")
-        conversation = Conversation(
-            self._sampler, session, seed=stable_hash("heldout", task.environment.name, task.index)
-        )
+        seed = stable_hash("heldout", task.environment.name, task.index)
         try:
             prompt = await prompt_of(task.environment, "heldout", task.index)
+            conversation = Conversation(self._sampler, session, seed=seed, tools=prompt.tools)
             outcome = checked_outcome(await task.environment.rollout(prompt, conversation))
         except EngineError as error:
             _log.warning("a held-out rollout failed: %s", error)

@@ -139,7 +139,8 @@ class GroupPolicy:
         indices = sorted(group.index for group in finished)
         if len(indices) < self._groups_per_step:
             return True
-        return self._in_order and min(unfinished, default=indices[-1] + 1) < indices[self._groups_per_step - 1]
+        last = indices[self._groups_per_step - 1]
+        return self._in_order and any(index < last for index in unfinished)
 
     def take(self, finished: Iterable[_Group]) -> list[_Group]:
         """The groups of the next step: those that were begun first, where the order is deterministic; else the oldest

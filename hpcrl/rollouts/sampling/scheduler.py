@@ -129,7 +129,6 @@ class Scheduler:
         self._batch_ready = asyncio.Event()
         # a resume may have lowered the bound of staleness
         self._drop_stale_finished()
-        self._changed()
 
     # -- for the rest of the orchestrator
 
@@ -272,7 +271,7 @@ class Scheduler:
     async def _open(self, task: GroupTask) -> tuple[Prompt, list[int]]:
         """The prompt of a group and its tokens, once for all members."""
         prompt = await prompt_of(task.environment, "train", task.prompt_index)
-        return prompt, self._sampler.transcript.opening(prompt.messages)
+        return prompt, self._sampler.renderer.opening(prompt.messages, tools=prompt.tools)
 
     def _ended(self, running: _Running) -> Callable[[asyncio.Task[None]], None]:
         def callback(work: asyncio.Task[None]) -> None:
@@ -302,7 +301,9 @@ class Scheduler:
             # one member that ends does not take the prompt from the others
             prompt, opening = await asyncio.shield(running.opening)
             seed = self._order.rollout_seed(task.index, member)
-            conversation = Conversation(self._sampler, running.session, seed=seed, opening=opening, keeper=keeper)
+            conversation = Conversation(
+                self._sampler, running.session, seed=seed, opening=opening, tools=prompt.tools, keeper=keeper
+            )
             running.conversations.append(conversation)
             outcome = checked_outcome(await task.environment.rollout(prompt, conversation))
         except EngineError as error:
@@ -327,6 +328,8 @@ class Scheduler:
                 self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
                 return
             self._failures.finished(counted, outcome.refused)
+            self._counters.malformed_calls += conversation.malformed_calls
+            self._counters.turns_ended_otherwise += conversation.turns_ended_otherwise
             self._counters.refused_parts += len(outcome.refused)
             self._counters.finished += 1
             routes = rollout.routed_experts

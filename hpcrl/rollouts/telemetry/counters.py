@@ -20,6 +20,10 @@ class Counters(msgspec.Struct, kw_only=True):
         Given up after the last retry of a request.
     dropped_environment:
         The environment raised an error or gave no usable reward, or the prompt left no room for an answer.
+    malformed_calls:
+        Tool calls of finished rollouts that cannot be run: no JSON, no end, no tool of that name.
+    turns_ended_otherwise:
+        Turns of finished rollouts that the policy has ended by another token than the chat template does.
     refused_parts:
         Parts of rewards that were left out of finished rollouts, because they are no finite numbers.
     dropped_group:
@@ -59,6 +63,8 @@ class Counters(msgspec.Struct, kw_only=True):
     mixed_versions: int = 0
     dropped_engine: int = 0
     dropped_environment: int = 0
+    malformed_calls: int = 0
+    turns_ended_otherwise: int = 0
     refused_parts: int = 0
     dropped_group: int = 0
     dropped_stale: int = 0

@@ -63,7 +63,8 @@ class SpaceTrend:
         span_s, half_s = now - began, (now - began) / 2
         first = [left for at, left in self._seen if at - began <= half_s]
         second = [left for at, left in self._seen if at - began > half_s]
-        per_s = (max(first) - max(second)) / half_s if span_s > 0 and second else 0.0
+        # looks of one moment have no second half
+        per_s = (max(first) - max(second)) / half_s if second else 0.0
         if per_s <= 0:
             return None
         full_s = left / per_s

@@ -260,10 +260,11 @@ class Watchdog:
                 self._on_hung(component, problem)
 
     def _pulse(self, component: Component, now: float) -> Pulses:
-        life, pulse = self._pulses.get(component, (0.0, None))
-        if pulse is None or life != component.lives_since_s:
-            pulse = Pulses(self._policy, now, servers=len(component.address.urls))
-            self._pulses[component] = component.lives_since_s, pulse
+        known = self._pulses.get(component)
+        if known is None or known[0] != component.lives_since_s:
+            known = component.lives_since_s, Pulses(self._policy, now, servers=len(component.address.urls))
+            self._pulses[component] = known
+        pulse = known[1]
         unknown = component.role in _ENGINES and self._view(component) is None
         pulse.extra_s = self._policy.update_timeout_s if unknown else 0.0
         return pulse

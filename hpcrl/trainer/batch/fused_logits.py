@@ -52,7 +52,7 @@ class LogitPrograms(NamedTuple):
 
 def find_programs(logits: Tensor) -> LogitPrograms | None:
     """The programs for such ``logits``; None where plain torch computes them."""
-    if logits.dtype not in _DTYPES or logits.stride(-1) != 1:
+    if logits.dtype not in _DTYPES or logits.stride(1) != 1:
         return None
     if logits.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return None

@@ -20,7 +20,6 @@ _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 #: errors that may pass, and how often each is forgiven in one read
 _FORGIVEN = {errno.ESTALE: _ATTEMPTS, errno.ENOENT: _ATTEMPTS, errno.ENOTDIR: _ATTEMPTS, errno.EIO: 1}
 _WRONG_CONTENT = -1
@@ -68,7 +67,7 @@ def read_small(path: Path) -> bytes:
             if number != errno.EIO and not (reveal(path.parent) and reveal(path)) and attempt > 2:
                 raise HandoffError(f"{path} is not there: {error.strerror}") from error
         time.sleep(pause)
-        pause = min(_LONGEST_PAUSE_S, 2 * pause)
+        pause *= 2
     raise AssertionError("unreachable")
 
 
@@ -125,7 +124,7 @@ class ShareReader:
             with self._lock:
                 self.retries += 1
             time.sleep(pause)
-            pause = min(_LONGEST_PAUSE_S, 2 * pause)
+            pause *= 2
             if kind in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
                 reveal(directory)
                 reveal(path)

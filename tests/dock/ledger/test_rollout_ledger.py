@@ -369,6 +369,20 @@ def test_a_group_that_starts_again_keeps_what_became_of_its_first_rollouts() -> 
     ("entries", "problem"),
     [
         ([finished(0, 0)], "0/0 finished again, and was waiting already"),
+        ([Dropped(group=0, members=[0], why="too old"), finished(0, 0)], "0/0 finished again, and was dropped already"),
+        ([Taken(step=1, groups=[(0, [0, 1])]), finished(0, 1)], "0/1 finished again, and was trained already"),
+        # a restore gives back what was given up, and with it the first try
+        (
+            [Dropped(group=0, members=[0], why="too old", step=2, again=True), begin(restored=1), finished(0, 0)],
+            "0/0 finished again, and was waiting already",
+        ),
+        ([Dropped(group=0, members=[0], why="too old")] * 2, r"0/0 was dropped \(too old\), and was dropped already"),
+        (
+            [Taken(step=1, groups=[(0, [0, 1])]), Dropped(group=0, members=[1], why="too old")],
+            r"0/1 was dropped \(too old\), and was trained already",
+        ),
+        ([Taken(step=1, groups=[(7, [2])])], r"step 1 took members \[2\] of group 7, of which \[\] had finished"),
+        ([Taken(step=1, groups=[]), Taken(step=1, groups=[])], "step 1 was taken after step 1"),
         ([Taken(step=1, groups=[(0, [0])])], r"members \[0\] of group 0, of which \[0, 1\] had finished"),
         ([Taken(step=1, groups=[(0, [0, 1])]), Taken(step=2, groups=[(0, [0, 1])])], "0/1 is in steps 1 and 2"),
         ([Taken(step=2, groups=[(0, [0, 1])])], "step 2 was taken after step 0"),
@@ -379,6 +393,77 @@ def test_a_group_that_starts_again_keeps_what_became_of_its_first_rollouts() -> 
 def test_what_contradicts_itself_is_said(entries: list[Entry], problem: str) -> None:
     replay = Replay([begin(), finished(0, 0), finished(0, 1), *entries])
     assert any(re.search(problem, each) for each in replay.problems), replay.problems
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        [],
+        [Dropped(group=0, members=[0], why="too old", again=True), finished(0, 0)],
+        [Dropped(group=0, members=[0, 1], why="too old", step=1), begin(restored=0)],
+        [Taken(step=1, groups=[(0, [1, 0])]), begin(restored=0), Taken(step=1, groups=[(0, [0, 1])])],
+        [finished(0, 2), Taken(step=1, groups=[]), Taken(step=2, groups=[(0, [2, 1, 0])])],
+    ],
+)
+def test_what_does_not_contradict_itself_is_no_problem(later: list[Entry]) -> None:
+    assert Replay([begin(), finished(0, 0), finished(0, 1), *later]).problems == []
+
+
+def test_what_was_dropped_for_good_does_not_come_back_by_finishing_again() -> None:
+    """The entry is a mistake of its writer: it is said, and the rollout is not one of those given up before."""
+    replay = Replay([begin(), finished(0, 0), Dropped(group=0, members=[0], why="too old"), finished(0, 0)])
+    assert replay.gone == []
+    assert len(replay.rollouts) == 1
+
+
+def test_a_step_that_was_restored_stands_and_the_next_does_not() -> None:
+    replay = Replay([begin(), *(finished(group, 0) for group in range(3))])
+    for step in (1, 2, 3):
+        replay.add(Taken(step=step, groups=[(step - 1, [0])]))
+    replay.add(begin(restored=2))
+    assert states(replay) == {(0, 0): ("trained", 1), (1, 0): ("trained", 2), (2, 0): ("waiting", None)}
+    assert (replay.step, replay.over_groups()) == (2, {0, 1})
+    replay.add(begin(restored=7))  # behind the last step: nothing is undone
+    assert (replay.step, replay.attempts) == (2, 3)
+
+
+def test_a_rollout_that_waits_again_is_not_said_to_be_dropped() -> None:
+    replay = Replay([begin(), finished(0, 0), Dropped(group=0, members=[0], why="too old", step=3)])
+    (held,) = replay.rollouts
+    assert (held.state, held.step, held.why) == (State.DROPPED, 3, "too old")
+    replay.add(begin(restored=2))
+    assert (held.state, held.step, held.why) == (State.WAITING, None, "")
+
+
+def test_only_what_waits_is_mirrored() -> None:
+    """What was trained before the restored step stays as it was trained, though it was sampled later on the branch."""
+    replay = Replay([begin(), finished(0, 0, version=3), finished(1, 0, version=2)])
+    replay.add(Taken(step=1, groups=[(0, [0])]))
+    replay.add(begin(restored=2))
+    assert [(held.pivots, held.version, held.newest) for held in replay.rollouts] == [([], 3, 3), ([], 2, 2)]
+
+
+def test_a_mirrored_rollout_is_as_new_as_its_oldest_token() -> None:
+    replay = Replay([begin(), finished(0, 0, version=4, last=7), begin(restored=5)])
+    (held,) = replay.rollouts
+    assert (held.version, held.newest) == (3, 3)  # 7 counts as 3
+    assert Replay([begin(), finished(0, 0, version=4, last=7)]).rollouts[0].newest == 7
+
+
+def test_groups_are_numbered_on_behind_the_highest_of_any_entry() -> None:
+    replay = Replay([begin(), finished(4, 0), finished(2, 0)])
+    assert replay.next_index == 5
+    replay.add(Dropped(group=8, members=[], why="too few"))
+    assert (replay.next_index, replay.over_groups()) == (9, {8})
+
+
+def test_of_a_group_what_waits_is_told_by_member() -> None:
+    replay = Replay([begin(), finished(3, 1), finished(3, 0), finished(1, 0), finished(2, 0)])
+    replay.add(Dropped(group=2, members=[0], why="too old"))
+    assert [(group, [held.entry.member for held in each]) for group, each in replay.waiting().items()] == [
+        (1, [0]),
+        (3, [0, 1]),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))

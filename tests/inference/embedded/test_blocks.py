@@ -75,6 +75,68 @@ def test_shared_blocks_are_free_when_the_last_user_is_gone() -> None:
         pool.release(blocks[:1])
 
 
+def test_of_blocks_that_are_found_those_count_that_nobody_holds() -> None:
+    """`share` takes so many out of the free ones."""
+    pool = BlockPool(4)
+    assert pool.num_free_among(range(4)) == pool.num_free == 4
+    blocks = pool.allocate(3)
+    assert (pool.num_free_among(blocks), pool.num_free_among(range(4)), pool.num_free) == (0, 1, 1)
+    pool.register(blocks[0], b"x")
+    pool.register(blocks[1], b"y")
+    pool.release(blocks[:1])
+    found = pool.match([b"x", b"y"])
+    assert pool.num_free_among(found) == 1
+    before = pool.num_free
+    pool.share(found)
+    assert pool.num_free == before - 1
+    assert pool.num_free_among(found) == 0
+
+
+def test_usage_is_the_share_of_blocks_that_somebody_holds() -> None:
+    pool = BlockPool(4)
+    assert pool.usage == 0.0
+    blocks = pool.allocate(3)
+    pool.register(blocks[0], b"x")
+    assert pool.usage == 0.75
+    pool.release(blocks)
+    assert (pool.usage, pool.num_cached) == (0.0, 1)
+
+
+def test_more_blocks_than_are_free_cannot_be_taken() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(AssertionError, match="3 blocks wanted, 2 free"):
+        pool.allocate(3)
+    assert sorted(pool.allocate(2)) == [0, 1]
+    assert pool.allocate(0) == []
+
+
+def test_the_first_block_with_a_hash_stays_the_one_that_is_found() -> None:
+    pool = BlockPool(3)
+    first, second, third = pool.allocate(3)
+    pool.register(first, b"x")
+    pool.register(second, b"x")
+    pool.register(first, b"y")  # it holds what it was registered with
+    assert (pool.match([b"x"]), pool.match([b"y"]), pool.num_cached) == ([first], [], 1)
+    pool.release([first])
+    pool.release([third])
+    pool.release([second])
+    # the second is not known by any hash: those that hold nothing go first
+    assert pool.allocate(2) == [second, third]
+    assert pool.match([b"x"]) == [first]
+
+
+def test_what_is_not_to_be_trusted_is_found_no_more_and_is_still_held() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    pool.register(blocks[0], b"x")
+    pool.forget(blocks)
+    assert (pool.match([b"x"]), pool.num_cached, pool.num_free) == ([], 0, 0)
+    pool.release(blocks)
+    assert pool.num_free == 2
+    pool.register(pool.allocate(1)[0], b"x")
+    assert pool.num_cached == 1
+
+
 def test_reset_needs_an_idle_pool() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
@@ -85,6 +147,19 @@ def test_reset_needs_an_idle_pool() -> None:
     assert pool.reset()
     assert pool.match([b"x"]) == []
     assert pool.num_cached == 0
+
+
+def test_blocks_that_were_reset_are_used_again() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    for block, value in zip(blocks, (b"x", b"y"), strict=True):
+        pool.register(block, value)
+    pool.release(blocks)
+    assert pool.reset()
+    again = pool.allocate(2)
+    assert sorted(again) == sorted(blocks)
+    pool.register(again[0], b"z")
+    assert (pool.match([b"z"]), pool.match([b"x"]), pool.num_cached) == (again[:1], [], 1)
 
 
 def test_without_caching_nothing_is_found() -> None:

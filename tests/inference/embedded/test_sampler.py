@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from hpcrl.inference.embedded.engine.params import SamplingParams
-from hpcrl.inference.embedded.engine.sampler import SampledTokens, SamplingBatch, TokenSampler
+from hpcrl.inference.embedded.engine.sampler import SampledTokens, SamplingBatch, TokenSampler, rank_and_top
 
 VOCAB = 40
 
@@ -150,3 +151,142 @@ def test_bad_parameters_are_named(changes: dict[str, Any]) -> None:
     params = SamplingParams(**{"max_tokens": 8, **changes})
     with pytest.raises(ValueError, match=next(iter(changes))):
         params.check(vocab_size=VOCAB, prompt_length=5)
+
+
+def processed(logits: torch.Tensor, **changes: Any) -> np.ndarray:
+    """Probabilities that tokens are sampled with, ``[VOCAB]``, of the first row."""
+    result = sample(logits, "processed_logprobs", num_top=VOCAB, **changes)
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    found = np.zeros(VOCAB)
+    found[result.top_ids[0]] = np.exp(result.top_logprobs[0].astype(np.float64))
+    return found
+
+
+def given(probabilities: list[float]) -> torch.Tensor:
+    """Logits of one row in which the first tokens have these probabilities, and the others none."""
+    row = torch.full((1, VOCAB), -torch.inf)
+    row[0, : len(probabilities)] = torch.tensor(probabilities).log()
+    return row
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 1}, [1.0]),
+        ({"top_k": 2}, [4 / 7, 3 / 7]),
+        ({"top_k": 4}, [0.4, 0.3, 0.2, 0.1]),
+        # the smallest set that holds so much, the most likely one in any case
+        ({"top_p": 1e-6}, [1.0]),
+        ({"top_p": 0.39}, [1.0]),
+        ({"top_p": 0.41}, [4 / 7, 3 / 7]),
+        ({"top_p": 0.69}, [4 / 7, 3 / 7]),
+        ({"top_p": 0.71}, [4 / 9, 3 / 9, 2 / 9]),
+        # what is not below a share of the most likely one
+        ({"min_p": 1.0}, [1.0]),
+        ({"min_p": 0.74}, [4 / 7, 3 / 7]),
+        ({"min_p": 0.76}, [1.0]),
+        ({"min_p": 0.26}, [4 / 9, 3 / 9, 2 / 9]),
+        ({"min_p": 0.24}, [0.4, 0.3, 0.2, 0.1]),
+        # the nucleus is one of what top_k leaves
+        ({"top_k": 2, "top_p": 0.56}, [1.0]),
+        ({"top_k": 2, "top_p": 0.58}, [4 / 7, 3 / 7]),
+        # restrictions are of the distribution at the temperature
+        ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+        ({"temperature": 0.5, "min_p": 0.5}, [16 / 25, 9 / 25]),
+        ({"temperature": 0.5, "top_p": 0.52}, [1.0]),
+    ],
+)
+def test_restrictions_keep_what_they_say(changes: dict[str, Any], kept: list[float]) -> None:
+    found = processed(given([0.4, 0.3, 0.2, 0.1]), **changes)
+    np.testing.assert_allclose(found[: len(kept)], kept, atol=1e-5)
+    assert not found[len(kept) :].any()
+
+
+def test_each_row_has_its_own_restrictions() -> None:
+    logits = given([0.4, 0.3, 0.2, 0.1]).repeat(4, 1)
+    result = sample(
+        logits,
+        "processed_logprobs",
+        num_top=4,
+        top_k=np.array([VOCAB, 1, VOCAB, VOCAB]),
+        top_p=np.array([1.0, 1.0, 0.5, 1.0], np.float32),
+        min_p=np.array([0.0, 0.0, 0.0, 0.6], np.float32),
+    )
+    assert result.top_logprobs is not None
+    kept = np.isfinite(result.top_logprobs).sum(-1)
+    assert kept.tolist() == [4, 1, 2, 2]
+
+
+def test_greedy_rows_take_the_most_likely_token_whatever_their_neighbours_do() -> None:
+    logits = logits_of(64)
+    temperature = np.array([0.0, 1.7] * 32, np.float32)
+    result = sample(logits, temperature=temperature, num_top=1)
+    best = int(logits[0].argmax())
+    assert set(result.token_ids[::2].tolist()) == {best}
+    assert len(set(result.token_ids[1::2].tolist())) > 5
+    assert result.logprobs is not None
+    np.testing.assert_allclose(result.logprobs[::2], float(logits[0].log_softmax(-1)[best]), atol=1e-6)
+
+
+def test_greedy_rows_alone_report_the_distribution_that_is_wanted() -> None:
+    logits = given([0.4, 0.3, 0.2, 0.1])
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        result = sample(logits, mode, temperature=0.0, suppressed=[(0, [0])])
+        assert result.token_ids.tolist() == [1]
+        assert result.logprobs is not None
+        # the processed one has no suppressed tokens
+        assert np.exp(result.logprobs[0]) == pytest.approx(0.3 if mode == "raw_logprobs" else 0.5, abs=1e-5)
+
+
+def test_what_is_not_wanted_is_not_reported() -> None:
+    silent = sample(logits_of(2), wants_logprobs=False)
+    assert (silent.logprobs, silent.ranks, silent.top_ids, silent.top_logprobs) == (None, None, None, None)
+    few = sample(logits_of(2))
+    assert few.logprobs is not None
+    assert few.ranks is not None
+    assert (few.top_ids, few.top_logprobs) == (None, None)
+    some = sample(logits_of(2), num_top=3)
+    assert some.top_ids is not None
+    assert some.top_ids.shape == (2, 3)
+    assert (silent.token_ids == few.token_ids).all()
+
+
+def test_suppressed_tokens_outside_of_the_vocabulary_are_passed_over() -> None:
+    """The end of sequence of a model's config may be one."""
+    logits = given([0.6, 0.4])
+    assert sample(logits, temperature=0.0, suppressed=[(0, [VOCAB, -1, 0])]).token_ids.tolist() == [1]
+    last = torch.zeros(1, VOCAB)
+    last[0, VOCAB - 1] = 5.0
+    assert sample(last, temperature=0.0, suppressed=[(0, [VOCAB - 1])]).token_ids.tolist() == [0]
+    assert sample(last, temperature=0.0, suppressed=[(0, [-1])]).token_ids.tolist() == [VOCAB - 1]
+
+
+def test_tokens_of_equal_rank_share_the_worse_one() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, -2.0, -3.0]])
+    found = [rank_and_top(logprobs, torch.tensor([token]), 0)[1].tolist() for token in range(4)]
+    assert found == [[1], [3], [3], [4]]
+
+
+def test_the_draws_are_those_of_the_published_generator() -> None:
+    """SplitMix64 in Python's whole numbers: seeds, positions and tokens of runs that go on stay what they were."""
+    mask = (1 << 64) - 1
+
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(3))
+    seeds, positions = np.arange(16) * 1_000_003 - 5, np.arange(16) * 17
+    chosen = sample(logits, seed=seeds, positions=positions).token_ids
+    for row in range(16):
+        key = mix((mix(int(seeds[row]) & mask) + int(positions[row]) * golden) & mask)
+        uniform = [
+            ((mix(key ^ mix(token * golden & mask)) & ((1 << 53) - 1)) + 0.5) * 2.0**-53 for token in range(VOCAB)
+        ]
+        waits = [math.log(-math.log(u)) for u in uniform]
+        scores = logits[row].log_softmax(-1).double().numpy() - np.array(waits)
+        assert chosen[row] == scores.argmax()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from patience import wait_for
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import KeptBase
 from hpcrl.inference.vllm.staging import Staged
+from hpcrl.inference.vllm.version_memory import VersionMemory
 from hpcrl.models.adapting import adapted_blocks
 from hpcrl.weights import Handoff, HandoffStore
 from hpcrl.weights.lifetime.leases import ReaderWatch
@@ -74,6 +76,48 @@ def test_workers_of_a_node_read_a_version_once(version: Handoff, tmp_path: Path)
         first, second = (dict(each.take()) for each in staged)
         assert one.share.bytes_read + two.share.bytes_read == sum(tensor.nbytes for tensor in first.values())
         assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_versions_take_turns_in_the_memory_of_a_worker(version: Handoff) -> None:
+    store = HandoffStore(version.path.parent)
+    start = version.path.parent.parent / "model"
+    others = [publish(store, n, start, tensors_of(random_model(tiny_arch(), n))) for n in (4, 5)]
+    memory = VersionMemory(torch.device("meta"), pin=lambda size, _: torch.empty(size, dtype=torch.uint8))
+    places = set()
+    with Subscriber(store.root, "engine-0", SETTINGS) as subscriber:
+        for handoff, seed in zip((version, *others), (3, 4, 5), strict=True):
+            staged = Staged(handoff.path, None, subscriber, everything, memory=memory)
+            tensors = dict(staged.take())
+            expected = tensors_of(random_model(tiny_arch(), seed))
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+            places.add(min(tensor.data_ptr() for tensor in tensors.values()))
+            staged.drop()
+            # once and not twice: else two versions would have the same memory
+            staged.drop()
+    assert len(places) == 1
+
+
+def test_a_version_that_is_still_being_read_keeps_its_memory(version: Handoff) -> None:
+    """The thread of one that was given up writes on, and the next one must have other memory."""
+    stopped, go_on = threading.Event(), threading.Event()
+
+    class Slow(VersionMemory):
+        def allocate(self, size: int) -> torch.Tensor:
+            stopped.set()
+            assert go_on.wait(30.0)
+            return super().allocate(size)
+
+    memory = Slow(torch.device("meta"), segment_bytes=1, pin=lambda size, _: torch.empty(size, dtype=torch.uint8))
+    with Subscriber(version.path.parent, "engine-0", SETTINGS) as subscriber:
+        first = Staged(version.path, None, subscriber, everything, memory=memory)
+        assert stopped.wait(30.0)
+        first.drop()
+        lease = memory.lend()
+        go_on.set()
+        wait_for(lambda: first.done, 30.0, "end of the thread")
+        # what it had came back when its thread ended, and not to a version that had begun before
+        assert lease.end() == []
+        assert memory.lend().end() != []
 
 
 def test_a_delta_is_applied_to_what_is_held(tmp_path: Path) -> None:

@@ -46,6 +46,21 @@ SPARSE: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**COMMON, "intermediate_size": 128},
+    "qwen2": {**COMMON, "intermediate_size": 128},
+    "llama": {
+        **COMMON,
+        "intermediate_size": 128,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    # shorter than prompts
+    "mistral": {**COMMON, "intermediate_size": 128, "sliding_window": 24},
     "glm4_moe": {**COMMON, **SPARSE},
     "deepseek_v3": {
         **{name: value for name, value in COMMON.items() if name not in {"head_dim", "num_key_value_heads"}},

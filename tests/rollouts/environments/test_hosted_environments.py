@@ -27,6 +27,7 @@ from hpcrl.rollouts.environments import (
     EnvironmentRaisedError,
     Message,
     Reply,
+    ToolCall,
     build_environments,
     hosted,
     prompt_of,
@@ -43,7 +44,7 @@ PACKAGE = os.path.join(os.path.dirname(hpcrl.__file__), "")
 class Script:
     """A policy that says what it is told to, and raises what it is told to raise."""
 
-    def __init__(self, *replies: str | Exception, seed: int = 0) -> None:
+    def __init__(self, *replies: str | Reply | Exception, seed: int = 0) -> None:
         self.replies, self.seed = list(replies), seed
         self.heard: list[Message] = []
 
@@ -53,7 +54,7 @@ class Script:
         await asyncio.sleep(0)
         if isinstance(reply, Exception):
             raise reply
-        return Reply(text=reply, finished=True)
+        return reply if isinstance(reply, Reply) else Reply(text=reply, finished=True)
 
 
 def custom(factory: str = "my_environment:Obedient", name: str = "mine", **config: Any) -> dict[str, Any]:
@@ -153,6 +154,32 @@ async def test_the_example_of_the_documentation(build: Build, tmp_path: Path, mo
     assert (await counting.rollout(prompt, Script(str(number + 1)))).reward == 1.0
 
 
+async def test_the_example_of_tools(build: Build, tmp_path: Path, monkeypatch: Any) -> None:
+    """Tools, calls and results pass between the processes, and a malformed call is told to the policy."""
+    text = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    code = text.partition("# my_package/weather.py\n")[2].partition("```")[0]
+    (tmp_path / "documented_weather.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    weather = build("documented_weather:Weather", name="weather")
+    prompt = weather.prompt("heldout", 0)
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["weather"]
+    assert prompt == await prompt_of(weather, "heldout", 0)
+    good = ToolCall("weather", {"city": "Rome"}, "call_0_0", raw="{}", span=(1, 5))
+    bad = ToolCall("", {}, "call_0_1", status="invalid_json", error="no number")
+    policy = Script(Reply("", True, thinking="hm", calls=(good, bad)), "It is blue.")
+    assert (await weather.rollout(prompt, policy)).reward == 1.0
+    results = policy.heard[len(prompt.messages) :]
+    assert results == [
+        {"role": "tool", "tool_call_id": "call_0_0", "name": "weather", "content": "blue"},
+        {
+            "role": "tool",
+            "tool_call_id": "call_0_1",
+            "name": "unknown",
+            "content": "error: the tool call was not run: its arguments are no valid JSON (no number)",
+        },
+    ]
+
+
 async def test_demonstrations_draw_from_the_callers_generator(build: Build) -> None:
     here, there = random.Random(3), random.Random(3)
     plain, mine = Obedient(), build()
@@ -193,7 +220,7 @@ async def test_what_the_code_raises_arrives_with_its_own_frames(build: Build) ->
         await prompt_of(mine, "train", 666)
     with pytest.raises(EnvironmentRaisedError, match=r"its reward is .much. \(str\), which is no number"):
         await roll_out(mine, "bad outcome")
-    with pytest.raises(EnvironmentRaisedError, match="ValidationError"):
+    with pytest.raises(EnvironmentRaisedError, match=r"ValueError: message 0: its content is int, not text"):
         await roll_out(mine, "bad message")
     # what it prints is no message
     assert (await roll_out(mine, "print")).reward == 1.0

@@ -19,9 +19,9 @@ from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome, build_environments
 from hpcrl.rollouts.records import Group, StoredRollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, heldout_shares
-from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.state import Dealt, OrchestratorState
 from hpcrl.rollouts.telemetry.counters import Counters
 
@@ -30,14 +30,14 @@ TOOL = ({"role": "tool", "content": "2"},)
 
 
 @pytest.fixture
-def transcript(tmp_path: Path) -> Transcript:
+def renderer(tmp_path: Path) -> Renderer:
     write_character_tokenizer(tmp_path)
-    return Transcript(ChatTokenizer(tmp_path))
+    return Renderer(ChatTokenizer(tmp_path))
 
 
-def test_pieces_are_those_of_the_whole(transcript: Transcript, tmp_path: Path) -> None:
+def test_pieces_are_those_of_the_whole(renderer: Renderer, tmp_path: Path) -> None:
     said = [*encode("run 1+1"), EOS]
-    pieces = transcript.opening(USER) + said + transcript.continuation(TOOL)
+    pieces = renderer.opening(USER) + said + renderer.extension(TOOL, ended_by=EOS).token_ids
     whole = [*USER, {"role": "assistant", "content": "run 1+1"}, *TOOL]
     assert pieces == ChatTokenizer(tmp_path).render_ids(whole, add_generation_prompt=True)
 
@@ -46,34 +46,34 @@ def test_a_line_break_after_the_end_token_is_kept(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{{ '\\n' }}{% endfor %}<|assistant|>"
     (tmp_path / "chat_template.jinja").write_text(template)
-    transcript = Transcript(ChatTokenizer(tmp_path))
-    assert transcript.full_text(transcript.continuation(TOOL)) == "\n<|tool|>2<|end|>\n<|assistant|>"
+    renderer = Renderer(ChatTokenizer(tmp_path))
+    assert renderer.full_text(renderer.extension(TOOL, ended_by=EOS).token_ids) == "\n<|tool|>2<|end|>\n<|assistant|>"
 
 
 def test_a_template_that_hides_replies_is_refused(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(ValueError, match="does not end replies"):
-        Transcript(ChatTokenizer(tmp_path)).continuation(TOOL)
+        Renderer(ChatTokenizer(tmp_path)).extension(TOOL, ended_by=EOS)
 
 
 class Bench:
     """A pool of one stub and what a conversation needs."""
 
-    def __init__(self, transcript: Transcript, stub: StubEngine, http: aiohttp.ClientSession) -> None:
+    def __init__(self, renderer: Renderer, stub: StubEngine, http: aiohttp.ClientSession) -> None:
         client = EngineClient(http, name="engine-0", url=stub.url)
         self.counters = Counters()
         self.pool = EnginePool([client], counters=self.counters, request_timeout_s=5.0, max_retries=0)
         self.pool.engines[0].serve(3, proved_s=0.0)
         self.pool.engines[0].end_exchange()
         stub.version = "3"
-        self.transcript = transcript
+        self.renderer = renderer
 
     def conversation(self, *, max_new_tokens: int = 32, max_model_len: int = 256) -> Conversation:
         recipe = make_recipe(Path(), rollouts={"sampling": {"max_new_tokens": max_new_tokens}})
         sampler = Sampler(
             self.pool,
-            self.transcript,
+            self.renderer,
             temperature=1.0,
             sampling=recipe.rollouts.sampling,
             max_model_len=max_model_len,
@@ -90,9 +90,9 @@ async def stub() -> Any:
 
 
 @pytest.fixture
-async def bench(transcript: Transcript, stub: StubEngine) -> Any:
+async def bench(renderer: Renderer, stub: StubEngine) -> Any:
     async with aiohttp.ClientSession() as http:
-        yield Bench(transcript, stub, http)
+        yield Bench(renderer, stub, http)
 
 
 async def test_one_sequence_with_exact_ids(bench: Bench, stub: StubEngine, tmp_path: Path) -> None:

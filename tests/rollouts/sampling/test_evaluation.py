@@ -17,10 +17,10 @@ from hpcrl import reporting
 from hpcrl.errors import EnvironmentFailedError, HpcrlError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.engines.client import EngineError
-from hpcrl.rollouts.environments import EnvironmentRaisedError, Message, Outcome
+from hpcrl.rollouts.environments import EnvironmentRaisedError, Outcome, Prompt
+from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.evaluation import Evaluator, PastEvaluations, evaluated_versions
-from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter, read_events
@@ -65,13 +65,12 @@ class Plays:
 
     def prompt(self, split: str, index: int) -> Any:
         assert split == "heldout"
-        return index
+        return Prompt(split="heldout", index=index, messages=({"role": "user", "content": "hello"},), data=index)
 
     async def rollout(self, prompt: Any, policy: Any) -> Outcome:
-        message: Message = {"role": "user", "content": "hello"}
         if not self._silent:
-            await policy.reply([message])
-        end = self._ends[prompt]
+            await policy.reply(prompt.messages)
+        end = self._ends[prompt.data]
         if isinstance(end, Exception):
             raise end
         return Outcome(reward=end, parts={"exact": end / 2} if end else {})
@@ -100,7 +99,7 @@ class Scene:
         self.events = EventWriter(run, attempt=1, writer="orchestrator")
         sampler = Sampler(
             cast(Any, self.pool),
-            Transcript(ChatTokenizer(run.path.parent / "model")),
+            Renderer(ChatTokenizer(run.path.parent / "model")),
             temperature=0.0,
             sampling=self.recipe.rollouts.sampling,
             max_model_len=256,

@@ -53,6 +53,15 @@ def test_whole_groups_start_below_the_limit() -> None:
     assert not own.may_start(5, 8)
 
 
+def test_in_the_order_of_arrival_nothing_starts_while_a_batch_waits() -> None:
+    """In deterministic order what the version may begin begins all the same: it becomes no older."""
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3, waiting=2)
+    assert account.capacity > 0
+    for order, starts in (("arrival", False), ("deterministic", True)):
+        own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order=order)
+        assert own.may_start(0, 4) is starts
+
+
 def test_the_oldest_versions_are_taken_in_index_order() -> None:
     own = policy(waiting=3)
     waiting = [Waiting(7, 4), Waiting(2, 5), Waiting(3, 4)]
@@ -98,3 +107,85 @@ def test_in_order_no_batch_is_made_while_an_earlier_group_runs() -> None:
     assert not own.may_take([(4, None)], waiting)
     assert own.may_take([(6, 0)], waiting)
     assert own.take(waiting) == [Waiting(2, 0), Waiting(5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("group_size", "members", "fate"), [(1, 1, Fate.KEPT), (1, 0, Fate.TOO_FEW), (2, 1, Fate.TOO_FEW)]
+)
+def test_a_group_of_one_needs_nobody_to_be_compared_with(group_size: int, members: int, fate: Fate) -> None:
+    own = policy(group_size=group_size)
+    own.account.start()
+    assert own.end(members=members, version=5, has_variance=True) is fate
+
+
+def test_a_group_without_a_version_is_never_kept() -> None:
+    own = policy()
+    own.account.start()
+    assert own.end(members=4, version=None, has_variance=True) is Fate.TOO_FEW
+
+
+def test_a_batch_is_taken_when_it_is_whole() -> None:
+    assert not policy(waiting=1).may_take([], [Waiting(1, 5)])
+    waiting = [Waiting(1, 5), Waiting(2, 5)]
+    # the trainer waits for it: what becomes too old by it is given up
+    own = policy(waiting=2)
+    assert own.may_take([(7, 3), (8, None)], waiting)
+
+
+def test_a_batch_is_taken_ahead_only_where_nothing_that_runs_becomes_too_old() -> None:
+    """At step 6 with a bound of two steps: version 4 is the oldest that it may use, and 5 the oldest after it."""
+    own = policy(waiting=4)
+    own.account.consume()
+    assert own.account.takes_ahead
+    assert own.account.oldest_usable == 4
+    waiting = [Waiting(1, 5), Waiting(2, 5)]
+    assert own.may_take([], waiting)
+    assert own.may_take([(7, 5), (8, None)], waiting)
+    assert not own.may_take([(7, 5), (8, 4)], waiting)
+    own.account.settle(6)
+    assert own.may_take([(7, 5), (8, 4)], waiting)
+
+
+def test_a_batch_lacks_what_is_not_there_and_in_order_what_was_begun_before_it() -> None:
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3)
+    for order, earlier in (("arrival", False), ("deterministic", True)):
+        own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order=order)
+        assert own.lacks([], [Waiting(1, 0)])
+        finished = [Waiting(9, 0), Waiting(1, 0), Waiting(5, 0)]
+        assert own.lacks([0], finished) is earlier
+        assert own.lacks([7, 4], finished) is earlier
+        assert not own.lacks([6, 10], finished)
+        assert not own.lacks([], finished)
+
+
+@pytest.mark.parametrize(("bound", "following"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_in_order_engines_take_versions_half_as_far_apart_as_rollouts_may_be_old(bound: int, following: int) -> None:
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=bound)
+    own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order="deterministic")
+    while own.may_start(0, 4):
+        account.start()
+        own.end(members=4, version=0, has_variance=True)
+    assert account.waiting == 2 * (bound + 1)
+    assert own.used_up
+    assert (own.choose(following - 1), own.choose(following), own.choose(9)) == (0, following, following)
+
+
+def test_in_the_order_of_arrival_engines_take_the_newest_version_at_once() -> None:
+    for own in (policy(), policy(waiting=6)):
+        assert own.choose(9) == 9
+        assert not own.used_up
+    assert policy(waiting=6).account.capacity == 0
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "used_up"), [(7, 0, False), (8, 0, True), (9, 0, True), (7, 1, False), (0, 8, False)]
+)
+def test_weights_are_used_up_when_all_groups_have_ended_that_they_may_begin(
+    waiting: int, running: int, used_up: bool
+) -> None:
+    """Eight with a bound of three steps and two groups a step; a resume may bring more."""
+    account = StalenessAccount(groups_per_step=2, max_off_policy_steps=3, waiting=waiting)
+    for _ in range(running):
+        account.start()
+    own = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep", order="deterministic")
+    assert own.used_up is used_up

@@ -29,9 +29,9 @@ from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.records import Rollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.known_rows import KnownRows
-from hpcrl.rollouts.sampling.rendering import Transcript
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 from hpcrl.rollouts.telemetry.counters import Counters
@@ -40,13 +40,13 @@ from hpcrl.rollouts.telemetry.counters import Counters
 class Bench:
     """A pool of one stub, and conversations with it."""
 
-    def __init__(self, transcript: Transcript, stub: StubEngine, http: aiohttp.ClientSession) -> None:
+    def __init__(self, renderer: Renderer, stub: StubEngine, http: aiohttp.ClientSession) -> None:
         client = EngineClient(http, name="engine-0", url=stub.url)
         self.pool = EnginePool([client], counters=Counters(), request_timeout_s=5.0, max_retries=0)
         self.pool.engines[0].serve(3, proved_s=0.0)
         self.pool.engines[0].end_exchange()
         stub.version = "3"
-        self.stub, self.transcript, self.http = stub, transcript, http
+        self.stub, self.renderer, self.http = stub, renderer, http
 
     def conversation(
         self,
@@ -57,7 +57,7 @@ class Bench:
     ) -> Conversation:
         sampler = Sampler(
             self.pool,
-            self.transcript,
+            self.renderer,
             temperature=1.0,
             sampling=make_recipe(Path()).rollouts.sampling,
             max_model_len=256,
@@ -91,7 +91,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     stub.experts = experts_of
     await stub.start()
     async with aiohttp.ClientSession() as http:
-        yield Bench(Transcript(ChatTokenizer(tmp_path)), stub, http)
+        yield Bench(Renderer(ChatTokenizer(tmp_path)), stub, http)
     await stub.stop()
 
 

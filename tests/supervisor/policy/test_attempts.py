@@ -90,6 +90,19 @@ def test_a_new_checkpoint_is_progress(run: RunDir) -> None:
     assert exhausted(run, plan(run), 7) == ""
 
 
+def test_attempts_that_began_at_different_checkpoints_came_further(run: RunDir) -> None:
+    """Also where the last one began at the newest."""
+    checkpoint(run, 10)
+    for attempt in (1, 2):
+        began(run, attempt, 10)
+    checkpoint(run, 20)
+    began(run, 3, 20)
+    assert exhausted(run, plan(run), 4) == ""
+    for attempt in (4, 5):
+        began(run, attempt, 20)
+    assert "3 attempts in a row began at the checkpoint of step 20" in exhausted(run, plan(run), 6)
+
+
 def test_a_checkpoint_below_a_damaged_one_is_progress(run: RunDir) -> None:
     """The newest entry cannot be restored, and each attempt comes further from the one before it."""
     checkpoint(run, 20)

@@ -63,6 +63,13 @@ def test_the_first_of_the_failures_that_count_is_named() -> None:
     assert restarts.first_error().message == "second; it was restarted once and did not stay (at last: third)"
 
 
+def test_the_newest_failure_is_told() -> None:
+    restarts = make(Clock(), max_restarts=9)
+    for message in ("first", "second", "third"):
+        restarts.pause_s(failure(message))
+        assert restarts.last_failure == message
+
+
 def test_failures_outside_of_the_window_do_not_count() -> None:
     clock = Clock()
     restarts = make(clock)

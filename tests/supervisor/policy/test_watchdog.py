@@ -119,6 +119,76 @@ def test_a_role_that_measures_itself_is_judged_by_its_own_phases() -> None:
     assert pulse.limit_s == 30.0
 
 
+def test_a_wait_is_no_measure_of_work() -> None:
+    """Neither one that begins with work nor one that ends with it: how long it had something to do is not known."""
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1), 0.0)
+    pulse.see(busy(2), 2.0)
+    assert pulse.limit_s == 10.0
+    pulse.see(Sign(3, True, ""), 20.0)
+    assert pulse.limit_s == 10.0
+    pulse.see(busy(4), 60.0)
+    assert pulse.limit_s == 10.0
+    pulse.see(busy(5), 64.0)
+    assert pulse.limit_s == 20.0
+    # the longest one counts
+    pulse.see(busy(6), 65.0)
+    assert pulse.limit_s == 20.0
+
+
+def test_the_first_look_is_no_measure() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1), 4.0)
+    assert pulse.limit_s == 100.0
+
+
+def test_a_pause_within_a_phase_that_a_role_measures_is_no_measure_of_others() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1, 1.0), 0.0)
+    pulse.see(busy(2, 1.0), 50.0)
+    pulse.see(busy(3), 53.0)
+    assert pulse.limit_s == 15.0
+
+
+@pytest.mark.parametrize(("pause_s", "limit_s"), [(1.0, 10.0), (2.0, 10.0), (2.2, 11.0), (20.0, 100.0), (21.0, 100.0)])
+def test_the_limit_stays_between_floor_and_ceiling(pause_s: float, limit_s: float) -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1), 0.0)
+    pulse.see(busy(2), pause_s)
+    assert pulse.limit_s == pytest.approx(limit_s)
+    pulse.extra_s = 7.0
+    assert pulse.limit_s == pytest.approx(limit_s + 7.0)
+
+
+def test_limits_are_exceeded_only_behind_them() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1, 0.0), 0.0)
+    pulse.see(busy(1, 0.0), 10.0)
+    assert pulse.problem(10.0) == ""
+    assert pulse.problem(10.01) == "no progress for 10 s (work); the limit was 10 s"
+    pulse.see(busy(2, 2.5), 20.0)
+    pulse.see(None, 29.0)
+    assert pulse.problem(30.0) == ""
+    assert pulse.problem(30.01) == "it has not answered for 10 s"
+
+
+def test_a_replica_that_is_excused_again_and_again_waits_no_longer_than_the_ceiling() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    pulse.see(busy(1, 0.0), 0.0)
+    limits = []
+    for _ in range(5):
+        limits.append(pulse.limit_s)
+        pulse.excuse()
+    assert limits == [10.0, 20.0, 40.0, 80.0, 100.0]
+
+
+def test_progress_is_what_differs_from_the_last_look() -> None:
+    pulse = Pulse(POLICY, 0.0)
+    looks = [busy(1), busy(1), None, busy(1), busy(2), Sign(2, True, ""), Sign(2, True, ""), Sign(3, True, ""), busy(3)]
+    seen = [pulse.see(look, float(now)) for now, look in enumerate(looks)]
+    assert seen == [True, False, False, False, True, False, False, True, False]
+
+
 def test_metrics_of_an_engine() -> None:
     text = """# HELP vllm:num_requests_running Sequences in the batch.
 vllm:num_requests_running{engine="0",model_name="m"} 3.0

@@ -168,6 +168,31 @@ async def test_a_second_look_decides_whether_a_replica_hangs(
     assert server.tokens[-1] == Credentials.of_run(run.path, 1).headers["Authorization"]
 
 
+async def test_a_second_look_waits_half_of_the_shortest_limit(
+    run: RunDir, server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that answers within it is only slow."""
+    engine = component(run, Role.ENGINE, server.port)
+    watchdog = Watchdog(run, attempt=1, policy=POLICY, components=[engine], on_hung=lambda *_: None)
+    waits: list[float | None] = []
+    session = watchdog._session
+
+    def noted(timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+        waits.append(timeout.total)
+        return session(timeout)
+
+    monkeypatch.setattr(watchdog, "_session", noted)
+    view_of(run, updating=False)
+    await watchdog.still_hangs(engine)
+    assert waits == [POLICY.floor_s / 2] == [5.0]
+
+
+def test_a_look_is_one_at_all_servers() -> None:
+    pulses = Pulses(POLICY, 0.0, servers=2)
+    with pytest.raises(ValueError, match="shorter"):
+        pulses.see([Sign(1, False, "work")], 0.0)
+
+
 async def test_who_went_on_after_an_alarm_gets_twice_as_long(run: RunDir, server: Server, clock: Clock) -> None:
     engine = component(run, Role.ENGINE, server.port)
     watchdog = Watchdog(run, attempt=1, policy=POLICY, components=[engine], on_hung=lambda *_: None)

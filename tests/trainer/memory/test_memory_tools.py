@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_checkpoint import state_of
 from test_context_parallel import DENSE
-from test_meshes import ARCHS, save
+from test_meshes import ARCHS, MODELS, save
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -62,9 +62,12 @@ FAMILIES = {
     "glm4_moe": ARCHS["glm4_moe"],
     "minimax_m2": ARCHS["minimax_m2"],
     "qwen3": DENSE,
+    "llama": MODELS["llama"],
+    "mistral": MODELS["mistral"],
+    "qwen2": MODELS["qwen2"],
 }
 #: what these have, others have too
-ALIKE = {"glm4_moe", "minimax_m2", "qwen3"}
+ALIKE = {"glm4_moe", "llama", "minimax_m2", "mistral", "qwen2", "qwen3"}
 #: of two ranks: tokens travel to experts, sequences are cut, both at once, only parameters are sharded
 DEGREES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
 #: sinks and windows with both; states, which are not cut among ranks, with experts that are

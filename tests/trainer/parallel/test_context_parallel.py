@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_meshes import ARCHS, GRADIENT_TOLERANCE, WEIGHT_TOLERANCE, train
+from test_meshes import GRADIENT_TOLERANCE, MODELS, WEIGHT_TOLERANCE, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
@@ -34,6 +34,8 @@ RANKS = 4
 #: what is trained: model, degrees, scheme, loss
 CASES = [
     ("qwen3", {"cp": 4}, "ring", "gspo"),
+    ("qwen2", {"cp": 4}, "ring", "gspo"),
+    ("llama", {"cp": 2}, "ring", "gspo"),
     ("qwen3_moe", {"cp": 2, "ep": 2}, "ring", "masked_ratio"),
     ("deepseek_v3", {"cp": 4, "ep": 2}, "ring", "masked_ratio"),
     ("deepseek_v3", {"cp": 4}, "gather", "gspo"),
@@ -193,7 +195,8 @@ def on_ranks(rank, models):
 
 
 def test_every_way_trains_as_one_rank(tmp_path):
-    archs = {name: ARCHS[name] for name in ("qwen3_moe", "deepseek_v3", "glm_moe_dsa")} | {"qwen3": DENSE}
+    archs = {name: MODELS[name] for name in ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "qwen2", "llama")}
+    archs["qwen3"] = DENSE
     models = {name: write_model_dir(tmp_path / name, arch) for name, arch in archs.items()}
     ranks = run_ranks(RANKS, on_ranks, models, timeout_s=240.0)
     with distributed(timeout_s=120) as parallel:

@@ -25,8 +25,11 @@ from hpcrl.models.arch import (
     Glm4MoeArch,
     GlmMoeDsaArch,
     GptOssArch,
+    LlamaArch,
     MinimaxM2Arch,
+    MistralArch,
     NemotronHArch,
+    Qwen2Arch,
     Qwen3Arch,
     load_arch,
 )
@@ -104,15 +107,20 @@ ARCHS = {
         chunk_size=4,
     ),
 }
+DENSE = {name: SIZES[name] for name in (f.name for f in fields(Qwen2Arch)) if name in SIZES}
+DENSE |= {"num_key_value_heads": 2, "head_dim": 8}
 MODELS = {
     **ARCHS,
+    "llama": LlamaArch(**DENSE, attention_bias=True, tie_word_embeddings=True),
+    "mistral": MistralArch(**DENSE, sliding_window=5),
+    "qwen2": Qwen2Arch(**DENSE),
     "qwen3": Qwen3Arch(
         **{name: size for name, size in SIZES.items() if name in {f.name for f in fields(Qwen3Arch)}},
         num_key_value_heads=2,
         head_dim=8,
     ),
 }
-"""The model without experts, too."""
+"""The models without experts, too."""
 MESHES = {
     2: [
         ("qwen3_moe", {"ep": 2}),
@@ -129,6 +137,12 @@ MESHES = {
         ("nemotron_h", {"dp_replicate": 2}),
         ("qwen3", {"cp": 2}),
         ("qwen3", {"dp_replicate": 2}),
+        ("qwen2", {"cp": 2}),
+        ("qwen2", {}),
+        ("llama", {"cp": 2}),
+        ("llama", {"dp_replicate": 2}),
+        ("mistral", {"cp": 2}),
+        ("mistral", {"dp_replicate": 2}),
         # what the first mesh of a family saved is read on its others
         ("deepseek_v3", {"cp": 2}),
         ("glm4_moe", {"dp_replicate": 2}),
@@ -150,6 +164,9 @@ MESHES = {
         ("qwen3", {"cp": 2}),
         ("qwen3", {"cp": 2, "dp_replicate": 2}),
         ("qwen3", {}),
+        ("qwen2", {"cp": 2, "dp_replicate": 2}),
+        ("llama", {}),
+        ("mistral", {"cp": 2}),
         ("glm_moe_dsa", {"ep": 4}),
         ("minimax_m2", {"cp": 2}),
         ("gpt_oss", {"ep": 4}),

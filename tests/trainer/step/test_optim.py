@@ -60,6 +60,17 @@ def test_adamw_by_hand():
         assert vector.item() == pytest.approx(expected["vector"], rel=1e-5)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_until_it_is_told_another_rate_it_has_that_of_the_recipe(on_host):
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.3, beta1=0.8, beta2=0.95)
+    parameters = [("matrix", nn.Parameter(torch.ones(2, 2))), ("bias", nn.Parameter(torch.ones(2)))]
+    groups = make_optimizer(parameters, config, on_host=on_host).param_groups
+    assert [(group["lr"], group["betas"], group["weight_decay"]) for group in groups] == [
+        (0.1, (0.8, 0.95), 0.3),
+        (0.1, (0.8, 0.95), 0.0),
+    ]
+
+
 def weights(module, *names):
     return {f"{module}.{name}.weight" for name in names}
 
@@ -77,6 +88,9 @@ MIXERS = {
 }
 #: of each family, of any layer: all that decays
 DECAYED = {
+    "qwen2": ENDS | ATTENTION | DENSE,
+    "llama": {"embed_tokens.weight"} | ATTENTION | DENSE,
+    "mistral": ENDS | ATTENTION | DENSE,
     "qwen3": {"embed_tokens.weight"} | ATTENTION | DENSE,
     "qwen3_moe": ENDS | ATTENTION | DENSE | SPARSE,
     "deepseek_v3": ENDS | LATENT | DENSE | SPARSE | SHARED,

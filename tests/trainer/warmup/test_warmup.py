@@ -12,7 +12,7 @@ from trainer_testing import make_recipe
 from hpcrl.config.recipe import WarmupConfig
 from hpcrl.errors import UsageError
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts.sampling.rendering import Transcript
+from hpcrl.rollouts.rendering import Renderer
 from hpcrl.trainer.warmup import make as warmup
 from hpcrl.trainer.warmup.demonstrations import DemonstrationSource, render_demonstration
 from hpcrl.trainer.warmup.make import make_start_model
@@ -43,11 +43,11 @@ def recipe_with(**warmup_settings):
 def test_demonstrations_are_the_tokens_of_a_rollout(tokenizer):
     """The same ids that the orchestrator puts together piece by piece while a policy says the same words."""
     ids, said = render_demonstration(tokenizer, TALK)
-    transcript, end = Transcript(tokenizer), [tokenizer.eos_token_id]
+    renderer, end = Renderer(tokenizer), [tokenizer.eos_token_id]
     pieces = [
-        (transcript.opening(TALK[:2]), False),
+        (renderer.opening(TALK[:2]), False),
         (tokenizer.encode("a!") + end, True),
-        (transcript.continuation(TALK[3:4]), False),
+        (renderer.extension(TALK[3:4], ended_by=tokenizer.eos_token_id).token_ids, False),
         (tokenizer.encode("b") + end, True),
     ]
     assert ids == [token for piece, _ in pieces for token in piece]

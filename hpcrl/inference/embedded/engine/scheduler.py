@@ -7,6 +7,7 @@ again later; the one that was first always goes on, so there is progress whateve
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Scheduler:
         self._block_size = rows.block_size
         self.waiting: list[EngineRequest] = []
         self.running: list[int] = []
-        self._arrivals = 0
+        self._arrivals = itertools.count(1)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -90,8 +91,7 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request behind those of its priority."""
-        self._arrivals += 1
-        request.sequence_number = self._arrivals
+        request.sequence_number = next(self._arrivals)
         insort(self.waiting, request, key=lambda r: r.sort_key)
 
     def requests(self) -> Iterator[EngineRequest]:

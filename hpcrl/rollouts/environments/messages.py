@@ -1,0 +1,70 @@
+"""Checks messages and tools of environments where they come in: templates of strangers read them next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from hpcrl.rollouts.environments.base import Message, Tool
+
+__all__ = ["plain_messages", "plain_tools"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return messages as plain data.
+
+    Raises
+    ------
+    TypeError, ValueError
+        One is no message; the text says which, and what is wrong with it.
+    """
+    return [_plain(message, f"message {i}", _message_problem) for i, message in enumerate(messages)]
+
+
+def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
+    """Return tools as plain data.
+
+    Raises
+    ------
+    TypeError, ValueError
+        One is no tool; the text says which, and what is wrong with it.
+    """
+    return [_plain(tool, f"tool {i}", _tool_problem) for i, tool in enumerate(tools)]
+
+
+def _plain(given: Any, what: str, problem_of: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} is {type(given).__name__}, no mapping")
+    found = dict(given)
+    if problem := problem_of(found):
+        raise ValueError(f"{what}: {problem}")
+    try:
+        # what cannot be written cannot be read by a template either; numbers beyond 64 bits are among it
+        msgspec.msgpack.encode(found)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{what} is no plain data: {error}") from None
+    return found
+
+
+def _message_problem(message: Mapping[str, Any]) -> str:
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        return f"its role is {role!r}; roles are {', '.join(_ROLES)}"
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, str):
+        return ""
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and "type" in part for part in content):
+        return ""
+    return f"its content is {type(content).__name__}, not text"
+
+
+def _tool_problem(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        return "it is not {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"
+    return ""

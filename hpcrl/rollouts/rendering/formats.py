@@ -1,0 +1,190 @@
+"""Formats in which published families write thinking and tool calls, and which of them a model has.
+
+The parsers of a format are those of the package ``renderers`` (Prime Intellect, Apache-2.0). They work on token ids, so
+that a call which is spelled in text, and not made of the family's control tokens, is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, get_args
+
+from hpcrl.config.chat import ChatFormat
+from hpcrl.errors import UsageError
+from hpcrl.models.configfile import read_config
+from hpcrl.models.tokenizer import ChatTokenizer
+
+__all__ = ["ParseTurn", "find_format", "make_parser", "same_ends"]
+
+_BY_MODEL_TYPE: Mapping[str, tuple[ChatFormat, ...]] = MappingProxyType(
+    {
+        "deepseek_v3": ("kimi-k2", "deepseek-v3"),
+        "glm4_moe": ("glm-4.5",),
+        "glm4_moe_lite": ("glm-5",),
+        "glm_moe_dsa": ("glm-5",),
+        "gpt_oss": ("gpt-oss",),
+        "kimi_k2": ("kimi-k2",),
+        "llama": ("llama-3",),
+        "minimax_m2": ("minimax-m2",),
+        "nemotron_h": ("nemotron-3",),
+        "qwen2": ("qwen2.5",),
+        "qwen2_moe": ("qwen2.5",),
+        "qwen3": ("qwen3", "qwen2.5"),
+        "qwen3_5": ("qwen3.5",),
+        "qwen3_5_moe": ("qwen3.5",),
+        "qwen3_5_text": ("qwen3.5",),
+        "qwen3_5_moe_text": ("qwen3.5",),
+        "qwen3_moe": ("qwen3", "qwen2.5"),
+        "qwen3_next": ("qwen3", "qwen2.5"),
+    }
+)
+"""Formats by ``model_type`` of config.json; a model has the first whose control tokens are all in its vocabulary."""
+
+
+class ParseTurn(Protocol):
+    """A parser of a format: ``ids`` are those of a turn, with or without the token that ended it."""
+
+    def __call__(self, ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any: ...
+
+
+def find_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat | None:
+    """Return the format of a model's thinking and calls; None where it is not known, so that replies are text alone."""
+    path = model_dir / "config.json"
+    model_type = read_config(path).get("model_type") if path.is_file() else None
+    for name in _BY_MODEL_TYPE.get(str(model_type), ()):
+        try:
+            make_parser(name, tokenizer, {})
+        except UsageError:
+            continue
+        return name
+    return None
+
+
+def make_parser(
+    name: ChatFormat, tokenizer: ChatTokenizer, variables: Mapping[str, Any]
+) -> tuple[ParseTurn, tuple[int, ...]]:
+    """Make the parser of a format.
+
+    Parameters
+    ----------
+    name:
+        Of the format.
+    variables:
+        Of the chat template. Those that say in which way the model begins a turn, such as ``enable_thinking``, are the
+        parser's as well.
+
+    Returns
+    -------
+    tuple
+        The parser, and tokens that end a turn.
+
+    Raises
+    ------
+    UsageError
+        The vocabulary lacks control tokens of the format, or the package ``renderers`` is not installed.
+    """
+    assert name in get_args(ChatFormat), name
+    try:
+        # a second of imports, for models alone whose format is known
+        from renderers.base import create_renderer, template_field_names  # noqa: PLC0415
+        from renderers.configs import config_from_name  # noqa: PLC0415
+    except ImportError as error:
+        raise UsageError(
+            f"model.chat.format {name}: the package renderers is not installed here ({error})\n"
+            "    hint: install hpcrl with its extra 'rollouts', or set model.chat.format: text"
+        ) from error
+    vocabulary = _Vocabulary(tokenizer)
+    try:
+        if name == "qwen2.5":
+            return _hermes(vocabulary), vocabulary.needed("<|im_end|>", "<|endoftext|>")
+        if name == "gpt-oss":
+            return _harmony(vocabulary), vocabulary.needed("<|return|>", "<|call|>")
+        config = config_from_name(name)
+        known = template_field_names(config)
+        made = create_renderer(
+            vocabulary, config, chat_template_kwargs={key: variables[key] for key in variables if key in known}
+        )
+        return made.parse_response, tuple(made.get_stop_token_ids())
+    except Exception as error:
+        raise UsageError(
+            f"model.chat.format {name}: this model does not have it: {error}\n"
+            "    hint: leave model.chat.format out to have it found from the model, or set it to text"
+        ) from error
+
+
+def same_ends(name: ChatFormat | None, tokenizer: ChatTokenizer) -> dict[int, int]:
+    """Return tokens that end sampled turns, and what the chat template of the format writes in their place.
+
+    A turn of gpt-oss is sampled up to ``<|return|>``, and ``<|end|>`` stands there in conversations.
+    """
+    pairs = {"gpt-oss": {"<|return|>": "<|end|>"}}.get(name or "", {})
+    ids = {tokenizer.id_of(one): tokenizer.id_of(other) for one, other in pairs.items()}
+    return {one: other for one, other in ids.items() if one is not None and other is not None}
+
+
+def _hermes(vocabulary: _Vocabulary) -> ParseTurn:
+    """Return the parser of calls as JSON in marks, without thinking (Qwen 2.5)."""
+    from renderers.base import ParsedResponse  # noqa: PLC0415
+    from renderers.parsers import get_tool_parser  # noqa: PLC0415
+
+    vocabulary.needed("<tool_call>", "</tool_call>")
+    ends = vocabulary.needed("<|im_end|>", "<|endoftext|>")
+    calls = get_tool_parser("qwen3", vocabulary)
+
+    def parse(ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any:
+        end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+        rest, found = calls.extract(ids[:end])
+        return ParsedResponse(content=vocabulary.decode(rest).strip(), tool_calls=found)
+
+    return parse
+
+
+def _harmony(vocabulary: _Vocabulary) -> ParseTurn:
+    """Return the parser of channels (gpt-oss), without the encoder beside it, which loads a vocabulary of its own."""
+    from renderers.parsing import parse_gpt_oss  # noqa: PLC0415
+
+    names = ("return", "call", "start", "end", "channel", "message", "constrain")
+    ids = vocabulary.needed(*(f"<|{name}|>" for name in names))
+    tokens = {f"{name}_id": number for name, number in zip(names, ids, strict=True)}
+
+    begin = [tokens["start_id"], *vocabulary.encode("assistant")]
+
+    def parse(ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any:
+        # the prompt has begun the first message
+        found = parse_gpt_oss(vocabulary, [*begin, *ids], **tokens)
+        for call in found.tool_calls:
+            if call.token_span is not None:
+                first, end = call.token_span
+                call.token_span = (max(0, first - len(begin)), end - len(begin))
+        return found
+
+    return parse
+
+
+class _Vocabulary:
+    """A tokenizer as the package ``renderers`` wants it."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.name_or_path = ""
+        self.unk_token_id: int | None = None
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: Any, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if isinstance(tokens, str):
+            return self._tokenizer.id_of(tokens)
+        return [self._tokenizer.id_of(token) for token in tokens]
+
+    def needed(self, *tokens: str) -> tuple[int, ...]:
+        ids = {token: self._tokenizer.id_of(token) for token in tokens}
+        if missing := [token for token, number in ids.items() if number is None]:
+            raise ValueError(f"its vocabulary has no {', '.join(missing)}")
+        return tuple(number for number in ids.values() if number is not None)

@@ -1,0 +1,231 @@
+"""From messages to token ids, a piece at a time: what was sampled or said before is never tokenized again.
+
+A conversation is rendered by the model's own chat template. Its opening is rendered as it is. An extension, what is
+said between two turns of the policy, is taken from a small conversation in which the turn before it is a mark: it is
+all that the template writes behind the end of that turn. So the token that ended a turn is in the sequence once, as it
+was sampled, also where it is the beginning of the next message, as in GLM's templates, whose turns have no end of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcrl.config.chat import ChatFormat
+from hpcrl.models.chat_template import ChatTemplateError
+from hpcrl.models.generation_config import GenerationConfig
+from hpcrl.models.tokenizer import ChatTokenizer, Rendered
+from hpcrl.rollouts.environments.base import Message, Tool, ToolCall
+from hpcrl.rollouts.rendering.formats import find_format, make_parser, same_ends
+from hpcrl.rollouts.rendering.parsing import Parsed, TurnParser
+
+__all__ = ["Extension", "Renderer"]
+
+_MARK = "hpcrl-mark-of-a-reply"
+_NAMELESS = "unknown"
+"""Name of a call that has none, where the conversation must have one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What is said between two turns.
+
+    Attributes
+    ----------
+    token_ids:
+        They follow the sampled token that ended the turn before.
+    ended_otherwise:
+        The policy has ended that turn by another token than the template would have: ``token_ids`` begin with the
+        template's one.
+    """
+
+    token_ids: list[int]
+    ended_otherwise: bool = False
+
+
+class Renderer:
+    """Renders the pieces of conversations with a model, and parses its turns.
+
+    Attributes
+    ----------
+    stop_token_ids:
+        Tokens that end a turn: those of the tokenizer, of generation_config.json and of the format.
+    format:
+        Of thinking and tool calls; None: turns are text alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        chat_format: ChatFormat | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare a tokenizer.
+
+        Parameters
+        ----------
+        stop_token_ids:
+            Further tokens that end a turn.
+        chat_format:
+            See `hpcrl.rollouts.rendering.formats`.
+        variables:
+            Of the chat template, for example ``enable_thinking``.
+
+        Raises
+        ------
+        UsageError
+            The model does not have the format.
+        """
+        self._tokenizer, self.format, self._variables = tokenizer, chat_format, dict(variables or {})
+        own_ends: tuple[int, ...] = ()
+        parse = None
+        if chat_format is not None:
+            parse, own_ends = make_parser(chat_format, tokenizer, self._variables)
+        self._parser = TurnParser(tokenizer, parse)
+        self.stop_token_ids = tuple(dict.fromkeys((tokenizer.eos_token_id, *stop_token_ids, *own_ends)))
+        self._same_ends = same_ends(chat_format, tokenizer)
+        self._ends = frozenset(self.stop_token_ids) | frozenset(self._same_ends.values())
+        self._arguments_as_text: bool | None = None
+
+    @classmethod
+    def of_model(
+        cls,
+        model_dir: Path,
+        *,
+        chat_format: ChatFormat | Literal["auto", "text"] = "auto",
+        variables: Mapping[str, Any] | None = None,
+    ) -> Renderer:
+        """Read tokenizer, chat template and stop tokens of a model directory, and find its format.
+
+        Raises
+        ------
+        TokenizerError, ChatTemplateError
+            See `ChatTokenizer`.
+        ValueError
+            config.json or generation_config.json cannot be read.
+        UsageError
+            The model does not have the format.
+        """
+        tokenizer = ChatTokenizer(model_dir)
+        ends = GenerationConfig.read(model_dir).eos_token_ids
+        found = find_format(model_dir, tokenizer) if chat_format == "auto" else chat_format
+        known = None if found == "text" else found
+        return cls(tokenizer, stop_token_ids=ends, chat_format=known, variables=variables)
+
+    def opening(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), now: datetime | None = None
+    ) -> list[int]:
+        """Return token ids of a conversation up to where the policy speaks; ``now`` is the time it begins at.
+
+        Raises
+        ------
+        ChatTemplateError
+            The template refuses the conversation.
+        """
+        return self._tokenizer.encode_rendered(self._render(messages, tools, now))
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        *,
+        ended_by: int,
+        calls: Sequence[ToolCall] = (),
+        tools: Sequence[Tool] = (),
+        now: datetime | None = None,
+    ) -> Extension:
+        """Return what is said from a sampled turn to the next one.
+
+        Parameters
+        ----------
+        messages:
+            They follow the turn.
+        ended_by:
+            The token that the turn ended with.
+        calls:
+            Of the turn.
+
+        Raises
+        ------
+        ValueError
+            The template does not write replies as they are, ended by a token that ends turns.
+        """
+        rendered = self._after_turn(messages, calls, tools, now)
+        before, mark, _ = rendered.text.rpartition(_MARK)
+        # encoded behind the mark: what stands there up to the end of the turn is the template's, and is not used
+        ids = self._tokenizer.encode_rendered(rendered[len(before) + len(mark) :]) if mark else []
+        at = next((i for i, token in enumerate(ids) if token in self._ends), None)
+        if at is None:
+            ends = ", ".join(repr(self._tokenizer.decode([end], skip_special_tokens=False)) for end in self._ends)
+            raise ValueError(
+                f"the chat template does not end replies with a token that ends turns ({ends}); several turns need that"
+            )
+        if ids[at] in (ended_by, self._same_ends.get(ended_by)):
+            return Extension(ids[at + 1 :])
+        return Extension(ids[at:], ended_otherwise=True)
+
+    def parse(
+        self, token_ids: Sequence[int], *, said: Sequence[int] = (), tools: Sequence[Tool] = (), turn: int = 0
+    ) -> Parsed:
+        """See `hpcrl.rollouts.rendering.parsing.TurnParser`."""
+        return self._parser.parse(token_ids, said=said, tools=tools, turn=turn)
+
+    def full_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a whole sequence with its special tokens, for people."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _after_turn(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Sequence[Tool], now: datetime | None
+    ) -> Rendered:
+        if calls:
+            return self._with_calls(messages, calls, tools, now)
+        try:
+            return self._after(messages, {"role": "assistant", "content": _MARK}, tools, now)
+        except ChatTemplateError:
+            if not messages or messages[0].get("role") != "tool":
+                raise
+            # a result of what the environment itself has found in the text; some templates want a call before it
+            given = (str(messages[0].get(key) or _NAMELESS) for key in ("name", "tool_call_id"))
+            return self._with_calls(messages, [ToolCall(next(given), {}, next(given))], tools, now)
+
+    def _with_calls(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Sequence[Tool], now: datetime | None
+    ) -> Rendered:
+        """Render a turn with calls whose arguments are the mark: as objects, or as text where a template wants that."""
+        ways = (False, True) if self._arguments_as_text is None else (self._arguments_as_text,)
+        for as_text in ways:
+            arguments: Any = f'{{"mark": "{_MARK}"}}' if as_text else {"mark": _MARK}
+            made = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name or _NAMELESS, "arguments": arguments},
+                }
+                for call in calls
+            ]
+            turn = {"role": "assistant", "content": "", "tool_calls": made}
+            try:
+                rendered = self._after(messages, turn, tools, now)
+            except ChatTemplateError:
+                if as_text is ways[-1]:
+                    raise
+                continue
+            if _MARK in rendered.text or as_text is ways[-1]:
+                self._arguments_as_text = as_text
+                return rendered
+        raise AssertionError("the last way has returned or raised")
+
+    def _after(
+        self, messages: Sequence[Message], turn: Message, tools: Sequence[Tool], now: datetime | None
+    ) -> Rendered:
+        return self._render([{"role": "user", "content": ""}, turn, *messages], tools, now)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], now: datetime | None) -> Rendered:
+        return self._tokenizer.render_marked(
+            messages, add_generation_prompt=True, tools=list(tools) or None, now=now, **self._variables
+        )
