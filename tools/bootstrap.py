@@ -27,6 +27,8 @@ TRITON = ROOT / ".triton"
 TEMPLATES = ROOT / ".chat-templates"
 #: DeepEP's own Python, which tests run over a stand-in of its compiled part
 DEEPEP = ROOT / ".deepep"
+#: procedural tasks for tests of environments; pip compiles one of its packages, which not every machine can
+REASONING_GYM = ROOT / ".reasoning-gym"
 MINIMUM = (3, 11)
 #: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
@@ -60,6 +62,7 @@ VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
 TRITON_INPUTS = ("constraints-triton.txt",)
 TEMPLATES_INPUTS = ("constraints-templates.txt",)
 DEEPEP_INPUTS = ("constraints-deepep.txt",)
+REASONING_GYM_INPUTS = ("constraints-reasoning-gym.txt",)
 
 
 def main() -> int:
@@ -70,10 +73,11 @@ def main() -> int:
     parser.add_argument("--triton", action="store_true", help="install Triton into .triton for its tests, too")
     parser.add_argument("--templates", action="store_true", help="get chat templates of published models for tests")
     parser.add_argument("--deepep", action="store_true", help="get DeepEP's own Python for tests of its dispatcher")
+    parser.add_argument("--reasoning-gym", action="store_true", help="get procedural tasks for tests of environments")
     arguments = parser.parse_args()
     extras = arguments.extras
-    if not (extras or arguments.vllm or arguments.triton or arguments.templates or arguments.deepep):
-        parser.error("name extras, --vllm, --triton, --templates or --deepep")
+    if not any(vars(arguments).values()):
+        parser.error("name extras, or what else to set up (--help)")
     if arguments.slurm:
         _install_slurm()
     if sys.version_info < MINIMUM:
@@ -90,6 +94,8 @@ def main() -> int:
         _fail("tests with published chat templates will be SKIPPED; what pip said stands above")
     if arguments.deepep and not _unpack(DEEPEP, DEEPEP_INPUTS):
         _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
+    if arguments.reasoning_gym and not _unpack(REASONING_GYM, REASONING_GYM_INPUTS):
+        _fail("tests with reasoning-gym will be SKIPPED; what pip said stands above")
     if arguments.triton and not _set_up_triton():
         return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
     return 0

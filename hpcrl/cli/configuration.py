@@ -56,7 +56,7 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
     from pathlib import Path
 
     from hpcrl.cli.progress import working
-    from hpcrl.config.recipe import CustomEnv
+    from hpcrl.config.recipe import HostedEnv
     from hpcrl.config.rules.table import RULES
     from hpcrl.submit.prepare import prepare
 
@@ -66,7 +66,7 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
         say(f"note: {note}", err=True)
     prepared.refuse(allow_unmade=True)
     loaded, unmade = prepared.recipe, prepared.unmade
-    own = [env for env in loaded.value.environments if isinstance(env, CustomEnv) and env.try_before_submit]
+    own = [env for env in loaded.value.environments if isinstance(env, HostedEnv) and env.try_before_submit]
     tried = own and not any(note.startswith("environments were not tried") for note in prepared.notes)
     made = f", {len(own)} of your environments made" if tried else ""
     if unmade is not None:

@@ -9,7 +9,15 @@ from pydantic import BeforeValidator, Field, model_validator
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.chat import ChatConfig
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
-from hpcrl.config.environments import CalculatorEnv, CustomEnv, EnvironmentConfig, LatencyConfig, WordsEnv
+from hpcrl.config.environments import (
+    CalculatorEnv,
+    CustomEnv,
+    DatasetEnv,
+    EnvironmentConfig,
+    HostedEnv,
+    LatencyConfig,
+    WordsEnv,
+)
 from hpcrl.config.job import JobConfig
 from hpcrl.config.kernels import KernelsConfig
 from hpcrl.config.lora import LoraConfig
@@ -30,6 +38,7 @@ __all__ = [
     "CheckpointConfig",
     "ContextScheme",
     "CustomEnv",
+    "DatasetEnv",
     "EngineConfig",
     "EngineGroupConfig",
     "EngineMemoryConfig",
@@ -37,6 +46,7 @@ __all__ = [
     "EnvironmentConfig",
     "EvaluationConfig",
     "HandoffConfig",
+    "HostedEnv",
     "JobConfig",
     "LatencyConfig",
     "LoraConfig",

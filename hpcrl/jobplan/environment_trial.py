@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.environments import CustomEnv
+from hpcrl.config.environments import HostedEnv
 from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.interpreter import module_command, with_safe_path
 from hpcrl.jobplan.packages import check_trial_packages
+from hpcrl.jobplan.plan import absolute_paths
 
 __all__ = ["check_environments", "try_environment"]
 
@@ -46,7 +47,7 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
     UsageError
         The interpreter cannot try them.
     """
-    wanted = [each for each in recipe.value.environments if isinstance(each, CustomEnv) and each.try_before_submit]
+    wanted = [each for each in recipe.value.environments if isinstance(each, HostedEnv) and each.try_before_submit]
     if not wanted or recipe.value.job.payload != "roles":
         return []
     if reason := _hidden(plan, site):
@@ -83,10 +84,14 @@ def try_environment(
 
 def _findings(recipe: Loaded[Recipe], answer: Mapping[str, Any], site: ClusterProfile) -> list[Finding]:
     """What the other process found, with the line of the recipe."""
-    places = {f"environments.{each.name}.factory": n for n, each in enumerate(recipe.value.environments)}
+    names = {each.name: number for number, each in enumerate(recipe.value.environments)}
 
     def where(key: str) -> str:
-        return recipe.where(f"environments.{places[key]}.factory" if key in places else "environments")
+        for name, number in names.items():
+            # names may have dots
+            if f"{key}.".startswith(f"environments.{name}."):
+                return recipe.where(f"environments.{number}{key.removeprefix(f'environments.{name}')}")
+        return recipe.where("environments")
 
     in_job = " of the profile's env (a job has not that of your shell)" if isinstance(site, SlurmCluster) else ""
     hints = [f["hint"] + (in_job if f["hint"].endswith("PYTHONPATH") else "") for f in answer["findings"]]
@@ -129,7 +134,8 @@ def _ask(
     what: str, request: dict[str, Any], recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, *, timeout_s: float
 ) -> dict[str, Any]:
     python = _interpreter(plan)
-    text = json.dumps({"recipe": recipe.value.model_dump(mode="json"), **request})
+    resolved = absolute_paths(recipe.value, Path.cwd())
+    text = json.dumps({"recipe": resolved.model_dump(mode="json"), **request})
     try:
         result = subprocess.run(
             module_command(python, _MODULE, what),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
+from hpcrl.config.environments import DatasetEnv
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy
 from hpcrl.config.mounts import check_mounted
 from hpcrl.config.plan import Plan, WatchPolicy
@@ -30,7 +31,16 @@ _RETRIES = 3
 def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
     """The recipe with its paths made absolute, so that roles may run in any directory."""
     model = recipe.model.model_copy(update={"path": str(absolute_path(recipe.model.path, cwd))})
-    return recipe.model_copy(update={"model": model})
+    environments = tuple(
+        each.model_copy(update=_absolute_files(each, cwd)) if isinstance(each, DatasetEnv) else each
+        for each in recipe.environments
+    )
+    return recipe.model_copy(update={"model": model, "environments": environments})
+
+
+def _absolute_files(environment: DatasetEnv, cwd: Path) -> dict[str, str]:
+    given = {"path": environment.path, "held_out_path": environment.held_out_path}
+    return {key: str(absolute_path(path, cwd)) for key, path in given.items() if path is not None}
 
 
 def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:

@@ -13,6 +13,7 @@ from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
+from hpcrl.config.rules.datasets import DATASET_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
 from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES, ONE_NODE
 from hpcrl.config.rules.kernels import KERNEL_RULES
@@ -315,6 +316,7 @@ RULES: tuple[Rule, ...] = (
         _unique_environments,
     ),
     Rule("word-lengths", "Word lengths are a range.", "swap min_letters and max_letters", _word_lengths),
+    *DATASET_RULES,
     Rule(
         "evaluation-covers-environments",
         "Every environment is evaluated.",

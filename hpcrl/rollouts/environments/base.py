@@ -140,12 +140,15 @@ class Reply:
         Where the model's format has it.
     calls:
         Tool calls, malformed ones included, where the model's format has them.
+    tokens:
+        How many tokens were sampled, the end of the turn included; None where nobody counted them.
     """
 
     text: str
     finished: bool
     thinking: str = ""
     calls: tuple[ToolCall, ...] = ()
+    tokens: int | None = None
 
 
 class Policy(Protocol):

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from hpcrl.daemon_threads import run_process
+from hpcrl.errors import ConfigError
 from hpcrl.procfs import die_with_parent
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Environment, Message, Prompt, Reply, Split
@@ -48,7 +49,15 @@ class NotBuiltError(Exception):
 
 
 def load(factory: str, args: dict[str, Any]) -> Environment:
-    """Import and call ``package.module:Name`` (`NotBuiltError` where it gives no environment)."""
+    """Import and call ``package.module:Name``.
+
+    Raises
+    ------
+    NotBuiltError
+        It gives no environment.
+    ConfigError
+        An environment of hpcrl refuses its settings.
+    """
     module_name, _, attribute = factory.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -65,6 +74,8 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
         raise NotBuiltError(f"{module_name!r} has no callable {attribute!r}", hint)
     try:
         environment = make(**args)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         what = f"{factory}(**args) raised {_described(error)}"
         raise NotBuiltError(f"{what}{_indented(frames_of(error))}", "check args") from error
@@ -213,6 +224,12 @@ class _Host:
         return self._prompts[key]
 
 
+def _notes_of(environment: Environment) -> list[str]:
+    """Return what an environment of hpcrl says about itself; one of the user's own says nothing."""
+    notes = getattr(environment, "notes", ())
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+
+
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
 
@@ -225,12 +242,18 @@ async def _serve(connection: socket.socket) -> None:
         assert isinstance(build, wire.Build)
         sys.path[:] = build.path
         try:
-            host = _Host(load(build.factory, build.args), writer)
+            environment = load(build.factory, build.args)
         except NotBuiltError as error:
             writer.write(wire.frame(wire.NotBuilt(error.what, error.hint)))
             await writer.drain()
             return
-        await host.send(wire.Built())
+        except ConfigError as error:
+            settings = [(each.key, each.what, each.hint) for each in error.findings]
+            writer.write(wire.frame(wire.NotBuilt(str(error), "", settings)))
+            await writer.drain()
+            return
+        host = _Host(environment, writer)
+        await host.send(wire.Built(_notes_of(environment)))
         # to the end of the orchestrator, which closes the socket
         while True:
             host.take(await receive())

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from hpcrl.config.environments import CustomEnv
+from hpcrl.config.environments import CustomEnv, HostedEnv
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.interpreter import module_command, with_safe_path
 from hpcrl.rollouts.environments import wire
@@ -41,13 +41,17 @@ class ChildProcess:
     ----------
     build:
         What it is told first.
+    notes:
+        What is odd about the environment, a sentence each, once it is made.
     """
 
-    def __init__(self, config: CustomEnv) -> None:
+    def __init__(self, config: HostedEnv) -> None:
         """Start it; nothing is said yet."""
         self._config = config
         # what can be imported here can be imported there
-        self.build = wire.Build(config.factory, config.args, [path for path in sys.path if path])
+        factory, args = config.call()
+        self.build = wire.Build(factory, args, [path for path in sys.path if path])
+        self.notes: list[str] = []
         self._connected = False
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -56,7 +60,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 # what it prints belongs into the log of who started it, and not among results
                 stdout=2,
-                env=environment_of_child(),
+                env={**environment_of_child(), **config.variables()},
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
@@ -73,7 +77,8 @@ class ChildProcess:
         ConfigError
             It cannot be made.
         """
-        key, timeout_s = f"environments.{self._config.name}.factory", self._config.start_timeout_s
+        name, timeout_s = self._config.name, self._config.start_timeout_s
+        key = f"environments.{name}.factory" if isinstance(self._config, CustomEnv) else f"environments.{name}"
         try:
             built = self.ask_blocking(self.build, timeout_s=timeout_s)
         except LostError as error:
@@ -81,8 +86,10 @@ class ChildProcess:
             raise ConfigError([Finding("recipe", key, f"its process {error}", "its log says more")]) from None
         if isinstance(built, wire.NotBuilt):
             self.kill()
-            raise ConfigError([Finding("recipe", key, built.what, built.hint)])
+            settings = built.settings or [(key, built.what, built.hint)]
+            raise ConfigError([Finding("recipe", *each) for each in settings])
         assert isinstance(built, wire.Built)
+        self.notes = built.notes
 
     def ask_blocking(self, question: wire.ToChild, *, timeout_s: float) -> wire.FromChild:
         """Ask and wait for the answer (`LostError` where there is none)."""

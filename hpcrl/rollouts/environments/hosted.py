@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.config.environments import CustomEnv
+from hpcrl.config.environments import HostedEnv
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
 from hpcrl.rollouts.environments.child_process import ChildProcess, LostError
@@ -84,9 +84,14 @@ class HostedEnvironment:
 
     Before the first ``await`` it is asked by blocking calls (the warm-up has no event loop), afterwards by messages
     that wait for nobody.
+
+    Attributes
+    ----------
+    notes:
+        What is odd about it, a sentence each.
     """
 
-    def __init__(self, config: CustomEnv, *, on_lost: Callable[[str, str], None] = lambda name, why: None) -> None:
+    def __init__(self, config: HostedEnv, *, on_lost: Callable[[str, str], None] = lambda name, why: None) -> None:
         """Start the process and let it make the environment.
 
         Parameters
@@ -104,6 +109,9 @@ class HostedEnvironment:
         self._starts = itertools.count(1)
         self._child = self._spawn()
         self._child.build_blocking()
+        self.notes = self._child.notes
+        for note in self.notes:
+            _log.warning("environment %r: %s", self.name, note)
         self._taken: _Taken | None = None
         self._starting: asyncio.Lock | None = None
         self._started_s = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpcrl.config.recipe import CalculatorEnv, CustomEnv, EnvironmentConfig, Recipe, WordsEnv
+from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, HostedEnv, Recipe, WordsEnv
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.base import Environment
 from hpcrl.rollouts.environments.calculator import CalculatorEnvironment
@@ -50,9 +50,9 @@ def _build(config: EnvironmentConfig, on_lost: Callable[[str, str], None]) -> En
             environment: Environment = WordsEnvironment(config)
         case CalculatorEnv():
             environment = CalculatorEnvironment(config)
-        case CustomEnv():
+        case HostedEnv():
             environment = HostedEnvironment(config, on_lost=on_lost)
-    if config.latency.median_s > 0 or isinstance(config, CustomEnv):
+    if config.latency.median_s > 0 or isinstance(config, HostedEnv):
         # an environment of one's own may call itself as it likes; metrics use the recipe's name
         return DelayedEnvironment(environment, name=config.name, latency=config.latency)
     return environment

@@ -1,7 +1,7 @@
 """Tries the environments of a recipe before anything is submitted.
 
-``python -m hpcrl.rollouts.environments.trial WHAT < request.json`` prints one JSON document. ``check`` imports and
-makes each environment of one's own. ``try`` also makes a prompt and a demonstration of one environment, and two
+``python -m hpcrl.rollouts.environments.trial WHAT < request.json`` prints one JSON document. ``check`` makes each
+environment that has a process of its own. ``try`` also makes a prompt and a demonstration of one environment, and two
 rollouts: with a policy that says nothing, and with one that says the turns of the demonstration, so that the code
 behind a reply runs as well. `hpcrl.jobplan.environment_trial` calls it with the interpreter of the orchestrator.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.environments import CustomEnv
+from hpcrl.config.environments import HostedEnv
 from hpcrl.config.recipe import Recipe
 from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ConfigError
@@ -83,7 +83,7 @@ def check(recipe: Recipe) -> dict[str, Any]:
     dict
         ``findings``: ``key``, ``what`` and ``hint`` of each that cannot be made. ``notes``: what is odd about others.
     """
-    wanted = [each for each in recipe.environments if isinstance(each, CustomEnv) and each.try_before_submit]
+    wanted = [each for each in recipe.environments if isinstance(each, HostedEnv) and each.try_before_submit]
     findings, notes = [], []
     for config in wanted:
         try:
@@ -93,6 +93,7 @@ def check(recipe: Recipe) -> dict[str, Any]:
             continue
         notes += [f"environment {each.name}: {note}" for each in made if (note := shared_tasks(each))]
         for environment in hosted(made):
+            notes += [f"environment {config.name}: {note}" for note in environment.notes]
             environment.close()
     return {"findings": findings, "notes": notes}
 

@@ -105,18 +105,19 @@ class Said(_Message, frozen=True):
     finished: bool
     thinking: str = ""
     calls: tuple[Call, ...] = ()
+    tokens: int | None = None
 
     @classmethod
     def of(cls, call: int, reply: Reply) -> Said:
         """Make the message of a reply."""
         calls = tuple(Call(c.name, dict(c.arguments), c.id, c.status, c.raw, c.span, c.error) for c in reply.calls)
-        return cls(call, reply.text, reply.finished, reply.thinking, calls)
+        return cls(call, reply.text, reply.finished, reply.thinking, calls, reply.tokens)
 
     @property
     def reply(self) -> Reply:
         """The reply that it was made of."""
         calls = tuple(ToolCall(c.name, c.arguments, c.id, c.status, c.raw, c.span, c.error) for c in self.calls)
-        return Reply(self.text, self.finished, self.thinking, calls)
+        return Reply(self.text, self.finished, self.thinking, calls, self.tokens)
 
 
 class Refused(_Message, frozen=True):
@@ -139,14 +140,17 @@ class Ping(_Message, frozen=True):
 
 
 class Built(_Message, frozen=True):
-    """The environment is there."""
+    """The environment is there; ``notes`` are sentences on what is odd about it."""
+
+    notes: list[str] = []
 
 
 class NotBuilt(_Message, frozen=True):
-    """It cannot be made: what is wrong, and a hint."""
+    """It cannot be made: what is wrong, and a hint; of each setting that is wrong, where that is known."""
 
     what: str
     hint: str
+    settings: list[tuple[str, str, str]] = []
 
 
 class Answer(_Message, frozen=True):

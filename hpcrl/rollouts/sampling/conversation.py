@@ -149,7 +149,7 @@ class Conversation:
         room = self._sampler.max_model_len - len(self._tokens)
         if room <= 0:
             self._cut = True
-            return Reply(text="", finished=False)
+            return Reply(text="", finished=False, tokens=0)
         turn = None if self._keeper is None else self._keeper.recall(len(self._turns), said)
         if turn is not None:
             self._salt = turn.salt
@@ -172,7 +172,13 @@ class Conversation:
         parsed = await beside_loop(parse, turn.token_ids.nbytes + said.nbytes)
         self._parsed, self._ended_by = parsed, int(turn.token_ids[-1])
         self.malformed_calls += sum(call.status != "ok" for call in parsed.calls)
-        return Reply(text=parsed.text, finished=not self._cut, thinking=parsed.thinking, calls=parsed.calls)
+        return Reply(
+            text=parsed.text,
+            finished=not self._cut,
+            thinking=parsed.thinking,
+            calls=parsed.calls,
+            tokens=len(turn.token_ids),
+        )
 
     async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
         """Ask an engine for the next turn."""

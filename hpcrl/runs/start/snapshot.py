@@ -27,9 +27,10 @@ import msgspec
 
 import hpcrl
 from hpcrl import __version__
-from hpcrl.config.environments import CustomEnv
+from hpcrl.config.environments import CustomEnv, DatasetEnv
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.rewards import FunctionReward
 from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write, fsync_dir, write_json
 from hpcrl.runs.rundir import RunDir
@@ -96,7 +97,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     packages:
         Versions by name, by interpreter of roles.
     environments:
-        Modules of custom environments, by name.
+        Modules of custom environments and of functions that judge answers, by name.
     recipe_sha256, cluster_sha256:
         Of the files in the run directory.
     """
@@ -283,8 +284,10 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def _modules(recipe: Recipe) -> list[str]:
-    """Modules of custom environments."""
+    """Modules of custom environments, and of functions that judge answers."""
     factories = [env.factory for env in recipe.environments if isinstance(env, CustomEnv)]
+    datasets = [env for env in recipe.environments if isinstance(env, DatasetEnv)]
+    factories += [each.function for env in datasets for each in env.rewards if isinstance(each, FunctionReward)]
     return list(dict.fromkeys(factory.partition(":")[0] for factory in factories))
 
 

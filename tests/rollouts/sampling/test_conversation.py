@@ -171,7 +171,7 @@ async def test_what_is_said_after_the_last_reply_is_not_trained_on(bench: Bench,
 async def test_a_cut_reply_is_not_finished(bench: Bench, stub: StubEngine) -> None:
     stub.answer = lambda token_ids, seed: [*encode("abcdef"), EOS]
     reply = await bench.conversation(max_new_tokens=3).reply(USER)
-    assert (reply.text, reply.finished) == ("abc", False)
+    assert (reply.text, reply.finished, reply.tokens) == ("abc", False, 3)
 
 
 async def test_no_room_at_all(bench: Bench) -> None:

@@ -1,0 +1,204 @@
+"""Rewards of environments that ask questions from a file: named checkers, each a part of the reward."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from hpcrl.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+
+__all__ = [
+    "ExactReward",
+    "Extraction",
+    "FormatReward",
+    "FunctionReward",
+    "GymReward",
+    "GymTaskConfig",
+    "JsonSchemaReward",
+    "LengthReward",
+    "MathReward",
+    "NumericReward",
+    "RegexReward",
+    "RewardConfig",
+]
+
+
+def _compiles(pattern: str) -> str:
+    if not pattern:
+        raise PydanticCustomError("pattern", "is empty, and an empty regular expression matches everything")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise PydanticCustomError("pattern", f"is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+"""A regular expression of Python's module ``re``."""
+
+Extraction = Literal["all", "last_line", "last_number", "boxed", "hashes", "answer_tag"]
+"""Which part of a text is compared (`hpcrl.rollouts.environments.rewards.extraction`)."""
+
+Score = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
+
+
+class _Reward(StrictModel):
+    name: Name | None = None
+    """Name of this part of the reward in metrics; by default its ``kind``. Unique within the environment."""
+    weight: NonNegativeFloat = 1.0
+    """What a score of 1 adds to the reward; with 0 the part is shown and trains nothing."""
+
+
+class ExactReward(_Reward):
+    """1 where the reply is the answer, after both were normalised; blanks around them never count."""
+
+    kind: Literal["exact"]
+    extract: Extraction = "all"
+    """Which part of the reply is compared: ``all``; its ``last_line`` with text; its ``last_number``; the last
+    ``boxed`` (``\\\\boxed{...}``); behind the last ``hashes`` (``#### ``); the last ``answer_tag``
+    (``<answer>...</answer>``). A reply without that part scores 0."""
+    extract_answer: Extraction = "all"
+    """The same for the answer of the row, which must have that part."""
+    ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
+    ignore_punctuation: bool = False
+    """Compare without punctuation."""
+    collapse_whitespace: bool = True
+    """Compare each run of blanks and line ends as one blank."""
+    unicode: bool = True
+    """Compare in Unicode's form NFKC, in which full-width digits are digits."""
+
+
+class NumericReward(_Reward):
+    """1 where the reply has the number of the answer."""
+
+    kind: Literal["numeric"]
+    extract: Extraction = "last_number"
+    """Where the number of the reply stands (see ``exact``); the last number of that part counts. A reply without one
+    scores 0."""
+    extract_answer: Extraction = "last_number"
+    """The same for the answer of the row, which must have one."""
+    absolute_tolerance: NonNegativeFloat = 0.0
+    """Largest difference that counts as equal."""
+    relative_tolerance: NonNegativeFloat = 0.0
+    """Largest difference that counts as equal, as a share of the answer; the larger of the two tolerances holds."""
+
+
+class _SlowReward(_Reward):
+    """Runs in a process of its own, which is ended at the deadline: what a policy says can make it take very long."""
+
+    timeout_s: PositiveFloat = 10.0
+    """Longest time for one reply in seconds; a rollout whose check takes longer fails (it is not scored 0)."""
+
+
+class RegexReward(_SlowReward):
+    """1 where a regular expression matches somewhere in the reply."""
+
+    kind: Literal["regex"]
+    pattern: Pattern | None = None
+    """Regular expression of Python. Without it the answer of the row is one."""
+    ignore_case: bool = False
+    """Match without regard to upper and lower case."""
+
+
+class FormatReward(_SlowReward):
+    """1 where a regular expression matches the whole reply, but for blanks around it; ``.`` matches line ends, too."""
+
+    kind: Literal["format"]
+    pattern: Pattern
+    """Regular expression of Python."""
+    required: bool = False
+    """A reply that does not match earns nothing of the other parts; penalties stay."""
+
+
+class MathReward(_SlowReward):
+    """1 where the reply and the answer are equal mathematical expressions, by the library ``math-verify``."""
+
+    kind: Literal["math"]
+    extract: Extraction = "all"
+    """Which part of the reply is read (see ``exact``). The library looks for a box, LaTeX and expressions in it."""
+    extract_answer: Extraction = "all"
+    """The same for the answer of the row, which must be an expression, in LaTeX or as people write it."""
+    digits: Annotated[int, Field(ge=1, le=50)] = 6
+    """Decimal places to which numbers are compared."""
+
+
+class JsonSchemaReward(_SlowReward):
+    """1 where the reply is a JSON document that a JSON Schema allows, by the library ``jsonschema``."""
+
+    kind: Literal["json_schema"]
+    definition: dict[str, Any] | None = None
+    """The schema. Without it the answer of the row is one, as JSON. References to other documents are not followed."""
+    fenced: bool = False
+    """Read the last block between lines of three backticks in the reply, and not the whole."""
+
+
+class FunctionReward(_SlowReward):
+    """The score of a function of your own, plain or ``async``: ``name(reply, answer, row, **args)``.
+
+    ``reply`` is the text of the policy, ``answer`` that of the row (empty where there is no column for it) and ``row``
+    a dict of all its columns.
+    """
+
+    kind: Literal["function"]
+    function: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """``package.module:name``, imported as the factory of a ``custom`` environment is."""
+    args: dict[str, Any] = {}
+    """More keyword arguments for it."""
+    lowest: Score = 0.0
+    """Lowest score it may give; one outside of the range fails the rollout."""
+    highest: Score = 1.0
+    """Highest score it may give."""
+
+
+class GymTaskConfig(StrictModel):
+    """A task of ``reasoning_gym``."""
+
+    weight: PositiveFloat = 1.0
+    """Share of this task in the prompts, relative to the others."""
+    parameters: dict[str, Any] = {}
+    """Fields of the task's configuration in the library, without ``seed`` and ``size``."""
+
+
+class GymReward(_SlowReward):
+    """The score of the task's own scorer; it is no reward of a recipe."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    tasks: dict[str, GymTaskConfig]
+    """By name."""
+    extract: Extraction = "all"
+    """Which part of the reply is judged."""
+    scorer_errors: Literal["fail", "zero"] = "fail"
+    """What a reply is worth at which the scorer raises."""
+
+
+class LengthReward(StrictModel):
+    """A penalty for replies that are longer than a limit."""
+
+    kind: Literal["length"]
+    name: Name | None = None
+    """Name of this part of the reward in metrics; by default ``length``."""
+    limit_tokens: PositiveInt | None = None
+    """Longest reply without a penalty, in tokens. Give this or ``limit_characters``."""
+    limit_characters: PositiveInt | None = None
+    """Longest reply without a penalty, in characters."""
+    rise: NonNegativeInt = 0
+    """Tokens or characters above the limit over which the penalty rises from nothing to ``penalty``."""
+    penalty: PositiveFloat
+    """What is taken from the reward of a reply that is longer."""
+
+
+RewardConfig = Annotated[
+    ExactReward
+    | NumericReward
+    | RegexReward
+    | MathReward
+    | JsonSchemaReward
+    | FormatReward
+    | FunctionReward
+    | LengthReward,
+    Field(discriminator="kind"),
+]

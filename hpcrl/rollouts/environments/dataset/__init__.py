@@ -1,0 +1,17 @@
+"""Questions from a file."""
+
+from typing import Any
+
+from hpcrl.rollouts.environments.base import Environment
+
+__all__ = ["make"]
+
+
+def make(config: dict[str, Any]) -> Environment:
+    """Make the environment in its process, from the JSON of its configuration (ConfigError where it cannot be)."""
+    import msgspec  # noqa: PLC0415 - who names this package alone needs none of it
+
+    from hpcrl.config.environments import DatasetEnv  # noqa: PLC0415
+    from hpcrl.rollouts.environments.dataset.environment import DatasetEnvironment  # noqa: PLC0415
+
+    return DatasetEnvironment(DatasetEnv.model_validate_json(msgspec.json.encode(config)))

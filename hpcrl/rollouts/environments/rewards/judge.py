@@ -1,0 +1,119 @@
+"""The judge of an environment: all checkers of its recipe, and the reward they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+from hpcrl.config.rewards import ExactReward, FormatReward, GymReward, LengthReward, RewardConfig
+from hpcrl.errors import ConfigError, Finding
+from hpcrl.rollouts.environments.base import Outcome, Reply
+from hpcrl.rollouts.environments.dataset.problems import shown
+from hpcrl.rollouts.environments.outcomes import OutcomeError
+from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerProcesses
+from hpcrl.rollouts.environments.rewards.quick import ExactCheck, LengthPenalty, NumericCheck, QuickCheck
+from hpcrl.rollouts.environments.rewards.slow import SLOW_REWARDS, SlowReward
+
+__all__ = ["Judge"]
+
+
+class Judge:
+    """Judges replies. The reward is the sum of scores, each times its weight, less penalties."""
+
+    def __init__(self, name: str, rewards: Sequence[RewardConfig | GymReward], *, processes: int) -> None:
+        """Make the checkers, those in processes as well.
+
+        Parameters
+        ----------
+        name:
+            Of the environment.
+        processes:
+            Maximum processes of slow checkers.
+
+        Raises
+        ------
+        ConfigError
+            With each that cannot be made.
+        """
+        self._quick: list[tuple[str, float, QuickCheck]] = []
+        self._slow: list[tuple[str, SlowReward]] = []
+        self._penalties: list[tuple[str, LengthPenalty]] = []
+        self._name, self._numbers = name, list[int]()
+        for number, reward in enumerate(rewards):
+            part = reward.name or reward.kind
+            if isinstance(reward, LengthReward):
+                self._penalties.append((part, LengthPenalty(reward)))
+            elif isinstance(reward, SLOW_REWARDS):
+                self._slow.append((part, reward))
+                self._numbers.append(number)
+            else:
+                check = ExactCheck(reward) if isinstance(reward, ExactReward) else NumericCheck(reward)
+                self._quick.append((part, reward.weight, check))
+        key = f"environments.{name}.rewards"
+        try:
+            self._processes = CheckerProcesses([reward for _, reward in self._slow], limit=processes)
+        except CheckerError as error:
+            raise ConfigError([Finding("recipe", key, str(error), "its log says more")]) from None
+        if self._processes.problems:
+            self._processes.close()
+            raise ConfigError(
+                [
+                    Finding("recipe", f"{key}.{self._numbers[n]}", what, hint)
+                    for n, what, hint in self._processes.problems
+                ]
+            )
+
+    def check_answers(self, answers: Iterable[str]) -> None:
+        """Let checkers in processes look at answers of rows: all would take too long.
+
+        Raises
+        ------
+        ConfigError
+            No reply can be compared with one of them.
+        """
+        for answer, (number, (name, _)) in product(answers, enumerate(self._slow)):
+            try:
+                problem = self._processes.answer_problem(number, answer)
+            except CheckerError as error:
+                problem = f"cannot be read: {error}"
+            if problem:
+                key = f"environments.{self._name}.rewards.{self._numbers[number]}"
+                what = f"an answer of the file {problem} (for the part {name!r} of the reward): {shown(answer)}"
+                raise ConfigError([Finding("recipe", key, what, "correct the row, or see columns.answer")])
+
+    async def judge(self, reply: Reply, answer: str, row: dict[str, Any]) -> Outcome:
+        """Judge a reply.
+
+        Parts: the score of each checker under its name, penalties as they are, and ``unfinished``: 1 for a reply that
+        was cut at a limit.
+
+        Raises
+        ------
+        CheckerError
+            A checker raised, took too long, or lost its process.
+        OutcomeError
+            A checker gave no score.
+        """
+        parts: dict[str, float] = {}
+        reward, earns = 0.0, True
+        for name, weight, check in self._quick:
+            parts[name] = check.score(reply.text, answer)
+            reward += weight * parts[name]
+        for number, (name, config) in enumerate(self._slow):
+            try:
+                parts[name] = await self._processes.score(number, reply.text, answer, row)
+            except (CheckerError, OutcomeError) as error:
+                raise type(error)(f"part {name!r} of the reward: {error}") from None
+            reward += config.weight * parts[name]
+            if isinstance(config, FormatReward) and config.required and not parts[name]:
+                earns = False
+        reward = reward if earns else 0.0
+        for name, penalty in self._penalties:
+            parts[name] = penalty.of(reply)
+            reward += parts[name]
+        return Outcome(reward=reward, parts={**parts, "unfinished": float(not reply.finished)})
+
+    def close(self) -> None:
+        """End its processes."""
+        self._processes.close()
