@@ -1,0 +1,152 @@
+"""One small product on each GPU of a node, compared with the processor: whether GPUs compute at all, and right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from hpcrl.decoding import prepared
+from hpcrl.sites.foreign_script import run_script
+from hpcrl.sites.library_findings import FindingRow
+from hpcrl.sites.profile_check import Severity
+
+__all__ = ["GpuProduct", "gpu_findings", "multiply_on_gpus"]
+
+SCRIPT = Path(__file__).with_name("product_script.py")
+_LIMIT_S = 120.0
+"""Longest time of a process that tries GPUs, the import of torch included."""
+_SIZE, _SPEED_SIZE, _LOOPS = 512, 4096, 20
+_FLOAT32, _BFLOAT16 = 1e-5, 1e-2
+"""Largest difference by the norm. Sums of 512 products in float32 differ by some 1e-6; bfloat16 rounds to 2^-9."""
+_SLOW = 0.4
+"""Share of the profile's TFLOP/s below which a GPU is slow: small products reach some 0.7 of a data sheet."""
+
+
+class GpuProduct(msgspec.Struct, frozen=True, kw_only=True):
+    """What one GPU gave.
+
+    Attributes
+    ----------
+    device:
+        Its number as torch counts.
+    name:
+        As the driver calls it; empty where it did not say.
+    problem:
+        Why there is no product: an error, a crash, a hang. Empty where there is one.
+    float32, bfloat16:
+        Difference from the processor by the norm. None: no number (NaN or infinite).
+    tflops:
+        Measured speed in bfloat16; 0 where it was not measured.
+    """
+
+    device: int
+    name: str = ""
+    problem: str = ""
+    float32: float | None = None
+    bfloat16: float | None = None
+    tflops: float = 0.0
+
+
+class _Answered(msgspec.Struct, frozen=True):
+    device: int
+    begun: bool = False
+    done: bool = False
+    name: str = ""
+    error: str = ""
+    float32: float | None = None
+    bfloat16: float | None = None
+    tflops: float = 0.0
+
+
+def multiply_on_gpus(
+    python: str,
+    gpus: int,
+    *,
+    environ: Mapping[str, str] | None = None,
+    kind: str = "cuda",
+    limit_s: float = _LIMIT_S,
+    script: Path = SCRIPT,
+) -> list[GpuProduct]:
+    """Try GPUs 0 to ``gpus - 1`` with the torch of an interpreter; returns one answer for each.
+
+    A process tries them one after the other. One that does not come back is left out, and the next process goes on
+    behind it. Blocks for ``limit_s`` seconds a GPU at most.
+
+    Parameters
+    ----------
+    kind:
+        ``cuda``, or ``cpu``: the processor in place of each GPU.
+    """
+    found: dict[int, GpuProduct] = {}
+    deadline = time.monotonic() + gpus * limit_s
+    while left := [index for index in range(gpus) if index not in found]:
+        if time.monotonic() > deadline:
+            break
+        question = {
+            "kind": kind,
+            "devices": left,
+            "size": _SIZE,
+            "speed_size": _SPEED_SIZE,
+            "loops": _LOOPS,
+            "hang_s": limit_s * 0.9,
+        }
+        end = run_script(python, script, question, limit_s=limit_s, environ=environ)
+        try:
+            answers = msgspec.convert(end.answers, type=prepared(list[_Answered]))
+        except msgspec.ValidationError as error:
+            problem = f"its answer cannot be read: {error}"
+            return [found.get(index) or GpuProduct(device=index, problem=problem) for index in range(gpus)]
+        begun = [answer.device for answer in answers if answer.begun]
+        found |= {answer.device: _product(answer) for answer in answers if answer.done}
+        stuck = [index for index in begun if index not in found]
+        problem = " ".join(end.problem.split()) or "its process ended before"
+        if stuck:
+            found[stuck[0]] = GpuProduct(device=stuck[0], problem=problem)
+        elif not begun:
+            # torch itself does not load: no GPU would say anything else
+            return [found.get(index) or GpuProduct(device=index, problem=problem) for index in range(gpus)]
+    return [found.get(i) or GpuProduct(device=i, problem="no time was left to try it") for i in range(gpus)]
+
+
+def _product(answer: _Answered) -> GpuProduct:
+    return GpuProduct(
+        device=answer.device,
+        name=answer.name,
+        problem=" ".join(answer.error.split()),
+        float32=answer.float32,
+        bfloat16=answer.bfloat16,
+        tflops=answer.tflops,
+    )
+
+
+def gpu_findings(products: Sequence[GpuProduct], *, tflops: float | None) -> Iterator[FindingRow]:
+    """Judge the products of a node.
+
+    Parameters
+    ----------
+    tflops:
+        The profile's rate in bfloat16, where it has one.
+    """
+    for product in products:
+        name = f"GPU {product.device}" + (f" ({product.name})" if product.name else "")
+        if product.problem:
+            what = f"{name} gives no product: {product.problem}"
+            way = "drain the node; `nvidia-smi -q -i` and `dmesg | grep -i xid` there say more"
+            yield FindingRow("gpu-fails", Severity.ERROR, "", what, way)
+            continue
+        for dtype, error, most in (
+            ("float32", product.float32, _FLOAT32),
+            ("bfloat16", product.bfloat16, _BFLOAT16),
+        ):
+            if error is None or error > most:
+                shown = "it is no number" if error is None else f"by {error:.1e} of the norm, {most:g} are allowed"
+                what = f"{name} multiplies wrong in {dtype}: the product differs from the processor's, {shown}"
+                way = "drain the node and have the GPU replaced: what it computes cannot be trusted"
+                yield FindingRow("gpu-wrong", Severity.ERROR, "", what, way)
+        if tflops and 0 < product.tflops < _SLOW * tflops:
+            what = f"{name} makes {product.tflops:.0f} TFLOP/s in bfloat16, and the profile says {tflops:g}"
+            way = "`nvidia-smi -q -d PERFORMANCE,CLOCK,POWER` there says what slows it; or correct gpu.tflops"
+            yield FindingRow("gpu-slow", Severity.WARNING, "", what, way)
