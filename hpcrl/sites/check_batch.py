@@ -39,7 +39,7 @@ def run_batch(directory: Path) -> int:
     command = [
         *("srun", f"--nodes={questions.nodes}", f"--ntasks={questions.nodes}", "--ntasks-per-node=1", "--export=ALL"),
         *("--overlap", "--cpu-bind=none", "--mpi=none", *questions.step_options),
-        *module_command(sys.executable, "hpcrl.sites.node_check", "node", str(directory)),
+        *module_command(sys.executable, "hpcrl.sites.node_check", str(directory)),
     ]
     env = step_environment(os.environ)
     step = run_process(check_step(directory, env))

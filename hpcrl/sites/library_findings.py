@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from hpcrl import __version__
 from hpcrl.installing import install_command
 from hpcrl.sites.library_probe import CudaAnswer, LibraryAnswer, library_named
 from hpcrl.sites.profile_check import Severity
@@ -119,6 +120,12 @@ def _fits(answer: LibraryAnswer) -> Iterator[FindingRow]:
     if answer.python_version and not is_at_least(answer.python_version, OLDEST_PYTHON):
         what = f"{_who(answer)} is Python {answer.python_version}; hpcrl needs {OLDEST_PYTHON} or later"
         yield FindingRow("python-old", Severity.ERROR, key, what, "make the environment with a newer Python")
+    if library.module == "hpcrl" and answer.version != __version__:
+        what = (
+            f"{_who(answer)} has hpcrl {answer.version or 'of an unknown version'}, and this command is {__version__}"
+        )
+        way = f"install the same: {install_command('all', python=answer.question.python)}"
+        yield FindingRow("hpcrl-differs", Severity.WARNING, key, what, way)
     what = f"{_who(answer)} has {library.name} {answer.version}; {library.range_text} works"
     if answer.distribution in library.numbered_otherwise:
         pass

@@ -26,7 +26,7 @@ from hpcrl.interpreter import module_command
 from hpcrl.ports import choose_ports
 from hpcrl.sites.bisection import Faults, find_faults
 from hpcrl.sites.foreign_script import run_script
-from hpcrl.sites.network_group import GroupResult, NodeRanks, RankAnswer, judge_group, rank_answer
+from hpcrl.sites.network_group import GroupResult, NodeCollectives, RankAnswer, judge_group, rank_answer
 
 __all__ = ["NETWORK", "NetworkPlan", "NetworkReport", "check_network", "join_group", "run_group_by_srun"]
 
@@ -199,7 +199,7 @@ def group_result(directory: Path, plan: NetworkPlan, nodes: Sequence[str], name:
     answers = {}
     for file in there:
         with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
-            answers[wanted[file]] = msgspec.json.decode((directory / file).read_bytes(), type=prepared(NodeRanks))
+            answers[wanted[file]] = msgspec.json.decode((directory / file).read_bytes(), type=prepared(NodeCollectives))
     return judge_group(nodes, answers, ranks_per_node=plan.ranks_per_node, least_gb_s=plan.least_gb_s)
 
 
@@ -207,9 +207,9 @@ def join_group(directory: Path, name: str, node: str, *, script: Path = SCRIPT) 
     """Start the ranks of this node, wait for them, and write what they said."""
     task = msgspec.json.decode((directory / f"{name}.json").read_bytes(), type=prepared(_GroupTask))
     try:
-        answer = NodeRanks(node=node, ranks=_ranks(directory, name, node, task, script))
+        answer = NodeCollectives(node=node, ranks=_ranks(directory, name, node, task, script))
     except (HpcrlError, OSError) as error:
-        answer = NodeRanks(node=node, problem=str(error).split("\n", 1)[0])
+        answer = NodeCollectives(node=node, problem=str(error).split("\n", 1)[0])
     write_json(directory / f"{name}-{node}.json", answer)
 
 

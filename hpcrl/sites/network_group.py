@@ -15,7 +15,7 @@ import msgspec
 from hpcrl.decoding import prepared
 from hpcrl.sites.foreign_script import ScriptEnd
 
-__all__ = ["GroupResult", "NodeRanks", "RankAnswer", "judge_group", "rank_answer"]
+__all__ = ["GroupResult", "NodeCollectives", "RankAnswer", "judge_group", "rank_answer"]
 
 _PHASES = {
     "": "the import of torch",
@@ -59,7 +59,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     exchange_s: float = 0.0
 
 
-class NodeRanks(msgspec.Struct, frozen=True, kw_only=True):
+class NodeCollectives(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of one node said, in their order; ``problem`` where the node could not start them."""
 
     node: str
@@ -131,7 +131,7 @@ def rank_answer(end: ScriptEnd) -> RankAnswer:
 
 def judge_group(
     nodes: Sequence[str],
-    answers: Mapping[str, NodeRanks],
+    answers: Mapping[str, NodeCollectives],
     *,
     ranks_per_node: int,
     least_gb_s: float | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,7 @@ class Nodes:
         return check_network(list(self.addresses), plan, self.run(plan), time_left=lambda: 1e6)
 
 
+@pytest.mark.slow
 def test_nodes_that_work_take_one_try_and_have_rates(tmp_path: Path) -> None:
     plan = msgspec.structs.replace(PLAN, ranks_per_node=2)
     report = Nodes(tmp_path, ["n1", "n2"]).check(plan)
@@ -103,3 +105,29 @@ def test_the_node_that_brings_wrong_data_or_dies_is_found(fault: str, tmp_path: 
     assert "n2" in report.tries[0].what
     if fault == "crash":
         assert "SIGABRT" in report.tries[0].what
+
+
+@pytest.mark.slow
+def test_a_hang_ends_in_time_and_is_one(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, ["n1", "n2"])
+    nodes.break_node("n2", "hang")
+    plan = msgspec.structs.replace(PLAN, limit_s=25.0)
+    result = nodes.run(plan)(("n1", "n2"), 0)
+    assert result.kind == "hang"
+    assert "did not end in time" in result.what
+
+
+def test_where_time_is_over_no_group_is_begun(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, ["n1", "n2"])
+    report = check_network(["n1", "n2"], PLAN, nodes.run(PLAN), time_left=lambda: PLAN.limit_s - 1)
+    assert (report.tries, report.skipped) == ([], "no time was left to try it")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_node_without_its_address_is_a_failure_of_the_group(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, ["n1"])
+    # 192.0.2.0/24 is nobody's
+    nodes.addresses["n1"] = "192.0.2.9"
+    result = nodes.run(PLAN)(("n1",), 0)
+    assert result.kind == "failed"
+    assert result.what.startswith("n1 ")

@@ -85,6 +85,14 @@ def test_attributes_and_bounds_are_those_that_adapters_ask_for() -> None:
     assert by_name["DeepEP"].attributes == ("ElasticBuffer",)
 
 
+def test_the_page_for_admins_has_this_table() -> None:
+    page = (ROOT / "docs/admins.md").read_text(encoding="utf-8")
+    for library in LIBRARIES[1:]:
+        roles = ", ".join([*library.needed, *(f"({role})" for role in library.used)])
+        assert f"| {library.name} | {roles} | {library.range_text} |" in page, library.name
+    assert f"| NCCL | where DeepEP is installed | {NCCL.at_least} <= version |" in page
+
+
 @pytest.mark.parametrize(
     ("version", "numbers"),
     [
