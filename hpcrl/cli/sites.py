@@ -135,6 +135,7 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
     from hpcrl.config.joined import charged
     from hpcrl.jobplan.environment import network_variables
     from hpcrl.sites.check_job import check_nodes
+    from hpcrl.sites.fact_findings import facts_summary
     from hpcrl.sites.library_findings import library_summary
     from hpcrl.sites.network_findings import network_summary
     from hpcrl.sites.node_findings import node_findings
@@ -159,6 +160,8 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
         for line in library_summary(report.nodes[0].libraries):
             say(line, err=True)
         say(network_summary(report.network), err=True)
+        for line in facts_summary([node.facts for node in report.nodes]):
+            say(line, err=True)
         found += node_findings(cluster, partition, report.nodes, report.network)
     return found
 

@@ -19,10 +19,12 @@ SCRIPT = Path(__file__).with_name("product_script.py")
 _LIMIT_S = 120.0
 """Longest time of a process that tries GPUs, the import of torch included."""
 _SIZE, _SPEED_SIZE, _LOOPS = 512, 4096, 20
+_PINNED = 256 << 20
 _FLOAT32, _BFLOAT16 = 1e-5, 1e-2
 """Largest difference by the norm. Sums of 512 products in float32 differ by some 1e-6; bfloat16 rounds to 2^-9."""
 _SLOW = 0.4
 """Share of the profile's TFLOP/s below which a GPU is slow: small products reach some 0.7 of a data sheet."""
+_SLOW_COPY = 0.5
 
 
 class GpuProduct(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,10 @@ class GpuProduct(msgspec.Struct, frozen=True, kw_only=True):
         Difference from the processor by the norm. None: no number (NaN or infinite).
     tflops:
         Measured speed in bfloat16; 0 where it was not measured.
+    pinned_problem:
+        Why memory of the host cannot be pinned and copied; empty where it can, or was not tried.
+    to_gpu_gb_s, to_host_gb_s:
+        Rates of copies of pinned memory; 0 where they were not measured.
     """
 
     device: int
@@ -48,6 +54,9 @@ class GpuProduct(msgspec.Struct, frozen=True, kw_only=True):
     float32: float | None = None
     bfloat16: float | None = None
     tflops: float = 0.0
+    pinned_problem: str = ""
+    to_gpu_gb_s: float = 0.0
+    to_host_gb_s: float = 0.0
 
 
 class _Answered(msgspec.Struct, frozen=True):
@@ -59,6 +68,9 @@ class _Answered(msgspec.Struct, frozen=True):
     float32: float | None = None
     bfloat16: float | None = None
     tflops: float = 0.0
+    pinned_error: str = ""
+    to_gpu_gb_s: float = 0.0
+    to_host_gb_s: float = 0.0
 
 
 def multiply_on_gpus(
@@ -91,6 +103,7 @@ def multiply_on_gpus(
             "size": _SIZE,
             "speed_size": _SPEED_SIZE,
             "loops": _LOOPS,
+            "pinned_bytes": _PINNED,
             "hang_s": limit_s * 0.9,
         }
         end = run_script(python, script, question, limit_s=limit_s, environ=environ)
@@ -119,16 +132,23 @@ def _product(answer: _Answered) -> GpuProduct:
         float32=answer.float32,
         bfloat16=answer.bfloat16,
         tflops=answer.tflops,
+        pinned_problem=" ".join(answer.pinned_error.split()),
+        to_gpu_gb_s=answer.to_gpu_gb_s,
+        to_host_gb_s=answer.to_host_gb_s,
     )
 
 
-def gpu_findings(products: Sequence[GpuProduct], *, tflops: float | None) -> Iterator[FindingRow]:
+def gpu_findings(
+    products: Sequence[GpuProduct], *, tflops: float | None, pcie_gb_s: float | None = None
+) -> Iterator[FindingRow]:
     """Judge the products of a node.
 
     Parameters
     ----------
     tflops:
         The profile's rate in bfloat16, where it has one.
+    pcie_gb_s:
+        The profile's rate between host and GPU, where it has one.
     """
     for product in products:
         name = f"GPU {product.device}" + (f" ({product.name})" if product.name else "")
@@ -150,3 +170,12 @@ def gpu_findings(products: Sequence[GpuProduct], *, tflops: float | None) -> Ite
             what = f"{name} makes {product.tflops:.0f} TFLOP/s in bfloat16, and the profile says {tflops:g}"
             way = "`nvidia-smi -q -d PERFORMANCE,CLOCK,POWER` there says what slows it; or correct gpu.tflops"
             yield FindingRow("gpu-slow", Severity.WARNING, "", what, way)
+        if product.pinned_problem:
+            what = f"{name} does not reach pinned memory of the host: {product.pinned_problem}"
+            way = "set LimitMEMLOCK=infinity for slurmd, and look at the memory that the job may take"
+            yield FindingRow("pinned-memory", Severity.ERROR, "", what, way)
+        slowest = min(product.to_gpu_gb_s, product.to_host_gb_s)
+        if pcie_gb_s and 0 < slowest < _SLOW_COPY * pcie_gb_s:
+            what = f"{name} copies {slowest:.1f} GB/s from or to the host, and the profile says {pcie_gb_s:g}"
+            way = "`nvidia-smi -q -d PCIE` there says generation and lanes of the link; or correct gpu.pcie_gb_s"
+            yield FindingRow("pcie-slow", Severity.WARNING, "", what, way)

@@ -17,17 +17,20 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from hpcrl.fs import atomic_write, write_json
 from hpcrl.ports import is_free
 from hpcrl.sites.gpu_products import GpuProduct, multiply_on_gpus
 from hpcrl.sites.library_probe import probe_libraries
+from hpcrl.sites.node_facts import DiskRates, read_back, read_facts, write_rates
 from hpcrl.sites.node_reach import RunAddresses, meet
 from hpcrl.sites.node_report import NodeQuestions, NodeReport, read_questions, report_name
 from hpcrl.sites.step_check import StepReport
 
 __all__ = ["look_around"]
 
-_PROBE, _ASKED = "probe", "asked"
+_PROBE, _ASKED, _BULK = "probe", "asked", "bulk"
 _LAG_LIMIT_S = 120.0
 """Longest wait for a name; NFS forgets a negative entry after a minute by default."""
 _POLL_S = 0.05
@@ -44,6 +47,8 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         visible_s, negative_lag_s = _wait_for_name(directory)
     elif index == 1:
         _create_when_asked(directory)
+    disk, problem = _measure_disk(directory, index, questions.nodes)
+    facts = read_facts(has_driver=_gpus() is not None)
     shm = os.statvfs("/dev/shm")
     ports = _sample(questions.first_port, questions.last_port)
     return NodeReport(
@@ -71,7 +76,37 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         step=StepReport.from_env(),
         libraries=probe_libraries(questions.libraries),
         products=_products(questions),
+        facts=msgspec.structs.replace(
+            facts,
+            disk=disk,
+            unknown=[*facts.unknown, *([f"rates of the shared filesystem ({problem})"] if problem else [])],
+        ),
     )
+
+
+def _measure_disk(directory: Path, index: int, nodes: int) -> tuple[DiskRates, str]:
+    """Measure the shared filesystem: the second node writes and the first reads, or the only one does both.
+
+    Returns also why that failed; empty where it did not, or this node has no part in it.
+    """
+    path, told = directory / _BULK, f"{_BULK}-told"
+    rates = DiskRates()
+    try:
+        if index == min(1, nodes - 1):
+            rates = write_rates(path)
+            atomic_write(directory / told, b"" if rates.write_gb_s is None else b"written")
+        if index == 0:
+            deadline = time.monotonic() + _LAG_LIMIT_S
+            while told not in os.listdir(directory):
+                if time.monotonic() > deadline:
+                    return rates, "the other node did not write in time"
+                time.sleep(_POLL_S)
+            if not (directory / told).read_bytes():
+                return rates, "there is little room left"
+            rates = msgspec.structs.replace(rates, read_gb_s=read_back(path))
+    except OSError as error:
+        return rates, str(error)
+    return rates, ""
 
 
 def _products(questions: NodeQuestions) -> list[GpuProduct]:

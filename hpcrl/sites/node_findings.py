@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.sites.fact_findings import fact_findings
 from hpcrl.sites.gpu_products import gpu_findings
 from hpcrl.sites.library_findings import FindingRow, library_findings
 from hpcrl.sites.network_check import NetworkReport
@@ -21,6 +22,8 @@ _LEAST_FILES = 65536
 _FAR_CLOCK_S = 2.0
 _SLOW_NAME_S = 1.0
 _CLOSE_PORTS = 0.1
+_NAMED = 4
+"""Nodes with the same finding that are named; of the others there is a number."""
 
 
 def node_findings(
@@ -33,35 +36,43 @@ def node_findings(
     partition:
         Key of the profile's partition whose nodes they are.
     reports:
-        One of each node. A finding that several nodes have is given once, with the first one's name.
+        One of each node. A finding that several nodes have is given once, with their names.
     network:
         What the network between them does.
     """
-    found: list[CheckFinding] = []
+    hosts: dict[FindingRow, list[str]] = {}
     for report in reports:
-        found += _of_node(cluster, partition, report)
+        for row in _of_node(cluster, partition, report):
+            hosts.setdefault(row, []).append(report.host)
+    key = f"partitions.{partition}.node"
+    found = [
+        CheckFinding(row.code, row.severity, row.key or key, f"{_names(its)}: {row.what}", row.hint)
+        for row, its in hosts.items()
+    ]
     if network is not None:
-        found += network_findings(network, f"partitions.{partition}.node")
+        found += network_findings(network, key)
     for report in reports[:1]:
         found += _of_names(report, several=len(reports) > 1)
         found += _of_step(report)
     order = list(Severity)
-    merged: dict[tuple[str, str], CheckFinding] = {}
-    for finding in found:  # the same on many nodes is one finding
-        merged.setdefault((finding.code, finding.what.partition(": ")[2]), finding)
-    return sorted(merged.values(), key=lambda finding: order.index(finding.severity))
+    return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
-def _of_node(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[CheckFinding]:
-    key = f"partitions.{partition}.node"
-    for code, severity, where, what, hint in (
-        *_limits(cluster, partition, report),
-        *_services(cluster, report),
-        *_hardware(cluster, partition, report),
-        *library_findings(report.libraries, has_driver=report.gpus is not None),
-        *gpu_findings(report.products, tflops=cluster.partitions[partition].node.gpu.tflops.get("bfloat16")),
-    ):
-        yield CheckFinding(code, severity, where or key, f"{report.host}: {what}", hint)
+def _names(hosts: Sequence[str]) -> str:
+    """Return the nodes that have the same finding."""
+    if len(hosts) <= _NAMED:
+        return ", ".join(hosts)
+    return f"{', '.join(hosts[:_NAMED])} and {len(hosts) - _NAMED} others"
+
+
+def _of_node(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[FindingRow]:
+    node = cluster.partitions[partition].node
+    yield from _limits(cluster, partition, report)
+    yield from _services(cluster, report)
+    yield from _hardware(cluster, partition, report)
+    yield from library_findings(report.libraries, has_driver=report.gpus is not None)
+    yield from gpu_findings(report.products, tflops=node.gpu.tflops.get("bfloat16"), pcie_gb_s=node.gpu.pcie_gb_s)
+    yield from fact_findings(report.facts, node, cluster.filesystem)
 
 
 def _limits(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[FindingRow]:

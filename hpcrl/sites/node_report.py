@@ -11,6 +11,7 @@ from hpcrl.decoding import prepared
 from hpcrl.sites.gpu_products import GpuProduct
 from hpcrl.sites.library_probe import LibraryAnswer, LibraryQuestion
 from hpcrl.sites.network_check import NetworkPlan
+from hpcrl.sites.node_facts import NodeFacts
 from hpcrl.sites.step_check import StepReport
 
 __all__ = ["QUESTIONS", "NodeQuestions", "NodeReport", "read_questions", "read_reports", "report_name"]
@@ -73,6 +74,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
         What interpreters of roles import there.
     products:
         A product on each GPU; empty where there is no driver.
+    facts:
+        What kernel and driver say of the node.
     c_compiler, cxx_compiler:
         Whether there is one where Triton and torch look for it: layers are compiled with it, on GPUs and on processors.
     clock_ahead_s:
@@ -106,6 +109,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     step: StepReport = StepReport()
     libraries: list[LibraryAnswer] = []
     products: list[GpuProduct] = []
+    facts: NodeFacts = NodeFacts()
 
 
 def report_name(index: int) -> str:

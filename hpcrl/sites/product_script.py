@@ -53,6 +53,21 @@ def speed(torch: Any, device: Any, size: int, loops: int) -> float:
     return loops * 2 * size**3 / (time.perf_counter() - begun) / 1e12
 
 
+def copies(torch: Any, device: Any, size: int) -> dict[str, float]:
+    """Return GB/s of copies of pinned memory to the device and back."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    rates = {}
+    for name, target, source in (("to_gpu_gb_s", there, host), ("to_host_gb_s", host, there)):
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        rates[name] = size / (time.perf_counter() - begun) / 1e9
+    return rates
+
+
 def main() -> None:
     """Try the devices of the question."""
     path, question = sys.argv[1], json.loads(sys.argv[2])
@@ -71,6 +86,10 @@ def main() -> None:
                 answer["name"] = torch.cuda.get_device_name(device)
                 answer |= product(torch, device, question["size"])
                 answer["tflops"] = speed(torch, device, question["speed_size"], question["loops"])
+                try:
+                    answer |= copies(torch, device, question["pinned_bytes"])
+                except Exception as error:  # noqa: BLE001 - the GPU itself works
+                    answer["pinned_error"] = f"{type(error).__name__}: {error}"
             else:
                 answer |= {"name": "processor", **product(torch, torch.device("cpu"), question["size"])}
         except Exception as error:  # noqa: BLE001 - whatever a device raises is its answer

@@ -106,6 +106,8 @@ def test_the_small_job_tells_what_only_nodes_know(make_cluster: Callable[..., De
     assert f"torch {importlib.metadata.version('torch')}" in done.stderr
     assert "network of 2 nodes by gloo: all-reduce " in done.stderr
     assert "contents verified" in done.stderr
+    assert "the shared filesystem writes " in done.stderr
+    assert " GB/s, reads " in done.stderr
     assert not [line for line in done.stdout.splitlines() if "network-" in line or "import" in line]
     assert os.listdir(tmp_path / "runs") == []  # nothing is left
 
