@@ -44,22 +44,32 @@ def init(
 ) -> None:
     """Draft a cluster profile from the Slurm of this machine. Overwrites nothing.
 
-    What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in.
+    What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in. On a compute node
+    (srun) it also writes the adapters of that node's partitions, with the GPUs that they are nearest to.
     """
     import importlib.util
+    import os
+    import socket
     import sys
 
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
+    from hpcrl.sites.draft_node import SeenNode
+    from hpcrl.sites.node_topology import read_topology
     from hpcrl.sites.profile_draft import draft_profile
-    from hpcrl.sites.site_facts import read_facts
+    from hpcrl.sites.site_facts import partitions_of_machine, read_facts
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
         raise UsageError(f"{path} exists already\n    hint: choose another name, or move it away")
     if python is None and importlib.util.find_spec("torch") is not None:
         python = sys.executable
-    text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric, python=python)
+    slurm = _slurm()
+    host = socket.gethostname()
+    here = partitions_of_machine(slurm, [os.environ.get("SLURMD_NODENAME", ""), host, host.partition(".")[0]])
+    topology = read_topology()
+    seen = {partition: SeenNode(node, topology) for partition, node in here.items()}
+    text = draft_profile(read_facts(slurm), name, runs_root=runs_root, fabric=fabric, python=python, seen=seen)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     say(path)
