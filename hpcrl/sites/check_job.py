@@ -34,6 +34,7 @@ _ENDED_S, _FAILED_S = 30.0, 5.0
 """How late the last report of a job that has ended may be seen; of one that has failed, most likely there is none."""
 _SLOW_SHARE = 0.5
 """Share of the profile's ``nics.gb_s`` below which the network of a node is slow."""
+_CPUS = 4
 _NCCL_ELEMENTS, _GLOO_ELEMENTS = 1 << 26, 1 << 20
 """32-bit elements of a collective of one rank: large enough for its rate, small enough for memory and patience."""
 
@@ -151,7 +152,8 @@ def _gpu_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
 def _node_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
     """Return what the job asks for of each node: all of it where it has GPUs, each of which is tried."""
     if not node.gpus:
-        return []
+        # some imports at once
+        return [f"--cpus-per-task={min(_CPUS, node.cpus)}"]
     if cluster.capabilities.exclusive:
         return [*_gpu_options(cluster, node), "--exclusive", "--mem=0"]
     return [

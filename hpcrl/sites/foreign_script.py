@@ -23,11 +23,12 @@ import msgspec
 from hpcrl.compile_caches import COMPILE_CACHES
 from hpcrl.interpreter import with_safe_path
 
-__all__ = ["ScriptEnd", "run_script"]
+__all__ = ["ScriptEnd", "one_line", "run_script"]
 
 _POLL_S = 0.02
 _MOST_BYTES = 1 << 20
 """Of answers and of prints: what is longer is cut."""
+_MOST_SHOWN = 600
 
 
 class ScriptEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,13 @@ def run_script(
         return ScriptEnd(
             answers=_answers(answers), problem=problem, kind=kind, printed=_text(out).strip(), last_words=words[-12:]
         )
+
+
+def one_line(text: str) -> str:
+    """Return a text of somebody else as one line that is not too long; its beginning and its end are kept."""
+    text = " ".join(text.split())
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]} ... {text[-half:]}"
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.decoding import prepared
-from hpcrl.sites.foreign_script import run_script
+from hpcrl.sites.foreign_script import one_line, run_script
 from hpcrl.sites.library_findings import FindingRow
 from hpcrl.sites.profile_check import Severity
 
@@ -18,6 +18,8 @@ __all__ = ["GpuProduct", "gpu_findings", "multiply_on_gpus"]
 SCRIPT = Path(__file__).with_name("product_script.py")
 _LIMIT_S = 120.0
 """Longest time of a process that tries GPUs, the import of torch included."""
+_BUDGET_S, _LEAST_S = 240.0, 10.0
+_NO_TIME = "no time was left to try it"
 _SIZE, _SPEED_SIZE, _LOOPS = 512, 4096, 20
 _PINNED = 256 << 20
 _FLOAT32, _BFLOAT16 = 1e-5, 1e-2
@@ -80,22 +82,26 @@ def multiply_on_gpus(
     environ: Mapping[str, str] | None = None,
     kind: str = "cuda",
     limit_s: float = _LIMIT_S,
+    budget_s: float = _BUDGET_S,
     script: Path = SCRIPT,
 ) -> list[GpuProduct]:
     """Try GPUs 0 to ``gpus - 1`` with the torch of an interpreter; returns one answer for each.
 
     A process tries them one after the other. One that does not come back is left out, and the next process goes on
-    behind it. Blocks for ``limit_s`` seconds a GPU at most.
+    behind it.
 
     Parameters
     ----------
     kind:
         ``cuda``, or ``cpu``: the processor in place of each GPU.
+    limit_s, budget_s:
+        Longest time of one process, and of all.
     """
     found: dict[int, GpuProduct] = {}
-    deadline = time.monotonic() + gpus * limit_s
+    deadline = time.monotonic() + budget_s
     while left := [index for index in range(gpus) if index not in found]:
-        if time.monotonic() > deadline:
+        left_s = min(limit_s, deadline - time.monotonic())
+        if left_s < min(_LEAST_S, limit_s):
             break
         question = {
             "kind": kind,
@@ -104,9 +110,9 @@ def multiply_on_gpus(
             "speed_size": _SPEED_SIZE,
             "loops": _LOOPS,
             "pinned_bytes": _PINNED,
-            "hang_s": limit_s * 0.9,
+            "hang_s": left_s * 0.9,
         }
-        end = run_script(python, script, question, limit_s=limit_s, environ=environ)
+        end = run_script(python, script, question, limit_s=left_s, environ=environ)
         try:
             answers = msgspec.convert(end.answers, type=prepared(list[_Answered]))
         except msgspec.ValidationError as error:
@@ -115,24 +121,24 @@ def multiply_on_gpus(
         begun = [answer.device for answer in answers if answer.begun]
         found |= {answer.device: _product(answer) for answer in answers if answer.done}
         stuck = [index for index in begun if index not in found]
-        problem = " ".join(end.problem.split()) or "its process ended before"
+        problem = one_line(end.problem) or "its process ended before"
         if stuck:
             found[stuck[0]] = GpuProduct(device=stuck[0], problem=problem)
         elif not begun:
             # torch itself does not load: no GPU would say anything else
             return [found.get(index) or GpuProduct(device=index, problem=problem) for index in range(gpus)]
-    return [found.get(i) or GpuProduct(device=i, problem="no time was left to try it") for i in range(gpus)]
+    return [found.get(i) or GpuProduct(device=i, problem=_NO_TIME) for i in range(gpus)]
 
 
 def _product(answer: _Answered) -> GpuProduct:
     return GpuProduct(
         device=answer.device,
         name=answer.name,
-        problem=" ".join(answer.error.split()),
+        problem=one_line(answer.error),
         float32=answer.float32,
         bfloat16=answer.bfloat16,
         tflops=answer.tflops,
-        pinned_problem=" ".join(answer.pinned_error.split()),
+        pinned_problem=one_line(answer.pinned_error),
         to_gpu_gb_s=answer.to_gpu_gb_s,
         to_host_gb_s=answer.to_host_gb_s,
     )
@@ -152,6 +158,10 @@ def gpu_findings(
     """
     for product in products:
         name = f"GPU {product.device}" + (f" ({product.name})" if product.name else "")
+        if product.problem == _NO_TIME:
+            what = f"{name} was not tried: others took all the time"
+            yield FindingRow("gpu-open", Severity.WARNING, "", what, "mend what else is said of GPUs, and check again")
+            continue
         if product.problem:
             what = f"{name} gives no product: {product.problem}"
             way = "drain the node; `nvidia-smi -q -i` and `dmesg | grep -i xid` there say more"

@@ -91,7 +91,8 @@ def _loads(answer: LibraryAnswer) -> Iterator[FindingRow]:
     elif answer.kind == "absent":
         if needed:
             what = f"{_who(answer)} has no {name}, which it needs"
-            yield FindingRow("imports", Severity.ERROR, key, what, _install(answer))
+            way = "install torch for CUDA, which brings it" if name == "Triton" else _install(answer)
+            yield FindingRow("imports", Severity.ERROR, key, what, way)
     elif answer.kind == "skipped":
         what = f"{_who(answer)} was not asked for {name}: {answer.problem}"
         way = "ask once more when the shared filesystem is less busy; start-up of roles is as slow"

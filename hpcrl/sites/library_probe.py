@@ -18,7 +18,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
 from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.decoding import prepared
-from hpcrl.sites.foreign_script import ScriptEnd, run_script
+from hpcrl.sites.foreign_script import ScriptEnd, one_line, run_script
 from hpcrl.versions import LIBRARIES, NCCL, RequiredLibrary
 
 __all__ = [
@@ -280,7 +280,7 @@ def answer_of(question: LibraryQuestion, end: ScriptEnd) -> LibraryAnswer:
     return LibraryAnswer(
         question=question,
         kind=kind,
-        problem=" ".join(problem.split()),
+        problem=one_line(problem),
         python_version=said.python,
         version=said.version,
         distribution=said.distribution,

@@ -15,9 +15,13 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+#: PR_SET_PDEATHSIG of prctl
+_DIE_WITH_PARENT = 1
 
 
 def say(path: str, **answer: object) -> None:
@@ -96,13 +100,20 @@ def cuda(torch: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Answer one question."""
-    path, question = sys.argv[1], json.loads(sys.argv[2])
-    # older Pythons put the directory of the script first
+def alone() -> None:
+    """End with the process that started this one, and import nothing from the directory of this file."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    # older Pythons put it first
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     faulthandler.enable()
+
+
+def main() -> None:
+    """Answer one question."""
+    path, question = sys.argv[1], json.loads(sys.argv[2])
+    alone()
     faulthandler.dump_traceback_later(question["hang_s"], exit=False)
     module, distributions = question["module"], question["distributions"]
     distribution, version = installed(distributions)
@@ -127,4 +138,5 @@ def main() -> None:
     say(path, imported=True, **answer)
 
 
-main()
+if __name__ == "__main__":
+    main()

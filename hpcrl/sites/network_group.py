@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from hpcrl.decoding import prepared
-from hpcrl.sites.foreign_script import ScriptEnd
+from hpcrl.sites.foreign_script import ScriptEnd, one_line
 
 __all__ = ["GroupResult", "NodeCollectives", "RankAnswer", "judge_group", "rank_answer"]
 
@@ -118,7 +118,7 @@ def rank_answer(end: ScriptEnd) -> RankAnswer:
     lower = problem.lower()
     return RankAnswer(
         phase=phase,
-        problem="" if phase == "done" else " ".join(problem.split()),
+        problem="" if phase == "done" else one_line(problem),
         hung=end.kind == "hang" or (bool(raised) and ("timeout" in lower or "timed out" in lower)),
         died=end.kind not in ("good", "hang"),
         wrong_sums=reduced.wrong,

@@ -6,11 +6,14 @@ has said how far it came.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +21,8 @@ from typing import Any
 
 #: period of the pattern, a prime: a shift of the data is seen
 _PERIOD = 1021
+#: PR_SET_PDEATHSIG of prctl
+_DIE_WITH_PARENT = 1
 
 
 def say(path: str, **answer: object) -> None:
@@ -74,12 +79,20 @@ class Rank:
             self.torch.cuda.synchronize(self.device)
 
 
-def main() -> None:
-    """Take part."""
-    path, question = sys.argv[1], json.loads(sys.argv[2])
+def alone() -> None:
+    """End with the process that started this one, and import nothing from the directory of this file."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    # older Pythons put it first
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     faulthandler.enable()
+
+
+def main() -> None:
+    """Take part."""
+    path, question = sys.argv[1], json.loads(sys.argv[2])
+    alone()
     faulthandler.dump_traceback_later(question["hang_s"], exit=False)
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
@@ -119,4 +132,5 @@ def main() -> None:
         os._exit(0)
 
 
-main()
+if __name__ == "__main__":
+    main()

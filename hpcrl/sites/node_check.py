@@ -35,10 +35,15 @@ _LAG_LIMIT_S = 120.0
 """Longest wait for a name; NFS forgets a negative entry after a minute by default."""
 _POLL_S = 0.05
 _PORT_SAMPLE = 200
+_NODE_S = 660.0
+"""Longest time of all on a node. The batch process waits a minute longer."""
+_IMPORTS_S = 420.0
+"""Longest time of imports; the rest is for products on GPUs."""
 
 
 def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeReport:
     """Answer the questions on this node; the first two nodes also measure the lag of names."""
+    until = time.monotonic() + _NODE_S
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     addresses = RunAddresses.from_env()
     unreached = {} if addresses.problem else meet(directory, host, questions, addresses.by_node)
@@ -74,8 +79,8 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         address_problem=addresses.problem,
         unreached=unreached,
         step=StepReport.from_env(),
-        libraries=probe_libraries(questions.libraries),
-        products=_products(questions),
+        libraries=probe_libraries(questions.libraries, budget_s=min(_IMPORTS_S, until - time.monotonic())),
+        products=_products(questions, until),
         facts=msgspec.structs.replace(
             facts,
             disk=disk,
@@ -109,11 +114,11 @@ def _measure_disk(directory: Path, index: int, nodes: int) -> tuple[DiskRates, s
     return rates, ""
 
 
-def _products(questions: NodeQuestions) -> list[GpuProduct]:
+def _products(questions: NodeQuestions, until: float) -> list[GpuProduct]:
     if not questions.gpus or _gpus() is None or questions.network is None:
         return []
     plan = questions.network
-    return multiply_on_gpus(plan.python, questions.gpus, environ=plan.environ)
+    return multiply_on_gpus(plan.python, questions.gpus, environ=plan.environ, budget_s=until - time.monotonic())
 
 
 def _wait_for_name(directory: Path) -> tuple[float | None, float | None]:

@@ -19,7 +19,7 @@ from hpcrl.sites.node_topology import NodeTopology, read_topology
 
 __all__ = ["DiskRates", "NodeFacts", "gpudirect_way", "lock_memory", "read_back", "read_facts", "write_rates"]
 
-_COMMAND_S = 30.0
+_COMMAND_S = 20.0
 _PIECE = 256 << 20
 _CHUNK = 8 << 20
 _DISK_S = 20.0

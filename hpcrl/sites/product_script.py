@@ -6,14 +6,20 @@ that one that crashes or hangs is known.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import importlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from typing import Any
+
+#: PR_SET_PDEATHSIG of prctl
+_DIE_WITH_PARENT = 1
 
 
 def say(path: str, **answer: object) -> None:
@@ -68,12 +74,20 @@ def copies(torch: Any, device: Any, size: int) -> dict[str, float]:
     return rates
 
 
-def main() -> None:
-    """Try the devices of the question."""
-    path, question = sys.argv[1], json.loads(sys.argv[2])
+def alone() -> None:
+    """End with the process that started this one, and import nothing from the directory of this file."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    # older Pythons put it first
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     faulthandler.enable()
+
+
+def main() -> None:
+    """Try the devices of the question."""
+    path, question = sys.argv[1], json.loads(sys.argv[2])
+    alone()
     faulthandler.dump_traceback_later(question["hang_s"], exit=False)
     torch: Any = importlib.import_module("torch")
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -97,4 +111,5 @@ def main() -> None:
         say(path, device=index, done=True, **answer)
 
 
-main()
+if __name__ == "__main__":
+    main()

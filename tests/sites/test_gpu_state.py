@@ -40,6 +40,8 @@ class Driver:
 
     def __call__(self, command: Sequence[str]) -> str | None:
         assert command[0] == "nvidia-smi"
+        if command[1] == "--list-gpus":
+            return "GPU 0: NVIDIA H200 (UUID: GPU-42be0b4d-4cfd-d4b1-51db-1900b18bf14d)\n"
         assert command[2] == "--format=csv,noheader,nounits"
         query = command[1]
         self.asked.append(query)

@@ -254,7 +254,8 @@ def test_the_script_imports_nothing_of_ours(tmp_path: Path) -> None:
     import hpcrl.sites.library_probe as probe
 
     code = f"import sys, runpy; sys.argv = ['x', {str(tmp_path / 'answers')!r}, sys.argv[2]]\n"
-    code += f"runpy.run_path({str(probe.SCRIPT)!r})\nprint(*[n for n in sys.modules if n.startswith('hpcrl')])\n"
+    code += f"runpy.run_path({str(probe.SCRIPT)!r}, run_name='__main__')\n"
+    code += "print(*[n for n in sys.modules if n.startswith('hpcrl')])\n"
     script = tmp_path / "outer.py"
     script.write_text(code)
     asked = {

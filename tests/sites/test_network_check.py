@@ -58,7 +58,7 @@ class Nodes:
         from hpcrl.sites.network_check import SCRIPT
 
         path = self.directory / f"script-{node}.py"
-        path.write_text(SCRIPT.read_text().replace("\nmain()\n", f"\n{FAULTS[fault]}\nmain()\n"))
+        path.write_text(SCRIPT.read_text().replace("\nif __name__", f"\n{FAULTS[fault]}\nif __name__"))
         self.scripts[node] = path
 
     def run(self, plan: NetworkPlan) -> Callable[[tuple[str, ...], int], GroupResult]:

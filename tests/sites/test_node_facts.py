@@ -195,7 +195,7 @@ def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_values_that_a_driver_has_not_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str]) -> str | None:
-        if command[0] == "dmesg":
+        if command[0] == "dmesg" or command[1] == "--list-gpus":
             return ""
         return "0, NVIDIA H200, 00000000:1B:00.0, 570.158.01, 143771, 33, 345, 1980\n" if "name" in command[1] else None
 
