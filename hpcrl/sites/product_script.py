@@ -89,8 +89,10 @@ def main() -> None:
     path, question = sys.argv[1], json.loads(sys.argv[2])
     alone()
     faulthandler.dump_traceback_later(question["hang_s"], exit=False)
+    # TF32 rounds float32 to 10 bits; images of NVIDIA turn it on by variables
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     torch: Any = importlib.import_module("torch")
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     for index in question["devices"]:
         say(path, device=index, begun=True)
         answer: dict[str, Any] = {}
