@@ -44,22 +44,32 @@ def init(
 ) -> None:
     """Draft a cluster profile from the Slurm of this machine. Overwrites nothing.
 
-    What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in.
+    What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in. On a compute node
+    (srun) it also writes the adapters of that node's partitions, with the GPUs that they are nearest to.
     """
     import importlib.util
+    import os
+    import socket
     import sys
 
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
+    from hpcrl.sites.draft_node import SeenNode
+    from hpcrl.sites.node_topology import read_topology
     from hpcrl.sites.profile_draft import draft_profile
-    from hpcrl.sites.site_facts import read_facts
+    from hpcrl.sites.site_facts import partitions_of_machine, read_facts
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
         raise UsageError(f"{path} exists already\n    hint: choose another name, or move it away")
     if python is None and importlib.util.find_spec("torch") is not None:
         python = sys.executable
-    text = draft_profile(read_facts(_slurm()), name, runs_root=runs_root, fabric=fabric, python=python)
+    slurm = _slurm()
+    host = socket.gethostname()
+    here = partitions_of_machine(slurm, [os.environ.get("SLURMD_NODENAME", ""), host, host.partition(".")[0]])
+    topology = read_topology()
+    seen = {partition: SeenNode(node, topology) for partition, node in here.items()}
+    text = draft_profile(read_facts(slurm), name, runs_root=runs_root, fabric=fabric, python=python, seen=seen)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     say(path)
@@ -75,7 +85,7 @@ def check(
         bool, typer.Option("--job", help="Also submit a small job to each partition: what only a node can tell.")
     ] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of that job; two tell the lag of the filesystem.")] = 2,
-    wait_s: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Longest wait for that job.")] = 900.0,
+    wait_s: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Longest wait for that job.")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
     """Check a profile: its values and rules, and what the living Slurm (and with --job, its nodes) say about it.
@@ -133,7 +143,12 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
     from hpcrl.cli.progress import working
     from hpcrl.cli.selection import runs_root
     from hpcrl.config.joined import charged
-    from hpcrl.sites.check_job import check_nodes, node_findings
+    from hpcrl.jobplan.environment import network_variables
+    from hpcrl.sites.check_job import check_nodes
+    from hpcrl.sites.fact_findings import facts_summary
+    from hpcrl.sites.library_findings import library_summary
+    from hpcrl.sites.network_findings import network_summary
+    from hpcrl.sites.node_findings import node_findings
     from hpcrl.slurm.client import SlurmClient
 
     found: list[CheckFinding] = []
@@ -141,17 +156,23 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
     names = dict.fromkeys([cluster.placement.default, *cluster.placement.by_role.values()])
     for partition in names:
         with working(f"waiting for the check's job in {partition}, {wait_s:g} s at most"):
-            reports = check_nodes(
+            report = check_nodes(
                 cluster,
                 partition,
                 client=SlurmClient(),
                 directory=runs_root(None, cluster),
                 nodes=min(nodes, cluster.partitions[partition].nodes),
                 wait_s=wait_s,
+                network=network_variables(cluster, partition),
                 say=lambda text: say(text, err=True),
             )
-        say(f"asked: {', '.join(report.host for report in reports)}", err=True)
-        found += node_findings(cluster, partition, reports)
+        say(f"asked: {', '.join(node.host for node in report.nodes)}", err=True)
+        for line in library_summary(report.nodes[0].libraries):
+            say(line, err=True)
+        say(network_summary(report.network), err=True)
+        for line in facts_summary([node.facts for node in report.nodes]):
+            say(line, err=True)
+        found += node_findings(cluster, partition, report.nodes, report.network)
     return found
 
 

@@ -80,7 +80,8 @@ class NicConfig(StrictModel):
     gpus: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
     """GPUs that are nearest to it (``nvidia-smi topo -m``), counted from 0. Empty: libraries find it out."""
     gb_s: Rate | None = None
-    """Rate in GB/s (10^9 bytes) each way: 50 for a 400 Gb/s adapter. Read by the planner only."""
+    """Rate in GB/s (10^9 bytes) each way: 50 for a 400 Gb/s adapter. Read by the planner, and by
+    ``hpcrl cluster check --job``, which compares it with what nodes reach."""
 
 
 class GpuConfig(StrictModel):

@@ -14,7 +14,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.jobplan.commands.router import ROUTER_VARIABLES
 from hpcrl.jobplan.commands.vllm import vllm_variables
 
-__all__ = ["EnvValue", "plain", "role_variables"]
+__all__ = ["EnvValue", "network_variables", "plain", "role_variables"]
 
 _ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 _BESIDE = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER)
@@ -65,6 +65,16 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
         for name in names:
             variables |= _sourced(by_role.get(name, {}), f"cluster.env_by_role.{name}")
     return variables
+
+
+def network_variables(cluster: SlurmCluster, partition: str) -> dict[str, str]:
+    """Return what a trainer's ranks on nodes of a partition are told about the network; the profile's own values win.
+
+    ``{node_interface}`` and ``{node_host}`` in values are filled on each node.
+    """
+    by_role = {str(name): env for name, env in cluster.env_by_role.items()}
+    node = cluster.partitions[partition].node
+    return {**_network(node, Role.TRAINER, whole=True), **cluster.env, **by_role.get("trainer", {})}
 
 
 def plain(variables: Mapping[str, EnvValue]) -> dict[str, str]:

@@ -1,44 +1,49 @@
-"""The small job of ``hpcrl cluster check --job``: submitted, waited for, and turned into findings."""
+"""The small job of ``hpcrl cluster check --job``: submitted, waited for, and read."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.cluster_slurm import NoContainer, PartitionConfig
+from hpcrl.config.cluster_slurm import NodeConfig, PartitionConfig
 from hpcrl.decoding import prepared
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.fs import atomic_write, write_json
-from hpcrl.installing import ROLE_IMPORTS, install_command
 from hpcrl.interpreter import module_command
-from hpcrl.sites.node_check import QUESTIONS, REPORT_PATTERN, NodeQuestions, NodeReport
-from hpcrl.sites.profile_check import CheckFinding, Severity
+from hpcrl.sites.library_probe import library_questions
+from hpcrl.sites.network_check import NETWORK, NetworkPlan, NetworkReport
+from hpcrl.sites.node_report import QUESTIONS, NodeQuestions, NodeReport, read_reports
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.render import render_script
 from hpcrl.slurm.states import JobState
 
-__all__ = ["check_nodes", "node_findings"]
+__all__ = ["JOB_MINUTES", "JobReport", "check_nodes"]
 
-_MINUTES = 10
+JOB_MINUTES = 20
+"""Time limit of the job. A command that waits for it waits longer, because the job is queued first."""
 _POLL_S = 1.0
 _ENDED_S, _FAILED_S = 30.0, 5.0
 """How late the last report of a job that has ended may be seen; of one that has failed, most likely there is none."""
-"""A job that has ended is given this long until its reports are seen here."""
-_GIB = 1 << 30
-_UNLIMITED = -1
-_LEAST_SHM = 16 * _GIB
-_LEAST_FILES = 65536
-_FAR_CLOCK_S = 2.0
-_SLOW_NAME_S = 1.0
-_CLOSE_PORTS = 0.1
+_SLOW_SHARE = 0.5
+"""Share of the profile's ``nics.gb_s`` below which the network of a node is slow."""
+_CPUS = 4
+_NCCL_ELEMENTS, _GLOO_ELEMENTS = 1 << 26, 1 << 20
+"""32-bit elements of a collective of one rank: large enough for its rate, small enough for memory and patience."""
+
+
+class JobReport(NamedTuple):
+    """What the job told: a report of each node, and what the network between them does."""
+
+    nodes: list[NodeReport]
+    network: NetworkReport
 
 
 def check_nodes(
@@ -49,8 +54,9 @@ def check_nodes(
     directory: Path,
     nodes: int,
     wait_s: float,
+    network: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> list[NodeReport]:
+) -> JobReport:
     """Run the check on some nodes of a partition; returns what they told. Nothing of it is left.
 
     Parameters
@@ -61,6 +67,8 @@ def check_nodes(
         How many to ask; two or more tell the lag of the filesystem.
     wait_s:
         Longest wait, queue included; then the job is cancelled.
+    network:
+        Variables of a trainer's ranks on these nodes: what NCCL and Gloo are told.
 
     Raises
     ------
@@ -73,7 +81,7 @@ def check_nodes(
     work.mkdir(parents=True)
     try:
         site = cluster.partitions[partition]
-        write_json(work / QUESTIONS, _questions(cluster, site, nodes))
+        write_json(work / QUESTIONS, _questions(cluster, partition, nodes, network or {}))
         script = work / "check.sbatch"
         atomic_write(script, _render(cluster, partition, site, nodes, work).encode())
         job_id = client.submit(script, name="hpcrl-check", token=work.name).job_id
@@ -87,12 +95,16 @@ def check_nodes(
             on = site.node.interface or "the addresses that Slurm has"
             places = ", ".join(f"{report.host} {report.address}" for report in reports)
             say(f"each node reaches each other one on {on}: {places}")
-        return reports
+        return JobReport(reports, _network(work))
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _questions(cluster: SlurmCluster, site: PartitionConfig, nodes: int) -> NodeQuestions:
+def _questions(cluster: SlurmCluster, partition: str, nodes: int, network: Mapping[str, str]) -> NodeQuestions:
+    site = cluster.partitions[partition]
+    libraries = library_questions(cluster, partition)
+    # the trainer's comes first
+    torch = next((question for question in libraries if question.library == "torch"), None)
     return NodeQuestions(
         nodes=nodes,
         first_port=cluster.ports.first,
@@ -101,48 +113,63 @@ def _questions(cluster: SlurmCluster, site: PartitionConfig, nodes: int) -> Node
         nics=tuple(nic.name for nic in site.node.nics),
         scratch=cluster.paths.scratch,
         cache=cluster.paths.cache,
-        imports=role_imports(cluster),
+        libraries=tuple(libraries),
+        gpus=site.node.gpus,
+        network=None
+        if torch is None
+        else NetworkPlan(
+            python=torch.python,
+            backend="nccl" if site.node.gpus else "gloo",
+            ranks_per_node=max(1, site.node.gpus),
+            elements=_NCCL_ELEMENTS if site.node.gpus else _GLOO_ELEMENTS,
+            loops=10 if site.node.gpus else 5,
+            first_port=cluster.ports.first,
+            last_port=cluster.ports.last,
+            least_gb_s=_least_gb_s(site.node),
+            environ={**torch.environ, **network},
+            step_options=_gpu_options(cluster, site.node),
+        ),
+        step_options=tuple(_gpu_options(cluster, site.node)),
     )
 
 
-def _pythons(cluster: SlurmCluster) -> dict[str, str]:
-    """Return the interpreters that a profile names, by role, absolute; ``vllm`` is for engines of that backend."""
-    named = {str(role): python for role, python in cluster.python_by_role.items()}
-    if cluster.vllm_python is not None:
-        named["vllm"] = cluster.vllm_python
-    return {role: os.path.abspath(os.path.expanduser(os.path.expandvars(python))) for role, python in named.items()}
+def _least_gb_s(node: NodeConfig) -> float | None:
+    """Return the rate of a node below which its network is slow; None where the profile has no rates of adapters."""
+    rates = [nic.gb_s for nic in node.nics]
+    if not node.gpus or not rates or None in rates:
+        return None
+    return _SLOW_SHARE * sum(rate for rate in rates if rate is not None)
 
 
-def role_imports(cluster: SlurmCluster) -> dict[str, tuple[str, ...]]:
-    """Return what roles import on nodes, by the interpreter that the profile gives them; nothing in containers.
+def _gpu_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
+    """Return how all GPUs of a node are asked for, of a job and of its steps."""
+    if not node.gpus or cluster.gres == "none":
+        return []
+    kind = "" if node.gpu_type is None else f"{node.gpu_type}:"
+    return [f"--gres=gpu:{kind}{node.gpus}" if cluster.gres == "gres" else f"--gpus-per-node={kind}{node.gpus}"]
 
-    Roles that it gives none have that of the command line.
-    """
-    if not isinstance(cluster.container, NoContainer):
-        return {}
-    by_role = _pythons(cluster)
-    wanted: dict[str, dict[str, None]] = {}
-    for role in ("trainer", "orchestrator", "engine"):
-        if role == "engine" and role not in by_role and "vllm" in by_role:
-            continue
-        modules = wanted.setdefault(by_role.get(role, sys.executable), {})
-        modules |= dict.fromkeys(("hpcrl", *ROLE_IMPORTS[role]))
-    # an environment of engines alone is vLLM's
-    others = {by_role.get(role, sys.executable) for role in ("trainer", "orchestrator")}
-    if (engine := by_role.get("engine")) is not None and engine not in others:
-        wanted[engine] = dict.fromkeys(("hpcrl", "torch"))
-    if "vllm" in by_role:
-        wanted[by_role["vllm"]] = dict.fromkeys(("hpcrl", *ROLE_IMPORTS["vllm"]))
-    return {python: tuple(modules) for python, modules in wanted.items()}
+
+def _node_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
+    """Return what the job asks for of each node: all of it where it has GPUs, each of which is tried."""
+    if not node.gpus:
+        # some imports at once
+        return [f"--cpus-per-task={min(_CPUS, node.cpus)}"]
+    if cluster.capabilities.exclusive:
+        return [*_gpu_options(cluster, node), "--exclusive", "--mem=0"]
+    return [
+        *_gpu_options(cluster, node),
+        f"--cpus-per-task={node.cpus}",
+        f"--mem={int(node.memory_gib * 1024)}M",
+    ]
 
 
 def _render(cluster: SlurmCluster, partition: str, site: PartitionConfig, nodes: int, work: Path) -> str:
-    options = [f"--output={work}/log", "--export=ALL", f"--partition={partition}", f"--time=0:{_MINUTES}:00"]
-    options += [f"--nodes={nodes}", "--ntasks-per-node=1", "--no-requeue"]
+    options = [f"--output={work}/log", "--export=ALL", f"--partition={partition}", f"--time=0:{JOB_MINUTES}:00"]
+    options += [f"--nodes={nodes}", "--ntasks-per-node=1", "--no-requeue", *_node_options(cluster, site.node)]
     for name in ("account", "qos", "reservation", "constraint"):
         if (value := getattr(site, name)) is not None:
             options.append(f"--{name}={value}")
-    command = module_command(sys.executable, "hpcrl.sites.node_check", "batch", str(work))
+    command = module_command(sys.executable, "hpcrl.sites.check_batch", str(work))
     return render_script("check", cluster, options=[options], command=command, cluster=cluster.name)
 
 
@@ -164,15 +191,9 @@ def _wait(client: SlurmClient, job_id: int, wait_s: float) -> JobState:
 
 
 def _read(work: Path, nodes: int, job_id: int, *, late_s: float) -> list[NodeReport]:
-    deadline = time.monotonic() + late_s
-    while True:
-        # listed, not asked for by name: the lag of names is what this is about
-        found = sorted(path for path in work.iterdir() if path.match(REPORT_PATTERN))
-        if len(found) == nodes:
-            return [msgspec.json.decode(path.read_bytes(), type=prepared(NodeReport)) for path in found]
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
+    found = read_reports(work, nodes, late_s=late_s)
+    if len(found) == nodes:
+        return found
     log = work / "log"
     words = log.read_text(errors="replace").strip().splitlines()[-5:] if log.is_file() else ["it wrote no log"]
     raise HpcrlError(
@@ -182,139 +203,9 @@ def _read(work: Path, nodes: int, job_id: int, *, late_s: float) -> list[NodeRep
     )
 
 
-def node_findings(cluster: SlurmCluster, partition: str, reports: list[NodeReport]) -> list[CheckFinding]:
-    """What of the reports differs from what a run needs; errors first.
-
-    Parameters
-    ----------
-    partition:
-        Key of the profile's partition whose nodes they are.
-    reports:
-        One of each node. A finding that several nodes have is given once, with the first one's name.
-    """
-    found: list[CheckFinding] = []
-    for report in reports:
-        found += _of_node(cluster, partition, report)
-    for report in reports[:1]:
-        found += _of_names(report, several=len(reports) > 1)
-        found += _of_step(report)
-    order = list(Severity)
-    merged: dict[tuple[str, str], CheckFinding] = {}
-    for finding in found:  # the same on many nodes is one finding
-        merged.setdefault((finding.code, finding.what.partition(": ")[2]), finding)
-    return sorted(merged.values(), key=lambda finding: order.index(finding.severity))
-
-
-def _of_node(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[CheckFinding]:
-    key = f"partitions.{partition}.node"
-    for code, severity, where, what, hint in (
-        *_limits(cluster, partition, report),
-        *_services(cluster, report),
-        *_imports(cluster, report),
-        *_hardware(cluster, partition, report),
-    ):
-        yield CheckFinding(code, severity, where or key, f"{report.host}: {what}", hint)
-
-
-_Row = tuple[str, Severity, str, str, str]
-"""Code, severity, key (empty: the node's shape), what, hint."""
-
-
-def _limits(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[_Row]:
-    node = cluster.partitions[partition].node
-    if node.fabric.kind != "ethernet" and report.memlock_bytes != _UNLIMITED:
-        what = f"tasks may lock {report.memlock_bytes / _GIB:.1f} GiB of memory; RDMA needs all of it"
-        way = "set LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
-        yield "memlock", Severity.ERROR, "", what, way
-    if 0 <= report.open_files < _LEAST_FILES:
-        what = f"a task may open {report.open_files} files; a large run needs {_LEAST_FILES}"
-        yield "open-files", Severity.WARNING, "", what, "set LimitNOFILE for slurmd"
-    if node.gpus and report.shm_bytes < _LEAST_SHM:
-        what = f"/dev/shm has {report.shm_bytes / _GIB:.1f} GiB; NCCL and vLLM want {_LEAST_SHM // _GIB} and more"
-        yield "small-shm", Severity.WARNING, "", what, "mount a larger tmpfs on /dev/shm"
-
-
-def _services(cluster: SlurmCluster, report: NodeReport) -> Iterator[_Row]:
-    if cluster.capabilities.scontrol_on_nodes and not report.has_scontrol:
-        what = "scontrol does not answer there, so a run cannot requeue itself"
-        way = "set scontrol_on_nodes: false, or add its directory to launch.path"
-        yield "no-scontrol", Severity.ERROR, "capabilities.scontrol_on_nodes", what, way
-    if len(report.busy_ports) > _CLOSE_PORTS * report.looked_at_ports:
-        what = f"{len(report.busy_ports)} of {report.looked_at_ports} ports looked at are taken"
-        yield "ports-taken", Severity.WARNING, "ports", what, "choose another range"
-    if 0 < report.ephemeral_first <= cluster.ports.last:
-        what = f"the kernel gives ports from {report.ephemeral_first} on to connections"
-        yield "ports-ephemeral", Severity.WARNING, "ports.last", what, "choose a range below"
-    for name, problem in (("scratch", report.scratch_problem), ("cache", report.cache_problem)):
-        if problem:
-            yield f"no-{name}", Severity.ERROR, f"paths.{name}", problem, "correct the path, or its rights"
-    if abs(report.clock_ahead_s) > _FAR_CLOCK_S:
-        what = f"its clock differs from the filesystem's by {report.clock_ahead_s:+.1f} s"
-        yield "clock", Severity.WARNING, "paths.runs_root", what, "run chrony or ntpd; merged logs would mislead"
-
-
-def _imports(cluster: SlurmCluster, report: NodeReport) -> Iterator[_Row]:
-    by_role = _pythons(cluster)
-    for python, problem in report.failed_imports.items():
-        roles = [role for role in ("trainer", "orchestrator", "engine") if by_role.get(role, sys.executable) == python]
-        vllm = python == by_role.get("vllm")
-        key = "vllm_python" if vllm else f"python_by_role.{roles[0]}" if roles else "python_by_role"
-        whose = "vLLM engines" if vllm else " and ".join(roles) or "engines"
-        what = f"{python} cannot import what {whose} need: {problem}"
-        way = f"{install_command('vllm' if vllm else 'all', python=python)}, or name another interpreter in {key}"
-        yield "imports", Severity.ERROR, key, what, way
-
-
-def _hardware(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iterator[_Row]:
-    node = cluster.partitions[partition].node
-    if not report.has_interface:
-        what = f"there is no network interface {node.interface}"
-        yield "no-interface", Severity.ERROR, "", what, "`ip -br address` on a node lists them"
-    elif report.address_problem:
-        way = "set `interface` to the one that nodes reach each other on (`ip -br address` on a node lists them)"
-        yield "no-address", Severity.ERROR, f"partitions.{partition}.node.interface", report.address_problem, way
-    for other, why in sorted(report.unreached.items()):
-        what = f"it does not reach {other}: {why}"
-        way = "let nodes connect to each other on the profile's ports, or name another interface"
-        yield "unreachable", Severity.ERROR, f"partitions.{partition}.node.interface", what, way
-    if report.missing_nics:
-        what = f"there is no adapter {', '.join(report.missing_nics)}"
-        yield "no-nic", Severity.ERROR, "", what, "`ibv_devices` on a node lists them"
-    if node.gpus and report.gpus is None:
-        what = "there is no NVIDIA driver, but the profile says that the node has GPUs"
-        yield "no-driver", Severity.WARNING, "", what, "drain the node, or set gpus: 0"
-    elif report.gpus is not None and report.gpus < node.gpus:
-        what = f"the driver shows {report.gpus} GPUs, the profile says {node.gpus}"
-        yield "gpus-missing", Severity.ERROR, "", what, "drain the node, or correct gpus"
-    if not (report.c_compiler if node.gpus else report.cxx_compiler):
-        language, users = ("C", "Triton, on GPUs") if node.gpus else ("C++", "torch, on processors")
-        what = f"there is no {language} compiler, which {users}, needs for recipes with trainer.memory.compile"
-        way = f"install {'gcc' if node.gpus else 'g++'}, or add its directory to launch.path, where recipes ask for it"
-        yield "no-compiler", Severity.NOTE, "", what, way
-
-
-def _of_step(report: NodeReport) -> Iterator[CheckFinding]:
-    key, printed = "launch", "; ".join(report.step.printed)
-    if report.step.problem:
-        what = f"a small role in a step of its own was not seen to begin and end: {report.step.problem}"
-        what += f"; what was printed there: {printed}" if printed else ""
-        way = "`srun --overlap hostname` in a job shows what starts; look at TaskProlog and at wrappers of srun"
-        yield CheckFinding("step-silent", Severity.ERROR, key, what, way)
-    elif printed:
-        what = f"something prints into the output of each step: {printed}"
-        way = "nothing to do for hpcrl, which passes it over; TaskProlog or a wrapper of srun prints it"
-        yield CheckFinding("step-noise", Severity.NOTE, key, what, way)
-
-
-def _of_names(report: NodeReport, *, several: bool) -> Iterator[CheckFinding]:
-    if not several:
-        return
-    if report.visible_s is None:
-        what = "a file that another node had written was not seen within two minutes"
-        way = "all nodes must mount the same filesystem there"
-        yield CheckFinding("not-shared", Severity.ERROR, "paths.runs_root", f"{report.host}: {what}", way)
-    elif report.negative_lag_s is None or report.negative_lag_s > _SLOW_NAME_S:
-        lag = "two minutes and more" if report.negative_lag_s is None else f"{report.negative_lag_s:.0f} s"
-        what = f"a name that had been looked for was missing for {lag} after it was in the listing"
-        way = "nothing to do for hpcrl, which lists; other tools may want lookupcache=positive in the NFS mount"
-        yield CheckFinding("name-lag", Severity.NOTE, "paths.runs_root", f"{report.host}: {what}", way)
+def _network(work: Path) -> NetworkReport:
+    """Return what the batch process has written of the network before it ended."""
+    try:
+        return msgspec.json.decode((work / NETWORK).read_bytes(), type=prepared(NetworkReport))
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        return NetworkReport(skipped=f"its report cannot be read: {error}")

@@ -15,113 +15,35 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from hpcrl.daemon_threads import run_process
-from hpcrl.decoding import prepared
 from hpcrl.fs import atomic_write, write_json
-from hpcrl.interpreter import module_command
 from hpcrl.ports import is_free
+from hpcrl.sites.gpu_products import GpuProduct, multiply_on_gpus
+from hpcrl.sites.library_probe import probe_libraries
+from hpcrl.sites.node_facts import DiskRates, read_back, read_facts, write_rates
 from hpcrl.sites.node_reach import RunAddresses, meet
-from hpcrl.sites.step_check import StepReport, check_step
-from hpcrl.slurm.launch_arguments import step_environment
+from hpcrl.sites.node_report import NodeQuestions, NodeReport, read_questions, report_name
+from hpcrl.sites.step_check import StepReport
 
-__all__ = ["REPORT_PATTERN", "NodeQuestions", "NodeReport", "look_around"]
+__all__ = ["look_around"]
 
-REPORT_PATTERN = "node-*.json"
-QUESTIONS = "questions.json"
-_PROBE, _ASKED = "probe", "asked"
+_PROBE, _ASKED, _BULK = "probe", "asked", "bulk"
 _LAG_LIMIT_S = 120.0
 """Longest wait for a name; NFS forgets a negative entry after a minute by default."""
 _POLL_S = 0.05
-_IMPORT_TIMEOUT_S = 240.0
-"""Longest import of torch and vLLM from a busy shared filesystem."""
 _PORT_SAMPLE = 200
-
-
-class NodeQuestions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look at; from the profile."""
-
-    nodes: int
-    first_port: int
-    last_port: int
-    interface: str | None
-    nics: tuple[str, ...]
-    scratch: str | None
-    cache: str | None
-    imports: dict[str, tuple[str, ...]] = {}
-    """What roles import, by their interpreter."""
-
-
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node told.
-
-    Attributes
-    ----------
-    host:
-        Slurm's name of it.
-    memlock_bytes, open_files:
-        Limits of a task; -1 without a limit. ``open_files`` is the hard limit: hpcrl raises the soft one to it.
-    shm_bytes:
-        Size of ``/dev/shm``.
-    has_scontrol:
-        Whether ``scontrol`` answers on the node.
-    busy_ports, looked_at_ports:
-        Ports of the profile's range (a sample of it) that were taken.
-    ephemeral_first:
-        First port that the kernel gives to connections; 0 where it does not tell.
-    has_interface, missing_nics:
-        The profile's network interface and adapters.
-    address, address_problem:
-        Where a run would listen on the node, or why it could not.
-    unreached:
-        Other nodes that it cannot connect to there, each with the reason.
-    step:
-        How a small role went in a step of its own (`hpcrl.sites.step_check`).
-    scratch_problem, cache_problem:
-        Why the directory cannot be used; empty where it can, or none is named.
-    gpus:
-        GPUs that the driver shows; None where there is no NVIDIA driver.
-    c_compiler, cxx_compiler:
-        Whether there is one where Triton and torch look for it: layers are compiled with it, on GPUs and on processors.
-    clock_ahead_s:
-        Clock of the node minus clock of the filesystem's server.
-    visible_s, negative_lag_s:
-        First node only: until a new file was in the listing; and how much later a lookup of its name found it, which
-        had failed before. None where it never did, or there is one node.
-    """
-
-    host: str
-    memlock_bytes: int
-    open_files: int
-    shm_bytes: int
-    has_scontrol: bool
-    busy_ports: list[int]
-    looked_at_ports: int
-    ephemeral_first: int
-    has_interface: bool
-    missing_nics: list[str]
-    scratch_problem: str
-    cache_problem: str
-    gpus: int | None
-    c_compiler: bool
-    cxx_compiler: bool
-    clock_ahead_s: float
-    visible_s: float | None = None
-    negative_lag_s: float | None = None
-    address: str = ""
-    address_problem: str = ""
-    unreached: dict[str, str] = {}
-    step: StepReport = StepReport()
-    failed_imports: dict[str, str] = {}
-    """By interpreter: why what its roles import cannot be imported there."""
+_NODE_S = 660.0
+"""Longest time of all on a node. The batch process waits a minute longer."""
+_IMPORTS_S = 420.0
+"""Longest time of imports; the rest is for products on GPUs."""
 
 
 def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeReport:
     """Answer the questions on this node; the first two nodes also measure the lag of names."""
+    until = time.monotonic() + _NODE_S
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     addresses = RunAddresses.from_env()
     unreached = {} if addresses.problem else meet(directory, host, questions, addresses.by_node)
@@ -130,6 +52,8 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         visible_s, negative_lag_s = _wait_for_name(directory)
     elif index == 1:
         _create_when_asked(directory)
+    disk, problem = _measure_disk(directory, index, questions.nodes)
+    facts = read_facts(has_driver=_gpus() is not None)
     shm = os.statvfs("/dev/shm")
     ports = _sample(questions.first_port, questions.last_port)
     return NodeReport(
@@ -155,12 +79,46 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
         address_problem=addresses.problem,
         unreached=unreached,
         step=StepReport.from_env(),
-        failed_imports={
-            python: problem
-            for python, modules in questions.imports.items()
-            if (problem := import_problem(python, modules))
-        },
+        libraries=probe_libraries(questions.libraries, budget_s=min(_IMPORTS_S, until - time.monotonic())),
+        products=_products(questions, until),
+        facts=msgspec.structs.replace(
+            facts,
+            disk=disk,
+            unknown=[*facts.unknown, *([f"rates of the shared filesystem ({problem})"] if problem else [])],
+        ),
     )
+
+
+def _measure_disk(directory: Path, index: int, nodes: int) -> tuple[DiskRates, str]:
+    """Measure the shared filesystem: the second node writes and the first reads, or the only one does both.
+
+    Returns also why that failed; empty where it did not, or this node has no part in it.
+    """
+    path, told = directory / _BULK, f"{_BULK}-told"
+    rates = DiskRates()
+    try:
+        if index == min(1, nodes - 1):
+            rates = write_rates(path)
+            atomic_write(directory / told, b"" if rates.write_gb_s is None else b"written")
+        if index == 0:
+            deadline = time.monotonic() + _LAG_LIMIT_S
+            while told not in os.listdir(directory):
+                if time.monotonic() > deadline:
+                    return rates, "the other node did not write in time"
+                time.sleep(_POLL_S)
+            if not (directory / told).read_bytes():
+                return rates, "there is little room left"
+            rates = msgspec.structs.replace(rates, read_gb_s=read_back(path))
+    except OSError as error:
+        return rates, str(error)
+    return rates, ""
+
+
+def _products(questions: NodeQuestions, until: float) -> list[GpuProduct]:
+    if not questions.gpus or _gpus() is None or questions.network is None:
+        return []
+    plan = questions.network
+    return multiply_on_gpus(plan.python, questions.gpus, environ=plan.environ, budget_s=until - time.monotonic())
 
 
 def _wait_for_name(directory: Path) -> tuple[float | None, float | None]:
@@ -239,32 +197,6 @@ def _clock_ahead_s(directory: Path, index: int) -> float:
     return before - stamp if stamp < before else min(0.0, after - stamp)
 
 
-def import_problem(python: str, modules: Sequence[str]) -> str:
-    """Import modules with an interpreter, and return why that failed; empty where it did not.
-
-    They are imported and not only looked for: a package for another processor or driver is there, and does not load.
-    """
-    if shutil.which(python) is None:
-        return "there is no such program"
-    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-    try:
-        result = subprocess.run(
-            [python, "-P", "-c", code, *modules],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=_IMPORT_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"importing {', '.join(modules)} takes longer than {_IMPORT_TIMEOUT_S:g} s"
-    except OSError as error:
-        return str(error)
-    if not result.returncode:
-        return ""
-    return (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
-
-
 def _answers(*command: str) -> bool:
     try:
         return subprocess.run(command, capture_output=True, check=False, timeout=10).returncode == 0
@@ -272,27 +204,11 @@ def _answers(*command: str) -> bool:
         return False
 
 
-def _batch(directory: Path, questions: NodeQuestions) -> int:
-    """Start one task a node and wait for all."""
-    command = [
-        *("srun", f"--nodes={questions.nodes}", f"--ntasks={questions.nodes}", "--ntasks-per-node=1", "--export=ALL"),
-        *("--overlap", *module_command(sys.executable, "hpcrl.sites.node_check", "node", str(directory))),
-    ]
-    env = step_environment(os.environ)
-    step = run_process(check_step(directory, env))
-    env |= RunAddresses.ask(questions.interface).to_env() | step.to_env()
-    return subprocess.run(command, check=False, env=env, timeout=4 * _LAG_LIMIT_S).returncode
-
-
-def main(part: str, directory: Path) -> int:
-    """Entry point on the nodes: ``batch DIRECTORY`` or ``node DIRECTORY``."""
-    questions = msgspec.json.decode((directory / QUESTIONS).read_bytes(), type=prepared(NodeQuestions))
-    if part == "batch":
-        return _batch(directory, questions)
+def main(directory: Path) -> None:
+    """Entry point on a node."""
     index = int(os.environ["SLURM_PROCID"])
-    write_json(directory / f"node-{index}.json", look_around(directory, index, questions))
-    return 0
+    write_json(directory / report_name(index), look_around(directory, index, read_questions(directory)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    main(Path(sys.argv[1]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
+from hpcrl.sites.draft_node import SeenNode, adapter_lines, fabric_kind
 from hpcrl.sites.gpu_models import gpu_model
 from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
 from hpcrl.sites.yaml_text import yaml_text
@@ -15,7 +17,13 @@ _UNKNOWN = "CHANGE_ME"
 
 
 def draft_profile(
-    facts: SiteFacts, name: str, *, runs_root: str | None = None, fabric: str | None = None, python: str | None = None
+    facts: SiteFacts,
+    name: str,
+    *,
+    runs_root: str | None = None,
+    fabric: str | None = None,
+    python: str | None = None,
+    seen: Mapping[str, SeenNode] | None = None,
 ) -> str:
     """Return the text of ``clusters/<name>.yaml``.
 
@@ -27,6 +35,8 @@ def draft_profile(
         Name of the profile.
     runs_root, fabric, python:
         What only a person knows; left open where not given.
+    seen:
+        A node of a partition, by the name of the partition, where one could be looked at.
     """
     major, minor = facts.version
     time_limits = [p.max_time_h for p in facts.partitions if p.nodes and p.max_time_h is not None]
@@ -54,7 +64,7 @@ def draft_profile(
         "partitions:",
     ]
     for partition in facts.partitions:
-        lines += _partition(partition, fabric)
+        lines += _partition(partition, fabric, (seen or {}).get(partition.name))
     lines += [
         "placement:",
         f"  default: {_default(facts)}",
@@ -82,7 +92,7 @@ def draft_profile(
     return "\n".join(lines)
 
 
-def _partition(partition: PartitionFacts, fabric: str | None) -> list[str]:
+def _partition(partition: PartitionFacts, fabric: str | None, seen: SeenNode | None) -> list[str]:
     if not partition.nodes:
         return [f"  # {partition.name}: no nodes"]
     shape, count = partition.nodes[0]
@@ -103,12 +113,12 @@ def _partition(partition: PartitionFacts, fabric: str | None) -> list[str]:
         # rounded down: what is asked for must be there
         f"      memory_gib: {int(shape.memory_mib / 1024 * 10) / 10:g}",
         "      # infiniband, roce (with gid_index) or ethernet",
-        f"      fabric: {{kind: {fabric or _UNKNOWN}}}",
+        f"      fabric: {{kind: {fabric or (fabric_kind(seen.topology) if seen else None) or _UNKNOWN}}}",
         "      # interface: bond0",
     ]
     if shape.gpus:
         lines += _gpu(shape.gpu_type)
-        lines += [
+        lines += (adapter_lines(seen) if seen else []) or [
             "      # adapters that GPUs talk through, from `nvidia-smi topo -m` on a node",
             "      # nics:",
             "      #   - {name: mlx5_0, gpus: [0]}",

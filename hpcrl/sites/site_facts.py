@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from hpcrl.slurm.gres import gpus_by_type
 from hpcrl.slurm.parse import parse_duration, parse_node
 
-__all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "read_facts"]
+__all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "partitions_of_machine", "read_facts"]
 
 
 class SlurmFacts(Protocol):
@@ -106,6 +106,21 @@ def read_facts(slurm: SlurmFacts) -> SiteFacts:
         preempt_signal="send_user_signal" in preempt,
         segment=version >= (24, 5) and "block" in config.get("TopologyPlugin", ""),
     )
+
+
+def partitions_of_machine(slurm: SlurmFacts, names: Collection[str]) -> dict[str, str]:
+    """Return the partitions that this machine is a node of, each with the node's name.
+
+    Parameters
+    ----------
+    names:
+        What the machine is called; ``NodeName`` or ``NodeHostName`` of a node must be one of them.
+    """
+    found: dict[str, str] = {}
+    for node in slurm.show("node"):
+        if {node.get("NodeName", ""), node.get("NodeHostName", "")} & (set(names) - {""}):
+            found |= dict.fromkeys(_list(node.get("Partitions", "")), node["NodeName"])
+    return found
 
 
 def _partition(record: Mapping[str, str], nodes: list[dict[str, str]]) -> PartitionFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ def runner(cluster: DevCluster, cwd: Path) -> Hpcrl:
         command = [Path(sys.executable).with_name("hpcrl"), *arguments]
         if on_terminal:
             return with_terminal(command, env | {"TERM": "xterm", "COLUMNS": "120"}, cwd)
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=600)
 
     return hpcrl
 
@@ -43,7 +44,7 @@ def with_terminal(command: list[str | Path], env: dict[str, str], cwd: Path) -> 
     with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:  # an error says that it was closed
         while part := terminal.read(4096):
             said += part
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=600)
     return subprocess.CompletedProcess(command, process.returncode, out, said.decode())
 
 
@@ -60,6 +61,7 @@ def drafted(cluster: DevCluster, tmp_path: Path, runs_root: Path) -> Hpcrl:
 def findings(hpcrl: Hpcrl, *options: str) -> dict[str, Any]:
     done = hpcrl("cluster", "check", "mine", "--json", *options)
     assert done.returncode in (0, 1), done.stderr
+    assert done.stdout, done.stderr
     return {finding["code"]: finding for finding in json.loads(done.stdout)["findings"]}
 
 
@@ -99,6 +101,14 @@ def test_the_small_job_tells_what_only_nodes_know(make_cluster: Callable[..., De
     done = hpcrl("cluster", "check", "mine", "--job")
     assert "each node reaches each other one on lo: " in done.stderr
     assert not {"no-address", "unreachable"} & set(done.stdout.split())
+    # each interpreter's libraries are imported on the nodes, and all nodes take part in collectives
+    assert f"{sys.executable} (trainer, orchestrator, env, engine): hpcrl " in done.stderr
+    assert f"torch {importlib.metadata.version('torch')}" in done.stderr
+    assert "network of 2 nodes by gloo: all-reduce " in done.stderr
+    assert "contents verified" in done.stderr
+    assert "the shared filesystem writes " in done.stderr
+    assert " GB/s, reads " in done.stderr
+    assert not [line for line in done.stdout.splitlines() if "network-" in line or "import" in line]
     assert os.listdir(tmp_path / "runs") == []  # nothing is left
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
-from hpcrl.sites.check_job import node_findings, role_imports
-from hpcrl.sites.node_check import NodeReport, import_problem
+from hpcrl.sites.node_findings import node_findings
+from hpcrl.sites.node_report import NodeReport
 from hpcrl.sites.profile_check import Severity
 
 GOOD = NodeReport(
@@ -99,43 +96,3 @@ def test_where_there_are_no_gpus_another_compiler_is_wanted(site: SlurmCluster) 
 
 def test_one_node_cannot_tell_about_names(site: SlurmCluster) -> None:
     assert codes(site, msgspec.structs.replace(GOOD, visible_s=None, negative_lag_s=None)) == {}
-
-
-def test_an_interpreter_that_cannot_import_what_its_roles_need(site: SlurmCluster) -> None:
-    named = site.model_copy(
-        update={"python_by_role": {"trainer": "/envs/a/python"}, "vllm_python": "/envs/vllm/python"}
-    )
-    reason = "ModuleNotFoundError: No module named 'torch'"
-    report = msgspec.structs.replace(GOOD, failed_imports={"/envs/a/python": reason})
-    (found,) = [each for each in node_findings(named, "gpu", [report]) if each.code == "imports"]
-    assert found.severity is Severity.ERROR
-    assert found.key == "python_by_role.trainer"
-    assert reason in found.what
-    assert "/envs/a/python -m pip install" in found.hint
-    report = msgspec.structs.replace(GOOD, failed_imports={"/envs/vllm/python": "no vllm"})
-    (found,) = [each for each in node_findings(named, "gpu", [report]) if each.code == "imports"]
-    assert (found.key, "[vllm]" in found.hint) == ("vllm_python", True)
-
-
-def test_each_role_is_asked_of_its_own_interpreter(site: SlurmCluster) -> None:
-    assert set(role_imports(site)) == {sys.executable}
-    assert {"hpcrl", "torch", "numpy", "tokenizers"} <= set(role_imports(site)[sys.executable])
-    pythons = {"trainer": "/t", "orchestrator": "/o"}
-    named = role_imports(site.model_copy(update={"python_by_role": pythons, "vllm_python": "/v"}))
-    assert set(named) == {"/t", "/o", "/v"}
-    assert "torch" in named["/t"]
-    assert "torch" not in named["/o"]
-    assert "vllm" in named["/v"]
-    container = load_cluster("pyxis-site").value
-    assert isinstance(container, SlurmCluster)
-    assert role_imports(container) == {}
-
-
-def test_imports_are_made_and_not_looked_for(tmp_path: Path) -> None:
-    assert import_problem(sys.executable, ["json", "hpcrl"]) == ""
-    assert "No module named 'nowhere_at_all'" in import_problem(sys.executable, ["json", "nowhere_at_all"])
-    assert "no such program" in import_problem(str(tmp_path / "python"), ["json"])
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 4\n")
-    broken.chmod(0o755)
-    assert import_problem(str(broken), ["json"]) == "it ended with 4"

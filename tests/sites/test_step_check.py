@@ -11,7 +11,7 @@ from test_node_findings import GOOD
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
-from hpcrl.sites.check_job import node_findings
+from hpcrl.sites.node_findings import node_findings
 from hpcrl.sites.profile_check import CheckFinding, Severity
 from hpcrl.sites.step_check import StepReport, check_step
 
