@@ -6,7 +6,7 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-from hpcrl.sites.installation.environment import Contents
+from hpcrl.sites.installation.environment import EnvironmentContents
 from hpcrl.sites.installation.locks import LockedPackage
 from hpcrl.sites.installation.staging import Stage
 
@@ -55,10 +55,12 @@ def tiny_lock(wheels: list[Path], *, unhashed: tuple[str, ...] = ()) -> str:
     return TINY_LOCK + "".join(lines)
 
 
-def tiny_contents(wheels: Path, stage: Stage, *, imports: tuple[str, ...] = ("hpcrl", "tiny_one")) -> Contents:
+def tiny_contents(
+    wheels: Path, stage: Stage, *, imports: tuple[str, ...] = ("hpcrl", "tiny_one")
+) -> EnvironmentContents:
     """Return contents of all wheels of a directory."""
     packages = tuple(
         LockedPackage(path.name.split("-")[0].replace("_", "-"), path.name.split("-")[1], (digest_of(path),))
         for path in sorted(wheels.glob("*.whl"))
     )
-    return Contents("tiny", packages, own_tiny_wheel(stage.wheels), imports, 5000, wheels)
+    return EnvironmentContents("tiny", packages, own_tiny_wheel(stage.wheels), imports, 5000, wheels)

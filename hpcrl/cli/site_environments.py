@@ -14,7 +14,7 @@ from hpcrl.sites.installation.roles import Accelerator, SiteRole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpcrl.sites.installation.environment import Contents
+    from hpcrl.sites.installation.environment import EnvironmentContents
     from hpcrl.sites.installation.interpreters import Interpreter
     from hpcrl.sites.installation.staging import Stage
 
@@ -99,10 +99,10 @@ def install(
 
 def _contents(
     role: SiteRole, accelerator: Accelerator, interpreter: Interpreter, bundle: Path | None
-) -> Callable[[Stage], Contents]:
+) -> Callable[[Stage], EnvironmentContents]:
     """Return what gives the contents of an environment once there is a place for its files."""
     from hpcrl.sites.installation.bundle import read_bundle, unpack_role
-    from hpcrl.sites.installation.environment import Contents
+    from hpcrl.sites.installation.environment import EnvironmentContents
     from hpcrl.sites.installation.locks import read_lock
     from hpcrl.sites.installation.own_wheel import own_wheel
     from hpcrl.sites.installation.roles import imports_of, lock_name
@@ -111,7 +111,9 @@ def _contents(
         return lambda stage: unpack_role(bundle, read_bundle(bundle), role, stage)
     lock = read_lock(lock_name(role, accelerator))
     packages = lock.packages_for(interpreter.version, interpreter.machine)
-    return lambda stage: Contents(lock.name, packages, own_wheel(stage.wheels), imports_of(role), lock.wheel_bytes)
+    return lambda stage: EnvironmentContents(
+        lock.name, packages, own_wheel(stage.wheels), imports_of(role), lock.wheel_bytes
+    )
 
 
 def _say_plan(

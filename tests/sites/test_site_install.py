@@ -20,7 +20,7 @@ from tiny_wheels import tiny_contents, tiny_wheel
 from hpcrl.cli.main import main
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sites.installation import staging
-from hpcrl.sites.installation.environment import Contents, InstalledEnvironment, install
+from hpcrl.sites.installation.environment import EnvironmentContents, InstalledEnvironment, install
 from hpcrl.sites.installation.installers import Installer, InstallFailedError, pip_command
 from hpcrl.sites.installation.interpreters import Interpreter, ask_interpreter, own_interpreter
 from hpcrl.sites.installation.staging import Stage, staged
@@ -45,7 +45,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(
     prefix: Path,
     interpreter: Interpreter,
-    contents: Callable[[Stage], Contents],
+    contents: Callable[[Stage], EnvironmentContents],
     installer: Installer = PIP,
 ) -> InstalledEnvironment:
     return install(prefix, "env", interpreter, installer, contents, say=lambda _: None)
@@ -114,7 +114,7 @@ def test_an_installation_that_fails_leaves_nothing(
     wheels = tmp_path / "wheels"
     tiny_wheel(wheels, "tiny_one", code="import os; os._exit(3)\n" if damage == "crash" else "")
 
-    def contents(stage: Stage) -> Contents:
+    def contents(stage: Stage) -> EnvironmentContents:
         found = tiny_contents(wheels, stage)
         if damage == "digest":
             tiny_wheel(wheels, "tiny_one", code="print('changed')\n")
@@ -193,7 +193,7 @@ def test_of_two_on_a_filesystem_without_locks_the_first_gives_the_name(
     monkeypatch.setattr(staging, "hostname", lambda: next(names, "node"))
     faster: list[InstalledEnvironment] = []
 
-    def verified(environment: Path, contents: Contents) -> None:
+    def verified(environment: Path, contents: EnvironmentContents) -> None:
         """While the first looks whether all is well, a second one begins and ends."""
         if environment.is_relative_to(tmp_path / f".installing-env-node-b-{os.getpid()}"):
             faster.append(make(tmp_path, interpreter, lambda second: tiny_contents(wheels, second)))
@@ -281,7 +281,8 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
         == {
             "login": f"# no key of a profile: people on login nodes call {prefix}/login/bin/hpcrl",
             "env": f'python_by_role: {{orchestrator: "{python}"}}',
-            "trainer": f'python_by_role: {{trainer: "{python}", orchestrator: "{python}"}}  # with backend: embedded also engine',
+            "trainer": f'python_by_role: {{trainer: "{python}", orchestrator: "{python}"}}'
+            "  # with backend: embedded also engine",
             "vllm": f'vllm_python: "{python}"',
         }[role]
     )

@@ -23,7 +23,7 @@ import msgspec
 from hpcrl import lost_answers
 from hpcrl.errors import UsageError
 from hpcrl.fs import decode_versioned
-from hpcrl.sites.installation.environment import Contents, check_room
+from hpcrl.sites.installation.environment import EnvironmentContents, check_room
 from hpcrl.sites.installation.installers import InstallFailedError, pip_command, run_installer
 from hpcrl.sites.installation.locks import Lock, LockedPackage, canonical_name, parse_lock
 from hpcrl.sites.installation.own_wheel import own_wheel
@@ -161,7 +161,7 @@ def read_bundle(path: Path) -> BundleManifest:
     return manifest
 
 
-def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Stage) -> Contents:
+def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Stage) -> EnvironmentContents:
     """Check every byte of a bundle, and put the wheels of a role into the stage.
 
     Raises
@@ -180,7 +180,7 @@ def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Sta
     needed = [file for file in manifest.files if file.sha256 in digests]
     own = f"wheels/hpcrl-{manifest.hpcrl}-py3-none-any.whl"
     size = sum(file.bytes for file in needed)
-    room = Contents(str(role), (), stage.wheels / "none", (), size)
+    room = EnvironmentContents(str(role), (), stage.wheels / "none", (), size)
     check_room(stage.root, room)
     with _opened(path) as archive:
         wanted = {file.name for file in needed} | {own}
@@ -198,7 +198,7 @@ def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Sta
                 f"{path} has not the {package.name} {package.version} of its own list\n    hint: {_DAMAGED}"
             )
         packages.append(replace(package, digests=(digest,)))
-    return Contents(lock.name, tuple(packages), wheel, imports_of(role), size, stage.wheels)
+    return EnvironmentContents(lock.name, tuple(packages), wheel, imports_of(role), size, stage.wheels)
 
 
 def _download(place: Path, packages: Sequence[LockedPackage], python: str, machine: str) -> None:

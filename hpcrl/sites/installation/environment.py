@@ -22,7 +22,14 @@ from hpcrl.sites.installation.own_wheel import code_digest
 from hpcrl.sites.installation.staging import Stage, give_final_name, make_prefix, staged
 from hpcrl.space import find_shortage
 
-__all__ = ["MANIFEST", "Contents", "EnvironmentManifest", "InstalledEnvironment", "find_installed", "install"]
+__all__ = [
+    "MANIFEST",
+    "EnvironmentContents",
+    "EnvironmentManifest",
+    "InstalledEnvironment",
+    "find_installed",
+    "install",
+]
 
 MANIFEST = "hpcrl-environment.json"
 """File at the top of an environment that says what it was made from."""
@@ -69,7 +76,7 @@ class EnvironmentManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class EnvironmentContents:
     """What goes into an environment.
 
     Attributes
@@ -153,7 +160,7 @@ def install(
     role: str,
     interpreter: Interpreter,
     installer: Installer,
-    contents: Callable[[Stage], Contents],
+    contents: Callable[[Stage], EnvironmentContents],
     *,
     say: Callable[[str], None],
 ) -> InstalledEnvironment:
@@ -196,7 +203,7 @@ def install(
     return InstalledEnvironment(target, True)
 
 
-def check_room(prefix: Path, contents: Contents) -> None:
+def check_room(prefix: Path, contents: EnvironmentContents) -> None:
     """Raise UsageError where a filesystem has no room for an environment."""
     size = int(contents.wheel_bytes * (_UNPACKED + (contents.wheels is None)))
     if short := find_shortage(prefix, size=size, files=_FILES_PER_PACKAGE * len(contents.packages)):
@@ -204,7 +211,11 @@ def check_room(prefix: Path, contents: Contents) -> None:
 
 
 def _fill(
-    stage: Stage, interpreter: Interpreter, installer: Installer, contents: Contents, say: Callable[[str], None]
+    stage: Stage,
+    interpreter: Interpreter,
+    installer: Installer,
+    contents: EnvironmentContents,
+    say: Callable[[str], None],
 ) -> None:
     """Make the environment in the stage and install into it."""
     run = _Run(stage, offline=contents.wheels is not None)
@@ -245,7 +256,7 @@ class _Run:
         run_installer(words, scratch=self._stage.scratch, offline=self._offline, pass_fds=self._stage.descriptors)
 
 
-def verify(environment: Path, contents: Contents) -> None:
+def verify(environment: Path, contents: EnvironmentContents) -> None:
     """Import what an environment needs, in its own interpreter, and compare versions of packages with the lock.
 
     Raises
