@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hpcrl
 from hpcrl.config.load import load_cluster
 from hpcrl.sites.installation.installers import _FAILURES
 from hpcrl.sites.installation.roles import Accelerator, SiteRole, lock_name, profile_line
@@ -57,41 +58,37 @@ def shell(lines: list[str], place: Path) -> subprocess.CompletedProcess[str]:
 def test_the_way_without_a_network(tmp_path: Path) -> None:
     """All of it but the environments of several GB. What runs after the bundle was made reaches no index."""
     (bundle,), site, others = commands("Without a network")
-    prefix = tmp_path / "shared/v1"
+    prefix = tmp_path / "shared/of all/v1"
     made = shell([bundle.replace("hpcrl site bundle", f"{HPCRL} site bundle --role login")], tmp_path)
     assert made.returncode == 0, made.stderr
     assert re.fullmatch(rf"[0-9a-f]{{64}}  {re.escape(str(tmp_path))}/hpcrl-site\.tar\n", made.stdout)
 
-    closed = ["unset PYTHONPATH ${!PIP_@}", "export PIP_CONFIG_FILE=/dev/null PIP_INDEX_URL=http://127.0.0.1:9/simple"]
-    lines = [
-        line.replace("/shared/hpcrl/v1", str(prefix)).replace(
-            "python3 -m venv", f"{shlex.quote(sys.executable)} -m venv"
-        )
-        for line in site
-    ]
-    run = shell([*closed, *lines], tmp_path)
+    def on_the_site(*lines: str) -> subprocess.CompletedProcess[str]:
+        """Run lines of the page on a machine that has no index, no settings of pip and no checkout."""
+        typed = [line.replace("/shared/hpcrl/v1", shlex.quote(str(prefix))) for line in lines]
+        closed = "export PIP_CONFIG_FILE=/dev/null PIP_INDEX_URL=http://127.0.0.1:9/simple"
+        return shell(["unset PYTHONPATH ${!PIP_@}", closed, *typed], tmp_path)
+
+    run = on_the_site(*(line.replace("python3 -m venv", f"{shlex.quote(sys.executable)} -m venv") for line in site))
     assert run.returncode == 0, run.stderr
     assert run.stdout.endswith(f"{prefix}/login/bin/hpcrl\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hpcrl-site.tar", "shared"]
 
-    # what was installed works by itself, knows its own wheel, and can make the other environments
+    # what was installed works by itself, and can make the other environments
+    assert [re.findall(r"--role (\w+)", line) for line in others] == [["trainer"], ["vllm"]]
     for line in others:
-        assert "--role" in line
-        again = shell([*closed, line.replace("/shared/hpcrl/v1", str(prefix)) + " --dry-run"], tmp_path)
+        again = on_the_site(f"{line} --dry-run")
         assert again.returncode == 0, again.stderr
         assert "from hpcrl-site.tar, without a network" in again.stderr
-    warmup = shell([*closed, f"'{prefix}/login/bin/hpcrl' warmup quickstart"], tmp_path)
-    assert warmup.returncode == 2
-    assert f"pip install '{prefix}/login/share/hpcrl/hpcrl-0.1.0-py3-none-any.whl[trainer]'" in warmup.stderr
-    again = shell(
-        [
-            *closed,
-            site[3].replace("boot/bin/hpcrl", f"{prefix}/login/bin/hpcrl").replace("/shared/hpcrl/v1", str(prefix)),
-        ],
-        tmp_path,
-    )
+    (login,) = (line for line in site if "--role login" in line)
+    again = on_the_site(login.replace("boot/bin/hpcrl", "/shared/hpcrl/v1/login/bin/hpcrl"))
     assert again.returncode == 0, again.stderr
     assert "is there already, of the same versions" in again.stderr
+    # hints name the wheel that it keeps
+    warmup = on_the_site("/shared/hpcrl/v1/login/bin/hpcrl warmup quickstart")
+    assert warmup.returncode == 2
+    wheel = f"{prefix}/login/share/hpcrl/hpcrl-{hpcrl.__version__}-py3-none-any.whl"
+    assert f"pip install '{wheel}[trainer]'" in warmup.stderr
 
 
 def test_the_way_with_a_network_says_what_it_would_do(tmp_path: Path) -> None:
@@ -102,7 +99,7 @@ def test_the_way_with_a_network_says_what_it_would_do(tmp_path: Path) -> None:
     assert len(lines) == 3
     for line in lines:
         words = re.sub(r"^(PYTHONPATH=\. boot/bin/python -m|/shared/hpcrl/v1/login/bin/)\s?hpcrl", HPCRL, line)
-        run = shell([words.replace("/shared/hpcrl/v1", str(tmp_path)) + " --dry-run"], tmp_path)
+        run = shell([words.replace("/shared/hpcrl/v1", shlex.quote(str(tmp_path))) + " --dry-run"], tmp_path)
         assert run.returncode == 0, run.stderr
         assert "would be made" in run.stderr
 

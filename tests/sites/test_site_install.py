@@ -21,7 +21,13 @@ from hpcrl.cli.main import main
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.sites.installation import staging
 from hpcrl.sites.installation.environment import EnvironmentContents, InstalledEnvironment, install
-from hpcrl.sites.installation.installers import Installer, InstallFailedError, pip_command
+from hpcrl.sites.installation.installers import (
+    Installer,
+    InstallFailedError,
+    find_installer,
+    pip_command,
+    run_installer,
+)
 from hpcrl.sites.installation.interpreters import Interpreter, ask_interpreter, own_interpreter
 from hpcrl.sites.installation.staging import Stage, staged
 
@@ -295,8 +301,6 @@ def test_what_pip_is_told_of_the_caller_is_about_indexes_alone(tmp_path: Path, m
     script = tmp_path / "installer"
     script.write_text(f'#!/bin/sh\nenv > "{tmp_path}/env"\n')
     script.chmod(0o755)
-    from hpcrl.sites.installation.installers import run_installer
-
     for name in ("PIP_TARGET", "PIP_USER", "PYTHONPATH", "PIP_INDEX_URL"):
         monkeypatch.setenv(name, "given")
     for offline, kept in ((False, {"PIP_INDEX_URL"}), (True, set())):
@@ -306,5 +310,43 @@ def test_what_pip_is_told_of_the_caller_is_about_indexes_alone(tmp_path: Path, m
         assert f"TMPDIR={tmp_path}" in lines
 
 
-def test_failures_are_of_hpcrl() -> None:
-    assert issubclass(InstallFailedError, HpcrlError)
+@pytest.mark.parametrize(
+    ("words", "says", "hint"),
+    [
+        (
+            "ERROR: Could not install packages: [Errno 28] No space left on device",
+            "no room",
+            "--prefix",
+        ),
+        ("error: failed to write to file: Disk quota exceeded (os error 122)", "no room", "UV_CACHE_DIR"),
+        ("error: Hash mismatch for `six==1.17.0`", "not the digest", "index or a proxy"),
+        ("error: Request failed\n  cause: dns error\n  cause: no address", "no package index answers", "site bundle"),
+        ("ERROR: No matching distribution found for six==9", "not to be had in the version", "platform"),
+        ("something else", "env failed with exit code 7", "stands above"),
+    ],
+)
+def test_what_installers_say_is_explained(tmp_path: Path, words: str, says: str, hint: str) -> None:
+    command = ["/usr/bin/env", "sh", "-c", 'printf "%s\\n" "$1"; exit 7', "sh", words]
+    with pytest.raises(InstallFailedError) as error:
+        run_installer(command, scratch=tmp_path)
+    what, _, way_out = str(error.value).partition("\n    hint: ")
+    assert says in what
+    assert words.splitlines()[0] in what
+    assert hint in way_out
+    assert isinstance(error.value, HpcrlError)
+
+
+def test_uv_is_taken_where_it_is_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_installer() == PIP
+    (tmp_path / "uv").touch(mode=0o755)
+    uv = find_installer()
+    assert uv == Installer("uv", (str(tmp_path / "uv"), "pip"))
+    for installer in (uv, PIP):
+        for wheels in (None, tmp_path):
+            words = installer.words(tmp_path / "python", tmp_path / "list", wheels=wheels, hashed=True)
+            # exactly what the list has, each with its digest, and nothing that must be compiled
+            assert {"--no-deps", "--require-hashes", "--only-binary"} <= set(words)
+            assert words[words.index("--python") + 1] == str(tmp_path / "python")
+            assert ("--no-index" in words) == (wheels is not None)
+            assert ("--offline" in words) == (wheels is not None and installer is uv)
