@@ -63,8 +63,11 @@ def left_in(prefix: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_environment_is_whole_under_its_final_name(tmp_path: Path, interpreter: Interpreter, wheels: Path) -> None:
+def test_an_environment_is_whole_under_its_final_name(
+    tmp_path: Path, interpreter: Interpreter, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefix = tmp_path / "with blanks ü"
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     umask = os.umask(0o077)
     try:
         made = make(prefix, interpreter, lambda stage: tiny_contents(wheels, stage))
@@ -77,6 +80,9 @@ def test_an_environment_is_whole_under_its_final_name(tmp_path: Path, interprete
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run([made.path / "bin/hpcrl"], env=environ, capture_output=True, text=True, check=True)
     assert run.stdout == "tiny hpcrl\n"
+    # modules are compiled, and what they name are their final places
+    (compiled,) = made.path.rglob("tiny_one/__pycache__/*.pyc")
+    assert os.fsencode(made.path / "lib") in compiled.read_bytes()
     named = subprocess.run(["grep", "-rlF", ".installing-", made.path], capture_output=True, text=True, check=False)
     assert named.stdout == ""
     assert [path.name for path in (made.path / "share/hpcrl").iterdir()] == ["hpcrl-0.1.0-py3-none-any.whl"]
