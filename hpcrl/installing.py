@@ -64,6 +64,9 @@ def source_of_hpcrl() -> str:
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         return str(checkout)
+    # environments of `hpcrl site install` keep the wheel
+    if kept := sorted(Path(sys.prefix, "share", "hpcrl").glob("hpcrl-*.whl")):
+        return str(kept[-1])
     # these take as long as all else that a command imports
     from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
     from urllib.parse import unquote, urlparse  # noqa: PLC0415

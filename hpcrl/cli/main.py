@@ -28,6 +28,7 @@ from hpcrl.cli import (
     scale,
     shell,
     simulate,
+    site_environments,
     sites,
     store,
     submit,
@@ -86,6 +87,7 @@ for module in (
     configuration,
     environments,
     sites,
+    site_environments,
     warmup,
     devcluster,
 ):

@@ -31,7 +31,7 @@ _YAML = (".yaml", ".yml")
 
 
 def package_data(kind: str) -> Path:
-    """The directory of packaged ``recipes``, ``clusters`` or ``templates``.
+    """The directory of packaged ``recipes``, ``clusters``, ``templates`` or ``locks``.
 
     In a wheel they lie inside the package, in a checkout beside it.
     """

@@ -153,13 +153,13 @@ def _pythons(python: str | None) -> list[str]:
     """Interpreters of the roles on nodes: without them, roles would have that of the command line."""
     word = json.dumps(python) if python else _UNKNOWN
     return [
-        "# interpreters that all nodes see under these names, with hpcrl and its extras trainer, engine and rollouts",
-        "# (`pip install '/path/to/hpcrl[all]'`); `hpcrl cluster check --job` imports them on a node",
+        "# interpreters that all nodes see under these names: `hpcrl site install --role trainer --prefix DIR` makes",
+        "# one for all three (docs/install.md); `hpcrl cluster check --job` imports what they need on a node",
         "python_by_role:",
         f"  trainer: {word}",
         f"  orchestrator: {word}",
         f"  engine: {word}",
-        "# vLLM engines have an environment of their own (`pip install '/path/to/hpcrl[vllm]'`), and no `engine` above",
+        "# vLLM engines have an environment of their own (`hpcrl site install --role vllm`), and no `engine` above",
         "# vllm_python: /shared/envs/vllm/bin/python",
         "",
     ]

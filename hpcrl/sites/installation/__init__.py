@@ -1,0 +1,1 @@
+"""Environments of a site: ``hpcrl site install`` and ``hpcrl site bundle``."""

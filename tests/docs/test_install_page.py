@@ -1,0 +1,185 @@
+"""docs/install.md: its commands run as they stand, and nothing names hpcrl as if it were on a package index."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcrl
+from hpcrl.config.load import load_cluster
+from hpcrl.sites.installation.installers import _FAILURES
+from hpcrl.sites.installation.roles import Accelerator, SiteRole, lock_name, profile_line
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+HPCRL = f"{shlex.quote(sys.executable)} -m hpcrl"
+#: files that tell people what to type
+TEXTS = sorted(
+    path
+    for place in ("hpcrl", "docs", "clusters", "recipes", "templates", "containers", "tools", "bench", ".")
+    for path in ((ROOT / place).glob("*") if place == "." else (ROOT / place).rglob("*"))
+    if path.suffix in {".py", ".md", ".yaml", ".j2", ".toml", ".def", ".txt"} or path.name in {"Dockerfile", "Makefile"}
+)
+#: `pip install hpcrl`, also quoted, with extras or a version; not a path to a checkout or a wheel of it
+PUBLIC_NAME = re.compile(
+    r"(?:pip|uv|pipx)\d? (?:pip )?(?:install|download|tool install|run)\b[^\n`#]*?(?<![\w./{}-])hpcrl(?![\w/.-])"
+)
+
+
+def commands(section: str) -> list[list[str]]:
+    """Blocks of commands of a section of the page."""
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    assert text, section
+    blocks = re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)
+    return [[line.strip() for line in block.splitlines()] for block in blocks]
+
+
+def shell(lines: list[str], place: Path) -> subprocess.CompletedProcess[str]:
+    """Run lines as a person types them, in a directory."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["bash", "-euc", "\n".join(lines)],
+        cwd=place,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+@pytest.mark.slow
+def test_the_way_without_a_network(tmp_path: Path) -> None:
+    """All of it but the environments of several GB. What runs after the bundle was made reaches no index."""
+    (bundle,), site, others = commands("Without a network")
+    prefix = tmp_path / "shared/of all/v1"
+    made = shell([bundle.replace("hpcrl site bundle", f"{HPCRL} site bundle --role login")], tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert re.fullmatch(rf"[0-9a-f]{{64}}  {re.escape(str(tmp_path))}/hpcrl-site\.tar\n", made.stdout)
+
+    def on_the_site(*lines: str) -> subprocess.CompletedProcess[str]:
+        """Run lines of the page on a machine that has no index, no settings of pip and no checkout."""
+        typed = [line.replace("/shared/hpcrl/v1", shlex.quote(str(prefix))) for line in lines]
+        closed = "export PIP_CONFIG_FILE=/dev/null PIP_INDEX_URL=http://127.0.0.1:9/simple"
+        return shell(["unset PYTHONPATH ${!PIP_@}", closed, *typed], tmp_path)
+
+    run = on_the_site(*(line.replace("python3 -m venv", f"{shlex.quote(sys.executable)} -m venv") for line in site))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.endswith(f"{prefix}/login/bin/hpcrl\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hpcrl-site.tar", "shared"]
+
+    # what was installed works by itself, and can make the other environments
+    assert [re.findall(r"--role (\w+)", line) for line in others] == [["trainer"], ["vllm"]]
+    for line in others:
+        again = on_the_site(f"{line} --dry-run")
+        assert again.returncode == 0, again.stderr
+        assert "from hpcrl-site.tar, without a network" in again.stderr
+    (login,) = (line for line in site if "--role login" in line)
+    again = on_the_site(login.replace("boot/bin/hpcrl", "/shared/hpcrl/v1/login/bin/hpcrl"))
+    assert again.returncode == 0, again.stderr
+    assert "is there already, of the same versions" in again.stderr
+    # hints name the wheel that it keeps
+    warmup = on_the_site("/shared/hpcrl/v1/login/bin/hpcrl warmup quickstart")
+    assert warmup.returncode == 2
+    wheel = f"{prefix}/login/share/hpcrl/hpcrl-{hpcrl.__version__}-py3-none-any.whl"
+    assert f"pip install '{wheel}[trainer]'" in warmup.stderr
+
+
+def test_the_way_with_a_network_says_what_it_would_do(tmp_path: Path) -> None:
+    ((_, pip, *lines),) = commands("With a network")
+    lock = shlex.split(pip)[-1]
+    assert (ROOT / lock).is_file()
+    assert "--require-hashes" in pip
+    assert len(lines) == 3
+    for line in lines:
+        words = re.sub(r"^(PYTHONPATH=\. boot/bin/python -m|/shared/hpcrl/v1/login/bin/)\s?hpcrl", HPCRL, line)
+        run = shell([words.replace("/shared/hpcrl/v1", shlex.quote(str(tmp_path))) + " --dry-run"], tmp_path)
+        assert run.returncode == 0, run.stderr
+        assert "would be made" in run.stderr
+
+
+def test_the_table_has_all_roles_and_sizes() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) (MB|GB) \|$", PAGE, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [str(role) for role in SiteRole]
+    for name, size, unit in rows:
+        lock = (ROOT / f"locks/{lock_name(SiteRole(name), Accelerator.CUDA)}.txt").read_text(encoding="utf-8")
+        found = int(re.search(r"^# wheel-bytes: (\d+)$", lock, re.MULTILINE)[1])  # type: ignore[index]
+        assert abs(float(size) * {"MB": 1e6, "GB": 1e9}[unit] / found - 1) < 0.1, name
+
+
+def test_messages_of_the_table_are_those_of_the_code() -> None:
+    """Each begins as in the table."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hpcrl/sites/installation").glob("*.py"))
+    table = PAGE.partition("## What can go wrong")[2]
+    quoted = [
+        text
+        for row in table.splitlines()
+        if row.startswith("| `")
+        for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
+    assert len(quoted) > 8
+    for text in quoted:
+        for part in re.split(r" … ", text.removesuffix(" …")):
+            assert part in sources, part
+    assert {what for _, what, _ in _FAILURES} & set(quoted)
+
+
+@pytest.mark.parametrize("role", [SiteRole.ENV, SiteRole.TRAINER, SiteRole.VLLM])
+def test_the_line_that_is_printed_is_of_a_profile(role: SiteRole, tmp_path: Path) -> None:
+    python = "/shared/with blanks: ü/bin/python"
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"extends: h200-28\nname: mine\n{profile_line(role, python)}\n", encoding="utf-8")
+    found = load_cluster(str(path)).value
+    named = {str(key): value for key, value in found.python_by_role.items()}
+    roles = {SiteRole.ENV: ["orchestrator"], SiteRole.TRAINER: ["trainer", "orchestrator"], SiteRole.VLLM: []}[role]
+    assert named == dict.fromkeys(roles, python)
+    assert found.vllm_python == (python if role is SiteRole.VLLM else None)
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        name, _, anchor = target.partition("#")
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8") if name else PAGE
+        titles = [
+            re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+            for line in text.splitlines()
+            if line.startswith("#")
+        ]
+        assert not anchor or anchor in titles, target
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pip install hpcrl", "pip install 'hpcrl[all]'", "uv pip install -U hpcrl==1.0", 'pip3 install "hpcrl[vllm]"'],
+)
+def test_the_search_finds_the_public_name(text: str) -> None:
+    assert PUBLIC_NAME.search(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install '/path/to/hpcrl[all]'",
+        "pip install .",
+        "python -m pip install '/s/hpcrl-0.1.0-py3-none-any.whl[trainer]'",
+    ],
+)
+def test_the_search_passes_paths(text: str) -> None:
+    assert not PUBLIC_NAME.search(text)
+
+
+def test_nothing_names_hpcrl_as_if_it_were_on_an_index() -> None:
+    """A package of that name there would be somebody else's."""
+    assert len(TEXTS) > 700
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in TEXTS
+        for match in PUBLIC_NAME.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
