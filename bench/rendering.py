@@ -8,6 +8,7 @@ its own. An extension costs the same at any length of the conversation: it is ma
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -68,6 +69,7 @@ def measure(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure all families."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     families = {}
     with tempfile.TemporaryDirectory() as place:
         for name, family in FAMILIES.items():
