@@ -81,6 +81,11 @@ LINES: dict[str, list[list[str]]] = {
     "cluster show": [["cluster", "show", "local"]],
     "cluster init": [["cluster", "init", "new"]],
     "cluster check": [["cluster", "check", "local"]],
+    "site install": [
+        ["site", "install", "--role", "env", "--prefix", "environments", "--dry-run"],
+        ["site", "install", "--role", "env", "--prefix", "environments", "--bundle", "no-such.tar"],
+    ],
+    "site bundle": [["site", "bundle", "--role", "env", "-o", "no-such-directory/bundle.tar"]],
     "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
     "devcluster up": [["devcluster", "up", "--nodes", "0"]],
     **{

@@ -27,6 +27,7 @@ from hpcrl.rollouts.batches.server import BatchServer
 from hpcrl.rollouts.engines.client import Generation
 from hpcrl.rollouts.environments import build_environments
 from hpcrl.rollouts.records import Group, Rollout, StoredRollout
+from hpcrl.rollouts.rendering import Parsed
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.scheduler import Scheduler
@@ -82,7 +83,11 @@ class Pool:
         return Generation(ids, logprobs, np.full(2, version, np.int32), "stop")
 
 
-TRANSCRIPT: Any = SimpleNamespace(opening=lambda messages: [7, 8], text=lambda tokens: "x", eos_token_id=2)
+RENDERER: Any = SimpleNamespace(
+    opening=lambda messages, *, tools: [7, 8],
+    parse=lambda token_ids, *, said, tools, turn: Parsed("x"),
+    stop_token_ids=(2,),
+)
 
 
 FILES: Any = SimpleNamespace(write=lambda step, lines, wait_s: None)
@@ -145,7 +150,7 @@ class Life:
             order=order,
             sampler=Sampler(
                 self.pool,  # type: ignore[arg-type]
-                TRANSCRIPT,
+                RENDERER,
                 temperature=1.0,
                 sampling=recipe.rollouts.sampling,
                 max_model_len=64,

@@ -21,6 +21,8 @@ _COUNTERS = {
     "mixed_versions": "Finished rollouts with tokens of two or more policy versions.",
     "dropped_engine": "Rollouts that were given up after the last retry of a request.",
     "dropped_environment": "Rollouts whose environment failed, or whose prompt left no room for an answer.",
+    "malformed_calls": "Tool calls of finished rollouts that could not be run.",
+    "turns_ended_otherwise": "Turns of finished rollouts that ended by another token than the chat template's.",
     "refused_parts": "Parts of rewards that were left out because they are no finite numbers.",
     "dropped_group": "Finished rollouts of groups of which too few members finished.",
     "dropped_stale": "Finished rollouts that were too old to be used.",
