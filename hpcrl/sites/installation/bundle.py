@@ -201,12 +201,12 @@ def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Sta
     return EnvironmentContents(lock.name, tuple(packages), wheel, imports_of(role), size, stage.wheels)
 
 
-def _download(place: Path, packages: Sequence[LockedPackage], python: str, machine: str) -> None:
+def _download(place: Path, packages: Sequence[LockedPackage], version: str, machine: str) -> None:
     """Download wheels for a platform, each with one of its digests where the lock has some."""
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(_GLIBC, 4, -1)]
     platforms += [f"manylinux{name}_{machine}" for name in ("2014", "2010", "1")] + [f"linux_{machine}"]
-    number = python.replace(".", "")
-    target = ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:", "--no-deps"]
+    number = version.replace(".", "")
+    target = ["--python-version", version, "--implementation", "cp", "--only-binary", ":all:", "--no-deps"]
     target += [word for abi in (f"cp{number}", "abi3", "none") for word in ("--abi", abi)]
     target += [word for platform in platforms for word in ("--platform", platform)]
     for hashed in (True, False):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.interpreter import module_command
 from hpcrl.space import describe_space
 
 __all__ = ["InstallFailedError", "Installer", "find_installer", "pip_command", "run_installer"]
@@ -111,7 +112,7 @@ def pip_command() -> tuple[str, ...]:
             f"{sys.executable} has no pip, and uv is not on the path\n"
             "    hint: python3 -m ensurepip, or install uv and put it on PATH"
         )
-    return (sys.executable, "-m", "pip")
+    return tuple(module_command(sys.executable, "pip"))
 
 
 def run_installer(
