@@ -256,8 +256,9 @@ def test_the_cause_names_what_was_not_finite_first_and_the_hint_fits(model_dir):
         poisoned(rollouts, 3)
 
     def own(rollouts, policy):
+        # behind attention: kernels of some processors make a finite number of scores that are not finite
         with torch.no_grad():
-            local_part(policy.model.get_parameter("layers.0.self_attn.q_proj.weight")).flatten()[:1] = math.inf
+            local_part(policy.model.get_parameter("norm.weight")).flatten()[:1] = math.inf
 
     words = found_in(model_dir, rewards)
     assert "it began with: advantages, which are made of the environment's rewards\n" in words
