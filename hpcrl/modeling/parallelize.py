@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.models.expert_shards import sharded_dimension
 
 __all__ = ["parallelize_decoder", "sum_over_copies"]
 
@@ -142,13 +143,10 @@ def _deal_out(mlp: SparseMLP, mesh: ParallelDims, settings: _Settings) -> None:
             own = parameter.detach().narrow(0, ep.get_local_rank() * here, here).clone()
             dealt = DTensor.from_local(own, ep, [Shard(0)], run_check=False)
             module.register_parameter(name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
-    widths = [parameter.shape[1] for parameter in mlp.experts.parameters()]
-    # whole experts where there are enough for all; else rows of each, which FSDP2 wants to be equal parts
-    by_row = here < mesh.efsdp and all(width % mesh.efsdp == 0 for width in widths)
     fully_shard(
         mlp.experts,
         mesh=mesh.expert_sharding,
-        shard_placement_fn=lambda parameter: Shard(int(by_row)),
+        shard_placement_fn=lambda parameter: Shard(sharded_dimension((here, *parameter.shape[1:]), mesh.efsdp)),
         **settings,
     )
     mlp.dispatcher = AllToAllDispatcher(number, ep.get_group())

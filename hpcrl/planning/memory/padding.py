@@ -3,7 +3,8 @@
 FSDP2 cuts a tensor along one dimension (``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``): every rank allocates
 ``ceil(size / ranks)`` of it, also where the last ranks have less or nothing of the tensor itself. What is gathered and
 what is reduced has that size times the ranks. `hpcrl.modeling.parallelize` cuts dense tensors along their rows, and
-experts along the experts or, where there are fewer than ranks and rows divide, along the rows of each.
+experts along the experts or, where these do not divide evenly, along another dimension
+(`hpcrl.models.expert_shards`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from hpcrl.models.expert_shards import sharded_dimension
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Moe
 from hpcrl.models.tensors import Part, Weight
@@ -42,11 +44,8 @@ def layer_padding(facts: ModelFacts, index: int, *, shards: int, ep: int) -> Pad
     dense = sum(_dense(w, shards) for w in layer.weights if w.part is not Part.EXPERT)
     if not isinstance(layer.mlp, Moe):
         return Padding(dense, dense)
-    each = sum(weight.elements for weight in layer.mlp.expert_weights) // layer.mlp.num_experts
-    here = layer.mlp.num_experts // ep
-    ranks = shards // ep
-    by_row = ep > 1 and here < ranks and all(width % ranks == 0 for width in _widths(layer.mlp))
-    experts = 0 if by_row else _more(here, ranks) * each
+    here, ranks = layer.mlp.num_experts // ep, shards // ep
+    experts = sum(_of_experts((here, *each), ranks, divided=ep > 1) for each in _own_shapes(layer.mlp))
     return Padding(dense + ep * experts, dense + experts)
 
 
@@ -73,8 +72,18 @@ def _dense(weight: Weight, shards: int) -> int:
     return _more(weight.shape[0], shards) * prod(weight.shape[1:]) * weight.copies if weight.trained else 0
 
 
-def _widths(moe: Moe) -> list[int]:
-    """Return the second dimension of the model's own tensors of experts."""
+def _of_experts(shape: tuple[int, ...], ranks: int, *, divided: bool) -> int:
+    """Return the padding of a tensor of experts; without expert parallelism FSDP2 divides it as all others."""
+    if divided and sharded_dimension(shape, ranks) > 0:
+        return 0
+    return _more(shape[0], ranks) * prod(shape[1:])
+
+
+def _own_shapes(moe: Moe) -> list[tuple[int, ...]]:
+    """Return the shapes of the model's own tensors of experts, without the first dimension, which counts experts."""
     if moe.names.fused:
-        return [weight.shape[1] for weight in moe.expert_weights]
-    return [moe.moe_intermediate_size * (2 if moe.gated else 1), moe.expert_width]
+        return [weight.shape[1:] for weight in moe.expert_weights]
+    return [
+        (moe.moe_intermediate_size * (2 if moe.gated else 1), moe.expert_width),
+        (moe.expert_width, moe.moe_intermediate_size),
+    ]

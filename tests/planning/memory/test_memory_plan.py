@@ -90,11 +90,11 @@ def test_known_sizes_of_the_reference_run() -> None:
     gpu = report.place(Role.TRAINER, "gpu").ledger
     # 744B parameters in float32 over 96 GPUs
     assert gpu["master weights"].value == 4 * 743_911_218_432 // 96
-    # of 32 experts on an expert-parallel rank 3 on each of 12 nodes: 12.5 % more weights and gradients, and a little of
-    # matrices whose rows 96 does not divide
+    # 12 nodes do not divide 32 experts, but the 6,144 numbers of a token: a little is left, of matrices whose rows 96
+    # does not divide
     experts = 75 * 256 * 3 * 6144 * 2048
     padding = gpu["padding of shards"].value / 8 * 96
-    assert 0.125 * experts < padding < 0.125 * experts + 0.02 * (743_911_218_432 - experts)
+    assert 0 < padding < 0.02 * (743_911_218_432 - experts)
     # two float32 moments on the hosts, 8 GPUs a node
     moments = report.place(Role.TRAINER, "host").ledger["optimizer state"].value
     assert moments == pytest.approx(8 * (743_911_218_432 + padding) / 12, rel=1e-6)
@@ -377,7 +377,7 @@ def test_a_plan_overflows_just_above_its_margin() -> None:
     margin = expert_margin(recipe, cluster, GLM5)
     assert margin is not None
     assert margin.overflows is not None
-    assert margin.overflows == pytest.approx(2.00, abs=0.05)
+    assert margin.overflows == pytest.approx(2.45, abs=0.05)
     gpu_bytes = _report().place(Role.TRAINER, "gpu").capacity
     assert gpu_bytes is not None
     own = trainer_memory(recipe, device="cuda")

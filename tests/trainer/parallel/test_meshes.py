@@ -57,7 +57,8 @@ SIZES = {
 }
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10}
 INDEXER = {"index_n_heads": 16, "index_head_dim": 10, "index_topk": 4, "indexer_types": ("full", "shared")}
-#: eight experts lie whole on four ranks; six, of which two ranks get three, do not; of two each is cut by rows
+#: eight experts lie whole on four ranks; of six, of which two ranks get three, and of two each is cut, by rows; where
+#: two ranks do not divide these (nine, of a latent space), by columns
 ARCHS = {
     "qwen3_moe": tiny_arch(num_experts=8, num_experts_per_tok=2),
     "deepseek_v3": DeepseekV3Arch(
@@ -96,9 +97,9 @@ ARCHS = {
         layers_block_type=("mamba", "attention", "mamba", "moe"),
         num_key_value_heads=2,
         head_dim=8,
-        n_routed_experts=4,
+        n_routed_experts=6,
         num_experts_per_tok=2,
-        moe_latent_size=12,
+        moe_latent_size=9,
         moe_shared_expert_intermediate_size=16,
         mamba_num_heads=6,
         mamba_head_dim=4,
@@ -159,7 +160,7 @@ MESHES = {
         ("glm_moe_dsa", {"cp": 4, "ep": 2}),
         ("minimax_m2", {"cp": 2, "ep": 4}),
         ("gpt_oss", {"cp": 2, "ep": 4}),
-        ("nemotron_h", {"ep": 4}),
+        ("nemotron_h", {"ep": 2}),
         ("nemotron_h", {"ep": 2, "dp_replicate": 2}),
         ("qwen3", {"cp": 2}),
         ("qwen3", {"cp": 2, "dp_replicate": 2}),

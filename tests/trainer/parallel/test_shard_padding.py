@@ -15,6 +15,7 @@ from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models import load_facts
+from hpcrl.models.expert_shards import sharded_dimension
 from hpcrl.planning.memory.padding import layer_padding, model_padding
 from hpcrl.planning.memory.sharded import ShardedParameters
 
@@ -61,15 +62,19 @@ def test_every_rank_allocates_what_the_planner_counts(family, ranks, ep):
 @pytest.mark.parametrize(
     ("experts", "width", "ranks", "local"),
     [
-        # six experts over four ranks, though their rows divide
-        (12, 16, 8, (2, 32, 32)),
-        # four experts over eight ranks: by rows, of gate and up together
+        # eight experts over four ranks
+        (16, 16, 8, (2, 32, 32)),
+        # six experts over four ranks, which divide the rows of gate and up together
+        (12, 16, 8, (6, 8, 32)),
+        # four experts over eight ranks
         (8, 20, 16, (4, 5, 32)),
-        # four experts over eight ranks, which do not divide the rows
-        (8, 17, 16, (1, 34, 32)),
+        # eight ranks divide the columns alone
+        (8, 17, 16, (4, 34, 4)),
+        # three ranks divide nothing
+        (8, 17, 6, (2, 34, 32)),
     ],
 )
-def test_experts_are_cut_whole_or_by_rows(experts, width, ranks, local):
+def test_experts_are_cut_whole_or_along_what_divides(experts, width, ranks, local):
     arch = replace(ARCHS["qwen3_moe"], num_experts=experts, moe_intermediate_size=width, hidden_size=32)
     parameters = sum(p.numel() for p in build_model(arch).parameters())
     with rank_of(ranks, ep=2) as mesh:
@@ -80,17 +85,13 @@ def test_experts_are_cut_whole_or_by_rows(experts, width, ranks, local):
     assert shapes == {local}
 
 
-def test_twelve_nodes_of_eight_pad_thirty_two_experts_to_thirty_six():
-    arch = replace(ARCHS["qwen3_moe"], num_experts=256, moe_intermediate_size=17)
-    parameters = sum(p.numel() for p in build_model(arch).parameters())
-    experts = []
-    for rank in (0, 80, 88):
-        with rank_of(96, rank=rank, ep=8) as mesh:
-            model = build_model(arch).to_empty(device="cpu")
-            parallelize_decoder(model, mesh, dtype=torch.float32)
-            assert held(model) * 96 == parameters + model_padding(arch.facts, shards=96, ep=8)
-            experts += {p.to_local().shape[0] for name, p in model.named_parameters() if ".experts." in name}
-    assert experts == [3, 2, 0]
+def test_parts_of_experts_are_whole_blocks_of_fp8_where_they_can_be():
+    # GLM-5's gate and up over two and over twelve nodes: rows first, then columns
+    assert sharded_dimension((31, 4096, 6144), 2) == 1
+    assert sharded_dimension((32, 4096, 6144), 12) == 2
+    # of 1,536 rows sixteen ranks have 96 each, of 6,144 columns 384
+    assert sharded_dimension((8, 1536, 6144), 16) == 2
+    assert sharded_dimension((8, 1536, 100), 16) == 1
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(6, 2), (10, 2), (5, 1)])
@@ -138,11 +139,12 @@ def test_gradients_lie_in_memory_of_the_padded_size(experts, ranks, each):
     assert rows == [each, max(0, experts - each * (ranks - 1))]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "share"), [(12, 36 / 32), (10, 40 / 32), (14, 42 / 32), (8, 1.0), (16, 1.0)], ids=str
-)
+@pytest.mark.parametrize(("nodes", "share"), [(12, 1.0), (10, 40 / 32), (14, 42 / 32), (8, 1.0), (16, 1.0)], ids=str)
 def test_the_reference_model_on_other_numbers_of_nodes(nodes, share):
-    """Thirty-two experts of each of eight expert-parallel ranks, over as many ranks as there are nodes."""
+    """Thirty-two experts of each of eight expert-parallel ranks, over as many ranks as there are nodes.
+
+    Twelve divide the 6,144 numbers of the hidden dimension; ten and fourteen divide no dimension.
+    """
     facts = load_facts("GLM-5")
     last = len(facts.layers) - 1
     with_experts = layer_padding(facts, last, shards=8 * nodes, ep=8)
