@@ -95,8 +95,8 @@ def decode_columns(block: bytes | memoryview) -> tuple[bytes, dict[str, NDArray[
         try:
             dtype, start = np.dtype(column.dtype), begin + column.offset
             count = math.prod(column.shape)
-            if min(column.offset, 0, *column.shape) < 0 or dtype.hasobject:
-                raise ValueError("it has a negative size, or objects")
+            if min(column.offset, 0, *column.shape) < 0:
+                raise ValueError("it has a negative size")
             if start + count * dtype.itemsize > view.nbytes:
                 raise ValueError("the block ends within it")
             arrays[column.name] = np.frombuffer(view, dtype=dtype, count=count, offset=start).reshape(column.shape)

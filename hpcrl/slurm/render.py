@@ -198,7 +198,7 @@ def planned_parts(plan: Plan) -> list[ScriptPart]:
     indices = tuple(range(len(plan.layout.components)))
     if plan.layout.kind != "elastic":
         return [ScriptPart("main", indices, 0)]
-    groups = sorted((group for group in plan.groups if plan.own_jobs(group)), key=lambda group: group.component)
+    groups = [group for group in plan.groups if plan.own_jobs(group)]
     replicas = [replica_part(group, replica) for group in groups for replica in range(group.replicas)]
     return [ScriptPart("main", indices[:1], 0), *replicas]
 

@@ -394,3 +394,20 @@ def test_places_are_read_back_as_they_were_sent() -> None:
     )
 
     assert decode_answer(encode_shard(shard)) == shard
+
+
+def test_places_that_cannot_be_read_are_no_shard() -> None:
+    place = PayloadPlace("000001-000001.columns", 4096, 77, "ab" * 16)
+    shard = ReferencedShard(
+        step=3,
+        rank=1,
+        world_size=2,
+        micro_batches=[[Sample(5, 1, 4, -0.25, place, counts_as=2)]],
+        stats=EMPTY.stats,
+        location=Location("/dev/shm/x", "node", 80),
+        payload_dir="/runs/r",
+    )
+    damaged = msgspec.msgpack.decode(encode_shard(shard))
+    damaged["rank"] = "one"
+    with pytest.raises(ValueError, match="not a batch shard: Expected `int`"):
+        decode_answer(msgspec.msgpack.encode(damaged))

@@ -172,3 +172,15 @@ def test_the_server_ends_with_who_started_it(served: tuple[subprocess.Popen[str]
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(10.0 * patience()) == 0
+
+
+def test_a_server_of_blocks_says_what_it_must_be_given() -> None:
+    found = subprocess.run(
+        module_command(sys.executable, "hpcrl.dock.warehouse.server"),
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert "the following arguments are required: --directory, --host" in found.stderr
