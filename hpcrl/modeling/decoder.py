@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import is_sharded
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.hf import HfAdapter
+from hpcrl.modeling.host_memory import empty_in_host_memory
 from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.layers.norm import RMSNorm
 from hpcrl.modeling.rope import RotaryTables, rotary_tables
@@ -115,21 +116,26 @@ class Decoder(nn.Module):
         if self.arch.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def materialise(self, device: torch.device | str, *, parameters_on: torch.device | str | None = None) -> None:
+    def materialise(self, device: torch.device | str, *, on_host: bool = False) -> None:
         """Give a model that was built on ``meta`` memory on ``device``, uninitialised; sharded or not.
 
-        ``parameters_on`` is another place for its parameters.
+        Parameters
+        ----------
+        on_host:
+            Its parameters are in pinned memory of the host, from which they come to ``device``. FSDP2 would pin each by
+            torch's allocator, which rounds sizes up to powers of two.
         """
-        place = parameters_on or device
 
         def empty(tensor: Tensor) -> Tensor:
+            if on_host:
+                return empty_in_host_memory(tensor, torch.device(device))
             if is_sharded(tensor):
-                return torch.empty_like(tensor, device=place)
+                return torch.empty_like(tensor, device=device)
             # `empty_like` of what is on `meta` imports sympy, a quarter of a second
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
         self._apply(empty)  # type: ignore[no-untyped-call]
-        if parameters_on is not None:
+        if on_host:
             for module in self.modules():
                 for name, buffer in list(module.named_buffers(recurse=False)):
                     module.register_buffer(name, torch.empty_like(buffer, device=device))

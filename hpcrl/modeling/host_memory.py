@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hpcrl.errors import HpcrlError
+from hpcrl.modeling.blocks import is_sharded, local_part
 from hpcrl.models.rooms import room_bytes
 
-__all__ = ["PinnedMemoryError", "Rooms", "pinned_bytes"]
+__all__ = ["PinnedMemoryError", "Rooms", "empty_in_host_memory", "pinned_bytes"]
 
 _LEAST = 1 << 20
 """Smaller sizes are torch's: of those, rounding costs little."""
@@ -58,6 +59,19 @@ def pinned_bytes(size: int, device: torch.device) -> Tensor:
         )
     weakref.finalize(pages, _let_go, whole.data_ptr(), device).atexit = False
     return whole[:size]
+
+
+def empty_in_host_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the kind of ``tensor``, sharded or not, in `pinned_bytes` of the host; uninitialised."""
+    local = local_part(tensor)
+    own = pinned_bytes(local.nbytes, device).view(local.dtype).view(local.shape)
+    if not is_sharded(tensor):
+        return own
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 an engine never has one
+
+    return DTensor.from_local(
+        own, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 class _Pages(mmap.mmap):

@@ -13,7 +13,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.rooms import room_bytes
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
-from hpcrl.planning.memory.padding import model_padding
+from hpcrl.planning.memory.padding import model_padding, rounded_gradients
 from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term
 from hpcrl.planning.routes import rollout_routes_bytes, token_routes_bytes
 
@@ -46,8 +46,9 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         yield Term("optimizer state", 8 * p // n * per_node, "8 (P + padding) / N · ranks", inputs)
     if m.parameter_offload:
         inputs = {"P + padding": p, "N": n, "ranks": per_node}
-        value = 16 * p // n * per_node
-        yield Term("parameters, gradients, optimizer", value, "16 (P + padding) / N · ranks", inputs)
+        yield Term("parameters and optimizer", 12 * p // n * per_node, "12 (P + padding) / N · ranks", inputs)
+        gradients = rounded_gradients(facts, shards=n, ep=m.ep) * per_node
+        yield Term("gradients", gradients, "Σ 2^⌈log2(4 g / N)⌉ over tensors · ranks", {"N": n, "ranks": per_node})
     if m.offloads_activations:
         layers = -(-len(facts.layers) // m.checkpoint_every_layers)
         value = room_bytes(m.tokens * facts.hidden_size * m.element_bytes) * layers * per_node

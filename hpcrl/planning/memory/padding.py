@@ -18,7 +18,7 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["Padding", "layer_padding", "model_padding", "outer_padding"]
+__all__ = ["Padding", "layer_padding", "model_padding", "outer_padding", "rounded_gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,42 @@ def model_padding(facts: ModelFacts, *, shards: int, ep: int) -> int:
     """Return the padding of all layers and of what lies outside of them, on all ranks of one copy together."""
     inside = sum(layer_padding(facts, index, shards=shards, ep=ep).held for index in facts.alike)
     return inside + sum(outer_padding(facts, part, shards=shards) for part in (Part.EMBEDDING, Part.NORM, Part.LM_HEAD))
+
+
+@lru_cache(maxsize=1024)
+def rounded_gradients(facts: ModelFacts, *, shards: int, ep: int) -> int:
+    """Return the bytes of one rank's float32 gradients in pinned memory of torch, which takes the next power of two.
+
+    FSDP2 brings each tensor's gradient to the host in memory of its own where parameters are there
+    (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``, ``ATen/core/CachingHostAllocator.h``).
+    """
+    inside = sum(_layer_gradients(facts, index, shards=shards, ep=ep) for index in facts.alike)
+    outside = (weight for weight, _, layer in facts.placed(mtp=False) if layer is None)
+    return inside + sum(_gradient(weight, shards) for weight in outside)
+
+
+@lru_cache(maxsize=4096)
+def _layer_gradients(facts: ModelFacts, index: int, *, shards: int, ep: int) -> int:
+    layer = facts.layers[index]
+    dense = sum(_gradient(weight, shards) for weight in layer.weights if weight.part is not Part.EXPERT)
+    if not isinstance(layer.mlp, Moe):
+        return dense
+    here, ranks = layer.mlp.num_experts // ep, shards // ep
+    for rest in _own_shapes(layer.mlp):
+        divided = ep > 1 and sharded_dimension((here, *rest), ranks) > 0
+        held = here * prod(rest) // ranks if divided else -(-here // ranks) * prod(rest)
+        dense += _power_of_two(4 * held)
+    return dense
+
+
+def _gradient(weight: Weight, shards: int) -> int:
+    if not weight.trained:
+        return 0
+    return _power_of_two(4 * -(-weight.shape[0] // shards) * prod(weight.shape[1:])) * weight.copies
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _more(size: int, ranks: int) -> int:

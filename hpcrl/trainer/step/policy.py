@@ -100,7 +100,7 @@ class TrainerPolicy:
         wait_s = recipe.collective_timeout_s
         use_dispatcher(self.model, parallel.mesh, recipe.trainer, find(), timeout_s=wait_s)
         apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
-        self.model.materialise(parallel.device, parameters_on="cpu" if memory.parameter_offload else None)
+        self.model.materialise(parallel.device, on_host=memory.parameter_offload)
         self._watch = GradientWatch(self.model)
         self._carry_mtp()
         if model_dir is not None:

@@ -16,7 +16,7 @@ from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models import load_facts
 from hpcrl.models.expert_shards import sharded_dimension
-from hpcrl.planning.memory.padding import layer_padding, model_padding
+from hpcrl.planning.memory.padding import layer_padding, model_padding, rounded_gradients
 from hpcrl.planning.memory.sharded import ShardedParameters
 
 
@@ -83,6 +83,18 @@ def test_experts_are_cut_whole_or_along_what_divides(experts, width, ranks, loca
         assert held(model) * ranks == parameters + model_padding(arch.facts, shards=ranks, ep=2)
         shapes = {p.to_local().shape for name, p in model.named_parameters() if name.endswith("experts.gate_up_proj")}
     assert shapes == {local}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm_moe_dsa"])
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 1), (6, 2), (10, 2)])
+def test_pinned_gradients_have_the_sizes_of_the_allocator(family, ranks, ep):
+    """The next power of two of what FSDP2 allocates of each tensor, which rank 0 has most of."""
+    arch = ARCHS[family]
+    with rank_of(ranks, ep=ep) as mesh:
+        model = build_model(arch).to_empty(device="cpu")
+        parallelize_decoder(model, mesh, dtype=torch.float32)
+        sizes = [4 * p.sharded_param.to_local().numel() for _, group in groups(model) for p in group.fsdp_params]
+    assert rounded_gradients(arch.facts, shards=ranks, ep=ep) == sum(1 << (size - 1).bit_length() for size in sizes)
 
 
 def test_parts_of_experts_are_whole_blocks_of_fp8_where_they_can_be():
