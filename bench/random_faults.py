@@ -56,6 +56,8 @@ SETTINGS = (
     "supervision.engine.max_restarts=50",
     f"handoff.update_timeout_s={UPDATE_S:g}",
 )
+STEPS_OF_A_FAULT = 120
+"""A run that has no more left gets no fault: one takes up to a minute, and runs do up to two steps a second."""
 ENVIRONMENTS = (
     "environments=[{name: reverse, kind: custom, factory: 'fault_trial_words:Words'}, "
     "{name: calculator, kind: calculator}]"
@@ -110,7 +112,7 @@ class Bench:
         run = self.lab.submit(name, *settings)
         wait_for(lambda: RunStatus.read(run))
         while self.more and wait_for(lambda: ready_for_fault(run) or self.over(run)) and not self.over(run):
-            if read_metrics(run)[-1].step > self.arguments.steps - 10:
+            if read_metrics(run)[-1].step > self.arguments.steps - STEPS_OF_A_FAULT:
                 break
             time.sleep(self.rng.uniform(0.0, 3.0))
             if not self.one_fault(run, retries=retries):
