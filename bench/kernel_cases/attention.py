@@ -96,7 +96,11 @@ def index(device: torch.device, tiny: bool) -> Iterator[Case]:
                 return lambda: choose_tokens(own_q, own_k, own_weights, seen, shape.width, kernel=kernel)
             step = kernel.rows_at_once(shape.index_heads, len(own_k))
             starts = range(0, len(own_q), step)
-            return lambda: [kernel.index_scores(own_q[i : i + step], own_k, own_weights[i : i + step]) for i in starts]
+
+            def scores(part: slice) -> Tensor:
+                return kernel.index_scores(own_q[part], own_k, own_weights[part], seen[part])
+
+            return lambda: [scores(slice(i, i + step)) for i in starts]
 
         flops = 2.0 * queries * tokens * shape.index_heads * shape.index_dim
         for what in ("scores", "choice"):

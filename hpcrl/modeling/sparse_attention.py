@@ -63,15 +63,16 @@ def _choose(  # noqa: PLR0917 - operators of torch have no others
     step = _IN_USE[kernel].rows_at_once(heads, len(k))
     for begin in range(0, tokens, step):
         part = slice(begin, min(begin + step, tokens))
-        scores = _IN_USE[kernel].index_scores(q[part], k, weights[part])
+        scores = _IN_USE[kernel].index_scores(q[part], k, weights[part], visible[part])
         chosen[part] = _largest(scores, visible[part, None], width)
     return chosen
 
 
 def _largest(scores: Tensor, visible: Tensor, width: int) -> Tensor:
-    """Indices of the ``width`` largest of each row of ``scores``; `torch.topk` breaks ties as it likes."""
-    index = torch.arange(scores.shape[1], device=scores.device)
-    scores.masked_fill_(index >= visible, float("-inf"))
+    """Indices of the ``width`` largest of each row of ``scores``, which are -inf from ``visible [T, 1]`` on.
+
+    `torch.topk` breaks ties as it likes.
+    """
     # what is not a number stays for the loss to find: here it must not change how many are chosen
     scores.nan_to_num_(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     last = scores.topk(width, dim=-1).values[:, -1:]

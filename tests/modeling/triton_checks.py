@@ -75,9 +75,18 @@ def interpret() -> None:
     weights, visible = torch.randn(7, 2, generator=draw), torch.tensor([1, 2, 5, 9, 20, 30, 30])
     found = [choose_tokens(q, rows, weights, visible, 5, kernel=each) for each in (kernel, own)]
     assert torch.equal(*found)
+    # one query a product, and of two heads 32; programs and products without a query, runs of keys that none sees
+    for queries, heads in ((20, 33), (300, 2)):
+        q, k, weights = (
+            torch.randn(*size, generator=draw) for size in ((queries, heads, 8), (600, 8), (queries, heads))
+        )
+        visible = torch.linspace(1, 400, queries).long()
+        found = [each.index_scores(q, k, weights, visible) for each in (kernel, own)]
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        assert found[0].isinf().sum(1).tolist() == (600 - visible).tolist()
     unrounded = fused_quantiser(torch.float32)
     try_quantiser(Quantiser(*(lambda x, one=one: rounded(one(x)) for one in unrounded)), CPU)
-    print(f"{10 + logits()} cases agree")
+    print(f"{12 + logits()} cases agree")
 
 
 def logits() -> int:
@@ -168,9 +177,9 @@ def compile_for_hopper() -> None:
     from hpcrl.trainer.batch.triton_logits import normalise_rows, put_gradient_rows
 
     glm5 = Chosen(torch.empty(1, 64, 576, dtype=torch.bfloat16), torch.empty(0), torch.empty(0), 512, 1.0)
-    types = {"chosen": "*i32", "order": "*i64", "ends": "*i64", "scale": "fp32"}
+    types = {"chosen": "*i32", "order": "*i64", "ends": "*i64", "visible": "*i64", "scale": "fp32"}
     types |= dict.fromkeys(("lse", "inner", "target", "scores", "weights"), "*fp32")
-    types |= dict.fromkeys(("heads", "width", "keys"), "i32")
+    types |= dict.fromkeys(("heads", "width", "keys", "tokens"), "i32")
     tiled = {"values": "*fp8e4nv", "scales": "*fp32", "least": "fp32"}
     tiled |= dict.fromkeys(("rows", "columns", "stride_matrix", "stride_row", "stride_column"), "i32")
     rows = dict.fromkeys(("logprobs", "entropies", "normalisers", "slopes"), "*fp32") | {"targets": "*i64"}
@@ -187,7 +196,7 @@ def compile_for_hopper() -> None:
         (forward, by_triton.attention_sizes(glm5, by_triton.SMALL.forward), Bounds(0, 113, wgmma=False)),
         (queries, by_triton.attention_sizes(glm5, by_triton.SMALL.backward), Bounds(0, 107, wgmma=False)),
         (programs.sum_rows, {"DIM": 576, "BLOCK_N": 16, "BLOCK_D": 128, "num_warps": 4}, plain),
-        (programs.index_scores, scores, plain),
+        (programs.index_scores, scores, Bounds(0, 113, wgmma=True)),
         (normalise_rows, {"BLOCK": 8192, "num_warps": 8}, plain),
         (put_gradient_rows, {"BLOCK": 4096, "num_warps": 8}, plain),
     ]

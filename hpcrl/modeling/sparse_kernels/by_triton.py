@@ -54,7 +54,10 @@ HOPPER = AttentionBlocks(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
 """64 rows of a product is what the matrix instruction of Hopper (wgmma) takes. One program fills a multiprocessor."""
 SMALL = AttentionBlocks(Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2))
 """For GPUs with less shared memory, by the matrix instruction of Ampere: 113 and 107 KiB for GLM-5."""
-INDEX = Blocks(0, 128, 4, 1)
+INDEX = Blocks(64, 256, 8, 2)
+"""Of scores: at least 64 rows a product, which are the heads of some queries."""
+_PRODUCTS = 8
+"""What one program computes with the same keys, which so are read once for 16 queries of 32 heads."""
 
 
 class TritonKernel:
@@ -146,13 +149,16 @@ class TritonKernel:
             num_warps=4,
         )
 
-    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
         """See `SparseKernel`."""
         tokens = len(q)
         scores = torch.empty(tokens, len(k), dtype=torch.float32, device=q.device)
         if scores.numel():
-            self._programs.index_scores[tokens, -(-len(k) // INDEX.keys)](
-                *(q.contiguous(), k.contiguous(), weights.contiguous(), scores, len(k)), **index_sizes(q)
+            sizes = index_sizes(q)
+            grid = (-(-tokens // (sizes["PRODUCTS"] * sizes["QUERIES"])), -(-len(k) // sizes["BLOCK_K"]))
+            self._programs.index_scores[grid](
+                *(q.contiguous(), k.contiguous(), weights.contiguous(), visible.contiguous(), scores, tokens, len(k)),
+                **sizes,
             )
         return scores
 
@@ -163,6 +169,8 @@ def index_sizes(q: Tensor) -> dict[str, Any]:
     return {
         "HEADS": heads,
         "DIM": dim,
+        "PRODUCTS": _PRODUCTS,
+        "QUERIES": max(1, INDEX.heads // _power(heads)),
         "BLOCK_H": _power(heads),
         "BLOCK_K": INDEX.keys,
         "BLOCK_D": _power(dim),

@@ -77,9 +77,10 @@ class SparseKernel(Protocol):
         """Gradients of ``q`` and ``rows``, in their shapes, where ``grad [T, heads, value_dim]`` is that of ``out``."""
         ...
 
-    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
         """The sum over heads of ``weight · relu(q · k)`` (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
 
-        Of ``q [T, heads, dim]``, ``k [S, dim]`` and ``weights [T, heads]``: ``[T, S]`` float32.
+        Of ``q [T, heads, dim]``, ``k [S, dim]`` and ``weights [T, heads]``: ``[T, S]`` float32. A query sees the first
+        ``visible [T]`` (int64) keys, and -inf is the score of all others.
         """
         ...

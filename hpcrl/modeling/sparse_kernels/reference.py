@@ -60,11 +60,12 @@ class ReferenceKernel:
             add_rows(grad_rows, chosen[part].clamp(min=0).flatten().long(), grad_keys.flatten(0, 1).float())
         return grad_q, grad_rows.to(rows.dtype)
 
-    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
         """See `SparseKernel`."""
         tokens, heads, _ = q.shape
         each = (q.flatten(0, 1).float() @ k.float().T).relu_().view(tokens, heads, -1)
-        return torch.bmm(weights[:, None].float(), each)[:, 0]
+        scores = torch.bmm(weights[:, None].float(), each)[:, 0]
+        return scores.masked_fill_(torch.arange(len(k), device=k.device) >= visible[:, None], float("-inf"))
 
 
 def _chunks(inputs: Chosen) -> list[slice]:

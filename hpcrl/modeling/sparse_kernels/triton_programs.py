@@ -186,22 +186,43 @@ def index_scores(
     q,
     k,
     weights,
+    visible,
     scores,
+    tokens,
     keys,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores of a run of keys for one query: the sum over heads of ``weight · relu(q · k)``."""
-    token = tl.program_id(0).to(tl.int64)
-    key = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    channel, head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_H)
+    """Scores of a run of keys for a run of queries: the sum over heads of ``weight · relu(q · k)``.
+
+    One product has the heads of ``QUERIES`` queries. The keys stay where they are for ``PRODUCTS`` of them. Where no
+    query of a product sees a key, nothing is computed.
+    """
+    begin = tl.program_id(1) * BLOCK_K
+    key, channel = begin + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    row, own = tl.arange(0, QUERIES * BLOCK_H), tl.arange(0, QUERIES)
+    head = row % BLOCK_H
     own_k = _tile(k, key.to(tl.int64), channel, key < keys, DIM, DIM)
-    own_q = _tile(q, token * HEADS + head, channel, head < HEADS, DIM, DIM)
-    weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
-    each = tl.dot(own_q, tl.trans(own_k), input_precision=PRECISION)
-    total = tl.sum(tl.maximum(each, 0.0) * weight[:, None], 0)
-    tl.store(scores + token * keys + key, total, mask=key < keys)
+    for product in range(PRODUCTS):
+        first = (tl.program_id(0) * PRODUCTS + product) * QUERIES
+        query = first + own
+        seen = tl.load(visible + query, mask=query < tokens, other=0)
+        total = tl.full((QUERIES, BLOCK_K), float("-inf"), tl.float32)
+        if begin < tl.max(seen, 0):
+            token = first + row // BLOCK_H
+            there = (head < HEADS) & (token < tokens)
+            place = token.to(tl.int64) * HEADS + head
+            own_q = _tile(q, place, channel, there, DIM, DIM)
+            weight = tl.load(weights + place, mask=there, other=0.0).to(tl.float32)
+            each = tl.dot(own_q, tl.trans(own_k), input_precision=PRECISION)
+            each = tl.maximum(each, 0.0) * weight[:, None]
+            found = tl.sum(tl.reshape(each, (QUERIES, BLOCK_H, BLOCK_K)), 1)
+            total = tl.where(key[None, :] < seen[:, None], found, total)
+        at = scores + query.to(tl.int64)[:, None] * keys + key[None, :]
+        tl.store(at, total, mask=(query < tokens)[:, None] & (key < keys)[None, :])

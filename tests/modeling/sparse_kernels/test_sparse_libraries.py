@@ -127,7 +127,7 @@ class Restless(ReferenceKernel):
 
 
 class Broken(ReferenceKernel):
-    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
         raise RuntimeError("out of resources: shared memory")
 
 
