@@ -91,7 +91,7 @@ class Trial:
             result["problems"] = self.problems
         if self.said:
             result["said"] = self.said
-        result["left"] = self._left(ended=outcome in ENDED)
+        result["left"] = self._left(ended=outcome in ENDED, restarted=outcome == "restarted")
         if outcome in ENDED:
             self.lab.hpcrl("resume", self.run.name)
         result["again_s"], result["lost_steps"] = self._again(outcome)
@@ -331,12 +331,12 @@ class Trial:
         earlier = (f"{cause}\n{rollouts}" for cause in why["earlier"].values())
         return [f"{why['sentence']}\n{details}", *(c["what"] for c in why["consequences"]), *earlier]
 
-    def _left(self, *, ended: bool) -> int:
-        """Processes that should be gone after 15 s: all after an end; else those of what was replaced."""
+    def _left(self, *, ended: bool, restarted: bool) -> int:
+        """Count processes that should be gone after 15 s: all after an end; else those of what was replaced."""
         jobs: Callable[[], list[str]] = self.lab.alive_jobs if isinstance(self.lab, SlurmLab) else list
         deadline = time.monotonic() + 15.0
         while True:
-            left = [process for process in processes(self.run) if ended or self._replaced(process)]
+            left = [process for process in processes(self.run) if ended or self._replaced(process, restarted=restarted)]
             queue = jobs() if ended else []
             if not left and not queue:
                 return 0
@@ -345,14 +345,15 @@ class Trial:
                 return len(left) + len(queue)
             time.sleep(0.5)
 
-    def _replaced(self, process: psutil.Process) -> bool:
+    def _replaced(self, process: psutil.Process, *, restarted: bool) -> bool:
         try:
             marks, born_s = process.environ(), process.create_time()
         except psutil.Error:
             return False
         if "HPCRL_ROLE" not in marks:
             return False
-        hit = "restart" in self.fault.policy.split("|")
+        # where a policy allows both, the process may have gone on as it should
+        hit = restarted
         hit &= (marks["HPCRL_ROLE"], marks.get("HPCRL_REPLICA")) == (self.target.role, str(self.target.replica))
         # the kernel gives start times in ticks
         return int(marks["HPCRL_ATTEMPT"]) < status(self.run).attempt or (hit and born_s < self.began_s - 1.0)
