@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.chat import ChatConfig
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
@@ -50,7 +51,6 @@ __all__ = [
     "JobConfig",
     "LatencyConfig",
     "LoraConfig",
-    "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OrchestratorConfig",
@@ -80,42 +80,6 @@ class ModelConfig(StrictModel):
     """Settings of ``hpcrl warmup`` for recipes whose start model is made rather than given."""
     chat: ChatConfig = ChatConfig()
     """Chat format and variables of the chat template."""
-
-
-class LossConfig(StrictModel):
-    """The token-level policy loss; formulas and sources in docs/algorithms.md."""
-
-    kind: Literal["masked_ratio", "icepop", "tis", "ppo_clip", "cispo", "gspo"] = "masked_ratio"
-    """``masked_ratio`` (importance ratio, tokens masked by probability difference; what the reference run uses),
-    ``icepop`` (double-sided mask on the ratio), ``tis`` (truncated ratio), ``ppo_clip``, ``cispo``, ``gspo``."""
-    mask_low: PositiveFloat = 0.2
-    """``masked_ratio``: largest fall of a sampled token's probability (engine to trainer) that still counts."""
-    mask_high: PositiveFloat = 0.2
-    """``masked_ratio``: largest rise of a sampled token's probability that still counts."""
-    kl_tau: NonNegativeFloat = 1e-3
-    """``masked_ratio``: weight of the squared log-ratio that keeps trainer and engine close."""
-    ratio_low: PositiveFloat = 0.5
-    """``icepop``: smallest importance ratio that counts."""
-    ratio_high: PositiveFloat = 5.0
-    """``icepop``: largest ratio that counts; ``tis``: where it is cut."""
-    clip_low: PositiveFloat = 0.2
-    """``ppo_clip``, ``cispo``, ``gspo``: lower clip distance from 1."""
-    clip_high: PositiveFloat = 0.28
-    """``ppo_clip``, ``cispo``, ``gspo``: upper clip distance from 1."""
-
-    @property
-    def is_of_rollouts(self) -> bool:
-        """Whether a token's loss depends on all tokens of its rollout, also on those that other ranks have."""
-        return self.kind == "gspo"
-
-
-class AlgorithmConfig(StrictModel):
-    """How advantages and the loss are computed."""
-
-    advantage: Literal["grpo", "mean_baseline"] = "grpo"
-    """``grpo``: reward minus group mean, divided by the group's standard deviation; ``mean_baseline``: not divided."""
-    loss: LossConfig = LossConfig()
-    """The policy loss."""
 
 
 class OptimizerConfig(StrictModel):

@@ -72,6 +72,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     replayed_share:
         Share of the batch's tokens that took the experts of the engine (``trainer.router_replay``); None where experts
         are not replayed.
+    reference_kl:
+        k3 estimate of KL(trainer || start model) over trained tokens, with ``algorithm.kl``; None without.
     unknown_routing:
         Share of the batch's tokens whose experts no engine said, by kind: ``last``, the last token of a rollout, which
         never went into an engine; ``sampled``, other sampled tokens; ``context``, prompts and what tools said. Empty
@@ -131,6 +133,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     replayed_mismatch_kl: float | None = None
     unreplayed_mismatch_kl: float | None = None
     replayed_share: float | None = None
+    reference_kl: float | None = None
     unknown_routing: dict[str, float] = {}
     rollouts_digest: str | None = None
     skipped: bool = False

@@ -191,7 +191,7 @@ def test_rules_are_named_once_and_losses_are_covered() -> None:
     assert len({rule.name for rule in rules}) == len(rules)
     from typing import get_args
 
-    from hpcrl.config.recipe import LossConfig
+    from hpcrl.config.algorithm import LossConfig
 
     assert set(LOSS_SETTINGS) == set(get_args(LossConfig.model_fields["kind"].annotation))
     assert frozenset.union(*LOSS_SETTINGS.values()) == set(LossConfig.model_fields) - {"kind"}

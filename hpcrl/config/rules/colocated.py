@@ -79,6 +79,8 @@ def _whole_trainer(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "trainer.memory.parameter_offload", "parameters that live in host memory have no turn to leave the device"
     if recipe.trainer.lora is not None:
         yield "trainer.lora", "adapters are handed over by files in this version"
+    if (kl := recipe.algorithm.kl) is not None and not kl.on_host:
+        yield "algorithm.kl", "the copy of the start model has no turn to leave the device: set algorithm.kl.on_host"
 
 
 COLOCATED_RULES: tuple[Rule, ...] = (

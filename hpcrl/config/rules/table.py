@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hpcrl.config.algorithm import LossConfig
 from hpcrl.config.cluster import ClusterProfile, LocalCluster
 from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
 from hpcrl.config.load import Loaded
-from hpcrl.config.recipe import LossConfig, Recipe, WarmupConfig, WordsEnv
+from hpcrl.config.recipe import Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
 from hpcrl.config.rules.datasets import DATASET_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
@@ -224,6 +225,15 @@ def _loss_settings_apply(recipe: Recipe, _: ClusterProfile) -> Conflicts:
             yield f"algorithm.loss.{name}", f"has no effect on the loss {loss.kind!r}"
 
 
+def _kl_copy_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    kl = recipe.algorithm.kl
+    if kl is not None and kl.on_host and recipe.trainer.lora is not None:
+        yield (
+            "algorithm.kl.on_host",
+            "with trainer.lora the start model is the policy without adapters: there is no copy",
+        )
+
+
 def _mask_order(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     loss = recipe.algorithm.loss
     if loss.ratio_low >= loss.ratio_high:
@@ -328,6 +338,12 @@ RULES: tuple[Rule, ...] = (
         "A loss setting that is written has an effect on the chosen loss.",
         "remove the setting or choose the loss that reads it",
         _loss_settings_apply,
+    ),
+    Rule(
+        "kl-copy-applies",
+        "A setting of the copy of the start model is for a run that has one.",
+        "remove the setting",
+        _kl_copy_applies,
     ),
     Rule(
         "ratio-band", "The band of importance ratios is not empty.", "lower ratio_low or raise ratio_high", _mask_order

@@ -169,6 +169,8 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         images=2 if recipe.handoff.delta_chain else 1,
         staging_bytes=_staging_bytes(recipe),
         saves_aside=recipe.checkpoint.mode == "async",
+        reference=recipe.algorithm.kl is not None and trainer.lora is None,
+        reference_on_host=recipe.algorithm.kl is not None and (recipe.algorithm.kl.on_host or saving.parameter_offload),
         deepep_tokens=trainer.dispatched_tokens if trainer.parallelism.dispatcher == "deepep" else 0,
         device=device,
     )

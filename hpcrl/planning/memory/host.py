@@ -14,7 +14,7 @@ from hpcrl.models.rooms import room_bytes
 from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.padding import model_padding, rounded_gradients
-from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term
+from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term, reference_term
 from hpcrl.planning.routes import rollout_routes_bytes, token_routes_bytes
 
 __all__ = ["engine_host", "orchestrator_terms", "pool_terms", "trainer_host"]
@@ -54,6 +54,8 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         value = room_bytes(m.tokens * facts.hidden_size * m.element_bytes) * layers * per_node
         inputs = {"T": m.tokens, "D": facts.hidden_size, "L": layers, "b": m.element_bytes}
         yield Term("activations", value, "room(T D b) · L · ranks", inputs)
+    if m.reference_on_host:
+        yield reference_term(facts, m, ranks_here=per_node)
     images = image_term(facts, m, ranks_here=per_node)
     yield images
     if recipe.handoff.delta_chain:

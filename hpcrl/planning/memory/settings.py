@@ -14,7 +14,15 @@ from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory.activations import ActivationShape
 from hpcrl.planning.memory.padding import model_padding
 
-__all__ = ["EXPERT_IMBALANCE", "RealPass", "TrainerMemory", "checkpoint_term", "image_term", "trained_parameters"]
+__all__ = [
+    "EXPERT_IMBALANCE",
+    "RealPass",
+    "TrainerMemory",
+    "checkpoint_term",
+    "image_term",
+    "reference_term",
+    "trained_parameters",
+]
 
 OFFLOAD_BUCKET = 256 << 20
 """Bytes of optimizer state that move together (`hpcrl.trainer.memory.optimizer`)."""
@@ -86,6 +94,8 @@ class TrainerMemory:
         What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
     optimizer_bucket_bytes:
         Of optimizer state that moves together.
+    reference, reference_on_host:
+        A frozen copy of the start model is computed beside the policy; where its parameters are.
     deepep_tokens:
         Maximum tokens that one rank gives to DeepEP in one pass; 0: torch's collectives carry them.
     real:
@@ -120,6 +130,8 @@ class TrainerMemory:
     device: Literal["cpu", "cuda"] = "cuda"
     host_is_apart: bool | None = None
     optimizer_bucket_bytes: int = OFFLOAD_BUCKET
+    reference: bool = False
+    reference_on_host: bool = False
     deepep_tokens: int = 0
     real: RealPass | None = None
 
@@ -175,6 +187,19 @@ def trained_parameters(facts: ModelFacts, lora: LoraConfig | None) -> int:
     if lora is None:
         return facts.num_parameters()
     return lora_parameters(facts, lora.rank, lora.targets, shared_outer=lora.experts == "shared_outer")
+
+
+def reference_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term | None:
+    """Return the copy of the start model on a rank, or on ``ranks_here`` of them; None where there is none."""
+    if not memory.reference:
+        return None
+    p, n, b = (
+        facts.num_parameters() + model_padding(facts, shards=memory.shards, ep=memory.ep),
+        memory.shards,
+        memory.element_bytes,
+    )
+    inputs: dict[str, float | str] = {"b": b, "P + padding": p, "N": n, "ranks": ranks_here}
+    return Term("reference weights", b * p // n * ranks_here, "b (P + padding) / N · ranks", inputs)
 
 
 def image_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term:

@@ -31,6 +31,7 @@ from hpcrl.planning.memory.settings import (
     TrainerMemory,
     checkpoint_term,
     image_term,
+    reference_term,
     trained_parameters,
 )
 from hpcrl.planning.memory.sharded import ShardedParameters, of_all_layers
@@ -93,6 +94,8 @@ class _Trainer:
         Of an optimizer on the host two buckets come before the update; there each of ``buckets`` has a place.
         """
         m, n, trained = self.m, self.m.shards, self.trained
+        if not (m.reference_on_host and m.has_host):
+            yield reference_term(self.facts, m)
         if m.parameter_offload and m.device == "cuda":
             yield self._runtime()
             yield self._dispatch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.engine_shape import engine_ranks_per_node, step_limits
@@ -106,9 +106,18 @@ def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
         offload_optimizer=trainer.memory.optimizer_offload,
         offload_parameters=trainer.memory.parameter_offload,
         offload_activations=trainer.memory.activation_offload,
+        reference=_reference(recipe),
         micro_batch_tokens=trainer.micro_batch_tokens,
         trained=None if trainer.lora is None else trained_parameters(facts, trainer.lora),
     )
+
+
+def _reference(recipe: Recipe) -> Literal["device", "host"] | None:
+    kl, trainer = recipe.algorithm.kl, recipe.trainer
+    if kl is None:
+        return None
+    copied = trainer.lora is None
+    return "host" if (copied and kl.on_host) or trainer.memory.parameter_offload else "device"
 
 
 def _engine_shape(

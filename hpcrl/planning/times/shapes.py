@@ -44,6 +44,9 @@ class TrainerShape:
         Parameters are freed after the forward pass and gathered again.
     offload_optimizer, offload_activations, offload_parameters:
         To host memory; the last with gradients and optimizer, whose step is computed there.
+    reference:
+        The start model is computed beside the policy: a forward pass more, whose parameters come from the host where
+        it is ``host``.
     micro_batch_tokens:
         Token budget of a micro-batch of one context-parallel group.
     trained:
@@ -70,6 +73,7 @@ class TrainerShape:
     offload_optimizer: bool = False
     offload_activations: bool = False
     offload_parameters: bool = False
+    reference: Literal["device", "host"] | None = None
     micro_batch_tokens: int = 32768
     rows_sent: float | None = None
 

@@ -63,7 +63,7 @@ def _on_devices(
     packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens, facts)
     work = sequence_work(facts, batch.lengths)
     step = StepWork(facts, shape, packing, work, rates)
-    return step, (*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step))
+    return step, (*_compute_terms(step), *_fsdp_terms(step), *_mesh_terms(step), *_reference_terms(step))
 
 
 def _compute_terms(step: StepWork) -> list[Seconds]:
@@ -242,6 +242,24 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
     if shape.context_parallel > 1:
         terms += context_terms(step, tokens)
     return terms
+
+
+def _reference_terms(step: StepWork) -> list[Seconds]:
+    """The start model beside the policy: one forward pass without anything kept."""
+    shape, count = step.shape, step.packing.micro_batches
+    if shape.reference is None:
+        return []
+    overlap = step.rates.calibration.share("comm_overlap")
+    local = step.facts.num_parameters() / shape.shards * shape.gather_dtype_bytes
+
+    def seconds() -> float:
+        gather = count * _pass_gather_s(step, shape.gather_dtype_bytes) if shape.ranks > 1 else 0.0
+        come = count * local / step.rates.pcie if shape.reference == "host" else 0.0
+        return step.forward_s() + max(0.0, gather - overlap * step.forward_s()) + come
+
+    formula = "forward + max(0, gather - overlap * forward) + micro-batches * parameters / ranks * bytes / pcie"
+    sizes: dict[str, float | str] = {"copy": shape.reference, "micro-batches": count, "bytes a rank": local}
+    return [attempt("reference", seconds, formula, sizes)]
 
 
 def _host_terms(step: StepWork) -> list[Seconds]:

@@ -112,7 +112,7 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
         return web.Response(text="ok")
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=dock.metrics(), content_type="text/plain")
+        return web.Response(text=dock.metrics())
 
     async def run_metrics(_: web.Request) -> web.Response:
         return web.Response(text=await dock.run_metrics(), content_type="text/plain")

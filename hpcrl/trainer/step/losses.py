@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.config.recipe import LossConfig
+from hpcrl.config.algorithm import KlConfig, LossConfig
 from hpcrl.modeling.exchange import sum_over
 from hpcrl.modeling.sums import add_rows, count_rows
 
@@ -47,6 +47,8 @@ class TrainedTokens(NamedTuple):
     peers:
         Ranks that have other tokens of these rollouts, the context-parallel ones: all of them compute a loss of the
         micro-batch, with or without trained tokens. None where all tokens are here.
+    reference_logprobs:
+        ``[N]`` float32: those of the start model, where the loss holds the policy near it.
     """
 
     logprobs: Tensor
@@ -55,6 +57,7 @@ class TrainedTokens(NamedTuple):
     sequences: Tensor
     rollouts: int
     peers: dist.ProcessGroup | None = None
+    reference_logprobs: Tensor | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -163,7 +166,23 @@ _LOSSES: dict[str, Callable[[TrainedTokens, Tensor, LossConfig], _Terms]] = {
 }
 
 
-def policy_loss(tokens: TrainedTokens, config: LossConfig, *, total_tokens: int) -> PolicyLoss:
+def _divergence(tokens: TrainedTokens, log_ratio: Tensor, config: KlConfig) -> Tensor:
+    """Estimate the divergence from the policy to the start model of each token: ``q - 1 - log q``, q start over policy.
+
+    Its mean over tokens of the policy is the divergence, its gradient is not; with the ratio of trainer to engine as a
+    factor both are (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+    assert tokens.reference_logprobs is not None
+    away = (tokens.reference_logprobs - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
+    found = away.exp() - 1.0 - away
+    if config.estimator == "k3":
+        return found
+    return found * _ratio(log_ratio, log_ratio.detach() > MAX_LOG_RATIO)
+
+
+def policy_loss(
+    tokens: TrainedTokens, config: LossConfig, *, total_tokens: int, kl: KlConfig | None = None
+) -> PolicyLoss:
     """The loss of one micro-batch, as its share of the batch's token mean.
 
     Parameters
@@ -175,6 +194,8 @@ def policy_loss(tokens: TrainedTokens, config: LossConfig, *, total_tokens: int)
     total_tokens:
         Trained tokens of the whole batch, over all ranks and micro-batches: the losses of all
         micro-batches add up to the token mean.
+    kl:
+        The penalty on the distance from the start model, with ``tokens.reference_logprobs``.
 
     Raises
     ------
@@ -185,4 +206,6 @@ def policy_loss(tokens: TrainedTokens, config: LossConfig, *, total_tokens: int)
         raise ValueError(f"total_tokens must be positive, it is {total_tokens}")
     log_ratio = tokens.logprobs - tokens.engine_logprobs
     terms, masked = _LOSSES[config.kind](tokens, log_ratio, config)
+    if kl is not None:
+        terms = terms + kl.coefficient * _divergence(tokens, log_ratio, kl)
     return PolicyLoss(terms.sum() / total_tokens, masked, log_ratio.detach())

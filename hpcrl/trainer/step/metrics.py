@@ -25,7 +25,8 @@ __all__ = ["TokenMetrics", "TokenSums"]
 _TOKEN_SCALARS = ("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
 _ROUTE_SCALARS = ("compared", "differing", "known")
 _PROBE_SCALARS = ("probed", "replayed_kl", "unreplayed_kl")
-_SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS, *_PROBE_SCALARS)
+_REFERENCE_SCALARS = ("referred", "reference_kl")
+_SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS, *_PROBE_SCALARS, *_REFERENCE_SCALARS)
 _NO_UNKNOWN = dict.fromkeys(UNKNOWN_KINDS, 0)
 _MAX_LOG_RATIO = 300.0
 """Squares of ratios, added up, are still numbers in float64: ``metrics.jsonl`` has no infinity."""
@@ -50,6 +51,7 @@ class TokenMetrics:
     unreplayed_mismatch_kl: float | None
     replayed_mismatch_kl: float | None
     replayed_share: float | None
+    reference_kl: float | None
     unknown_routing: dict[str, float]
     rollouts_digest: str
 
@@ -190,6 +192,18 @@ class TokenSums:
         kls = [_k3(torch.where(both, ratios, 0.0).double(), both).sum() for ratios in (loss.log_ratio, unreplayed)]
         self._add_scalars(len(_TOKEN_SCALARS) + len(_ROUTE_SCALARS), (both.sum(), *kls))
 
+    def add_reference(self, away: Tensor) -> None:
+        """Add the distance from the start model of a micro-batch.
+
+        Parameters
+        ----------
+        away:
+            ``[N]``, detached: log-probability of the start model minus the trainer's.
+        """
+        known = away.isfinite()
+        found = _k3(torch.where(known, away, 0.0).double(), known).sum()
+        self._add_scalars(len(_SCALARS) - len(_REFERENCE_SCALARS), (known.sum(), found))
+
     def _add_scalars(self, first: int, values: Sequence[Tensor]) -> None:
         self._scalars[first : first + len(values)] += torch.stack([value.double() for value in values])
 
@@ -265,6 +279,7 @@ def _means(
         unreplayed_mismatch_kl=sums["unreplayed_kl"] / sums["probed"] if sums["probed"] else None,
         replayed_mismatch_kl=sums["replayed_kl"] / sums["probed"] if sums["probed"] else None,
         replayed_share=sums["known"] / rows if replay and rows else None,
+        reference_kl=sums["reference_kl"] / sums["referred"] if sums["referred"] else None,
         unknown_routing=unknown_shares,
         rollouts_digest=digest,
     )

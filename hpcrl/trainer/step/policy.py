@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.adapters import adapt, init_adapters
 from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
-from hpcrl.modeling.decoder import HeadFn
+from hpcrl.modeling.decoder import Decoder, HeadFn
 from hpcrl.modeling.fp8.backends import Backend
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import sum_over_copies
@@ -38,6 +39,7 @@ from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from hpcrl.trainer.step.reference import ReferencePolicy, logprobs_of
 from hpcrl.weights.read.model_directory import find_weight_files
 
 __all__ = ["TrainerPolicy"]
@@ -88,19 +90,24 @@ class TrainerPolicy:
         dtype, lora, multiplier = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora, multipliers[0]
         self.kernels = kernels[0].names | ({} if multiplier is None else {"fp8": multiplier.name})
         """What computes attention, and products in FP8."""
-        # nothing is whole anywhere: shards get their memory after the model is cut
-        self.model = spec.build(arch, device="meta", dtype=torch.float32 if lora is None else dtype)
-        apply_precision(self.model, fp8, multiplier)
-        apply_kernels(self.model, kernels[0])
+
+        def sharded(master: torch.dtype, choose_trained: Callable[[Decoder], object], *, on_host: bool) -> Decoder:
+            # nothing is whole anywhere: shards get their memory after the model is cut
+            model = spec.build(arch, device="meta", dtype=master)
+            apply_precision(model, fp8, multiplier)
+            apply_kernels(model, kernels[0])
+            choose_trained(model)
+            spec.parallelize(model, parallel.mesh, dtype=dtype, on_host=on_host)
+            use_dispatcher(model, parallel.mesh, recipe.trainer, find(), timeout_s=recipe.collective_timeout_s)
+            apply_memory_tools(model, memory, parallel.device, dtype=dtype)
+            model.materialise(parallel.device, on_host=on_host)
+            return model
+
         if lora is None:
-            freeze_parameters(self.model, recipe.trainer.freeze)
+            choose = partial(freeze_parameters, patterns=recipe.trainer.freeze)
+            self.model = sharded(torch.float32, choose, on_host=memory.parameter_offload)
         else:
-            adapt(self.model, lora)
-        spec.parallelize(self.model, parallel.mesh, dtype=dtype, on_host=memory.parameter_offload)
-        wait_s = recipe.collective_timeout_s
-        use_dispatcher(self.model, parallel.mesh, recipe.trainer, find(), timeout_s=wait_s)
-        apply_memory_tools(self.model, memory, parallel.device, dtype=dtype)
-        self.model.materialise(parallel.device, on_host=memory.parameter_offload)
+            self.model = sharded(dtype, partial(adapt, config=lora), on_host=memory.parameter_offload)
         self._watch = GradientWatch(self.model)
         self._carry_mtp()
         if model_dir is not None:
@@ -114,6 +121,13 @@ class TrainerPolicy:
             assert model_dir is not None, "adapters are trained on a start model"
             init_adapters(self.model, recipe.seed)
             self.base = base_digest(self.model, parallel.sharding.group)
+        self._reference: ReferencePolicy | None = None
+        if recipe.algorithm.kl is not None:
+
+            def frozen(on_host: bool) -> Decoder:
+                return sharded(dtype, lambda model: model.requires_grad_(requires_grad=False), on_host=on_host)
+
+            self._reference = ReferencePolicy(recipe, parallel, self.model, frozen)
         trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
 
@@ -166,9 +180,10 @@ class TrainerPolicy:
                 peers = context.get_group()
             probe = number == 1 and self._probes(shard.step)
             unreplayed = self._unreplayed(batch) if probe else None
+            reference = None if self._reference is None else self._reference.logprobs(batch)
             # without trained tokens the loss is 0, and joins the collectives of ranks that have some
             total = shard.stats.total_sampled_tokens if batch.num_trained else 1
-            loss, entropies = self._loss(batch, comparison, peers, total)
+            loss, entropies = self._loss(batch, comparison, peers, total, reference)
             if isinstance(self.optimizer, HostAdamW) and last:
                 self.optimizer.prefetch()
             if comparison is not None:
@@ -178,26 +193,25 @@ class TrainerPolicy:
                 sums.add(loss, entropies, batch.versions, batch.context_versions)
                 if unreplayed is not None:
                     sums.add_probe(loss, unreplayed)
+                if reference is not None:
+                    sums.add_reference(reference - (loss.log_ratio + batch.engine_logprobs))
         return sums
 
     def _probes(self, step: int) -> bool:
         every = self.recipe.trainer.replay_probe_steps
         return self._replay and every > 0 and step % every == 0
 
-    @torch.no_grad()
     def _unreplayed(self, batch: TokenBatch) -> Tensor:
         """Log-ratio of each trained token where routers choose the experts."""
-        chunk, temperature = self.recipe.trainer.memory.lm_head_chunk_tokens, self.recipe.rollouts.sampling.temperature
-        head: HeadFn = partial(whole_logprobs, targets=batch.targets, temperature=temperature)
-        if chunk is not None:
-            tokens = None if chunk == "auto" else chunk
-            head = partial(chunked_logprobs, targets=batch.targets, temperature=temperature, tokens=tokens)
-        logprobs, _ = self.model(batch.input_ids, batch.context(), head)
-        found: Tensor = logprobs - batch.engine_logprobs
-        return found
+        return logprobs_of(self.model, self.recipe, batch) - batch.engine_logprobs
 
     def _loss(
-        self, batch: TokenBatch, record: RoutedExpertsRecorder | None, peers: dist.ProcessGroup | None, total: int
+        self,
+        batch: TokenBatch,
+        record: RoutedExpertsRecorder | None,
+        peers: dist.ProcessGroup | None,
+        total: int,
+        reference: Tensor | None,
     ) -> tuple[PolicyLoss, Tensor]:
         """The loss of one micro-batch, with the entropy of each trained token; ``total`` as in `policy_loss`."""
         config, chunk = self.recipe.algorithm.loss, self.recipe.trainer.memory.lm_head_chunk_tokens
@@ -206,7 +220,9 @@ class TrainerPolicy:
         def loss_at(logprobs: Tensor, rows: slice) -> PolicyLoss:
             engine, advantages = batch.engine_logprobs[rows], batch.advantages[rows]
             tokens = TrainedTokens(logprobs, engine, advantages, batch.sequences[rows], batch.rollouts, peers)
-            return policy_loss(tokens, config, total_tokens=total)
+            if reference is not None:
+                tokens = tokens._replace(reference_logprobs=reference[rows])
+            return policy_loss(tokens, config, total_tokens=total, kl=self.recipe.algorithm.kl)
 
         head: HeadFn
         if chunk is None:

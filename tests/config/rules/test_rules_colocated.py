@@ -31,6 +31,7 @@ BROKEN = [
     ("colocated-memory", ("handoff.delta_chain=3",), "handoff.delta_chain"),
     ("colocated-trainer", ("trainer.memory.parameter_offload=true",), "trainer.memory.parameter_offload"),
     ("colocated-trainer", ("trainer.lora={}",), "trainer.lora"),
+    ("colocated-trainer", ("algorithm.kl={coefficient: 0.1}",), "algorithm.kl"),
 ]
 
 

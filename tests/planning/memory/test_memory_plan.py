@@ -262,6 +262,21 @@ def test_buffer_of_deepep_by_hand() -> None:
             assert ledger["DeepEP buffer"].value % (2 << 20) == 0
 
 
+def test_a_copy_of_the_start_model_is_where_the_recipe_has_it() -> None:
+    plain, kl = _report(), "algorithm.kl={coefficient: 0.1}"
+    on_gpus, on_hosts = _report(kl), _report("algorithm.kl={coefficient: 0.1, on_host: true}")
+    padding = model_padding(GLM5, shards=96, ep=8)
+    copy = 2 * (GLM5.num_parameters() + padding) // 96
+    for place, report in (("gpu", on_gpus), ("host", on_hosts)):
+        ranks = {"gpu": 1, "host": 8}[place]
+        assert report.place(Role.TRAINER, place).ledger["reference weights"].value == copy * ranks
+        more = report.place(Role.TRAINER, place).ledger.total - plain.place(Role.TRAINER, place).ledger.total
+        # the share that the allocator of a GPU cannot use comes with it
+        assert copy * ranks <= more <= 1.05 * copy * ranks + 1
+    other = on_hosts.place(Role.TRAINER, "gpu").ledger
+    assert other.total == plain.place(Role.TRAINER, "gpu").ledger.total
+
+
 @pytest.mark.parametrize("settings", [(), ("trainer.parallelism.ep=1", "trainer.parallelism.dispatcher=deepep")])
 def test_no_buffer_of_deepep_where_it_carries_nothing(settings: tuple[str, ...]) -> None:
     assert "DeepEP buffer" not in _names_of_trainer(*settings)

@@ -107,6 +107,10 @@ def test_features_move_the_step_the_right_way() -> None:
     assert seconds(replace(SHAPE, **on_host)) > seconds(replace(SHAPE, offload_optimizer=True))
     assert seconds(replace(SHAPE, nodes=24)) < seconds() < seconds(replace(SHAPE, nodes=6))
     assert seconds(batch=replace(BATCH, router_replay=True)) > seconds()
+    # a forward pass more, of the two and twice as much backward that there are with recomputation
+    beside = seconds(replace(SHAPE, reference="device"))
+    assert 1.1 * seconds() < beside < 1.4 * seconds()
+    assert seconds(replace(SHAPE, reference="host")) > beside
     # experts on other nodes: dispatch goes through the adapters
     assert seconds(replace(SHAPE, expert_parallel=32)) > seconds()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.config.recipe import LossConfig
+from hpcrl.config.algorithm import LossConfig
 from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, HEAD_PIECE_BYTES, LOGIT_PIECE_BYTES
 from hpcrl.trainer.batch import tensors
 from hpcrl.trainer.batch.tensors import token_logprobs

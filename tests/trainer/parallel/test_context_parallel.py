@@ -9,7 +9,7 @@ from test_meshes import GRADIENT_TOLERANCE, MODELS, WEIGHT_TOLERANCE, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
-from hpcrl.config.recipe import AlgorithmConfig, LossConfig
+from hpcrl.config.algorithm import AlgorithmConfig, LossConfig
 from hpcrl.modeling.balanced_chunks import head_tail
 from hpcrl.modeling.latent_gather import LatentGather
 from hpcrl.modeling.mesh import ParallelDims

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer_testing import Rollouts, make_recipe
 
+from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.modeling import exchange, latent_gather, sparse_attention, state_space
 from hpcrl.modeling.kernels import varlen
@@ -42,6 +43,7 @@ from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.policy import TrainerPolicy
+from hpcrl.trainer.step.reference import ReferencePolicy
 
 META = torch.device("meta")
 RANKS = 2
@@ -98,11 +100,11 @@ class Traffic(TorchDispatchMode):
         return watching
 
 
-def recipe_of(parallelism, memory, kind):
+def recipe_of(parallelism, memory, kind, kl):
     """With engines' experts taken in place of the routers'."""
     recipe = make_recipe("model", steps=9, parallelism=parallelism, memory=memory, router_replay=True)
-    loss = recipe.algorithm.loss.model_copy(update={"kind": kind})
-    return recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"loss": loss})})
+    algorithm = AlgorithmConfig.model_validate({"loss": {"kind": kind}, "kl": kl})
+    return recipe.model_copy(update={"algorithm": algorithm})
 
 
 def policy_on_meta(arch, recipe, mesh):
@@ -113,6 +115,11 @@ def policy_on_meta(arch, recipe, mesh):
     freeze_parameters(policy.model, recipe.trainer.freeze)
     policy._replay = recipe.trainer.router_replay
     policy._watch = GradientWatch(policy.model)
+    policy._reference = None
+    if recipe.algorithm.kl is not None:
+        policy._reference = ReferencePolicy.__new__(ReferencePolicy)
+        # reading a copy is not what is watched
+        vars(policy._reference).update(_recipe=recipe, _adapted=False, _model=policy.model)
     for mlp in policy.model.modules():
         if isinstance(mlp, SparseMLP) and mesh.ep > 1:
             experts = mlp.gate.out_features
@@ -161,9 +168,9 @@ class Sizes:
         return [[self.rows // 2, self.rows - self.rows // 2]] * 2
 
 
-def watch(family, parallelism, memory, kind):
+def watch(family, parallelism, memory, kind, kl):
     """What a step does, a micro-batch: traffic from host to device, waits for sizes; and the sparse layers."""
-    recipe = recipe_of(parallelism, memory, kind)
+    recipe = recipe_of(parallelism, memory, kind, kl)
     with ExitStack() as stack:
         dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=0, world_size=RANKS)
         stack.callback(dist.destroy_process_group)
@@ -210,8 +217,13 @@ def test_the_host_waits_for_no_loss_in_pieces(kind):
     expect_no_waits("qwen3_moe", {}, {"lm_head_chunk_tokens": 4}, kind)
 
 
-def expect_no_waits(family, parallelism, memory, kind):
-    seen, waits, layers = watch(family, parallelism, memory, kind)
+@pytest.mark.parametrize("estimator", ["weighted_k3", "k3"])
+def test_the_host_does_not_wait_for_the_start_model(estimator):
+    expect_no_waits("qwen3_moe", {}, {}, "gspo", {"coefficient": 0.1, "estimator": estimator})
+
+
+def expect_no_waits(family, parallelism, memory, kind, kl=None):
+    seen, waits, layers = watch(family, parallelism, memory, kind, kl)
     assert seen == {"copy": 3 if family == "nemotron_h" else 1}
     # recomputation does not ask again
     assert waits == (MICRO_BATCHES * layers if parallelism.get("ep") else 0)

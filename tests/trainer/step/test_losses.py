@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from hpcrl.config.recipe import LossConfig
+from hpcrl.config.algorithm import LossConfig
 from hpcrl.trainer.step.losses import MAX_LOG_RATIO, TrainedTokens, policy_loss
 from hpcrl.trainer.step.metrics import TokenSums
 

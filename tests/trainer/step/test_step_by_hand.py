@@ -10,7 +10,7 @@ from test_meshes import ARCHS
 from test_router_replay import rows_of_tokens, with_rows
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
 
-from hpcrl.config.recipe import AlgorithmConfig, LossConfig
+from hpcrl.config.algorithm import AlgorithmConfig, LossConfig
 from hpcrl.modeling.mesh import ParallelDims
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import load_arch
