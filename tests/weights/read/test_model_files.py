@@ -123,6 +123,15 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
         ModelFiles(tmp_path)
 
 
+def test_a_link_to_a_file_is_read_and_a_file_that_went_away_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "blobs" / "x", {"a": tensor([4], 0, 4)}, b"abcd")
+    (tmp_path / FILE).symlink_to(tmp_path / "blobs" / "x")
+    with ModelFiles(tmp_path) as files:
+        assert files.read("a", (0,), (4,)) == b"abcd"
+    with pytest.raises(UsageError, match="is no file"):
+        model_files._head(tmp_path / "gone.safetensors")
+
+
 def test_a_tensor_is_in_one_file(tmp_path: Path) -> None:
     for name in ("one.safetensors", "two.safetensors"):
         write(tmp_path / name, {"a": tensor([1], 0, 1)}, b"x")

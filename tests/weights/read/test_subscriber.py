@@ -86,6 +86,16 @@ def test_a_version_is_read_once_verified_and_acknowledged(store: HandoffStore, t
     assert not shared or list((tmp_path / "node").iterdir()) == []  # the last one removed the cache
 
 
+def test_bytes_are_read_across_segments(store: HandoffStore) -> None:
+    path = store.open(2).shards[0]
+    data = path.read_bytes()
+    with Subscriber(store.root, "r", settings()) as subscriber, subscriber.reading(2) as reading:
+        size = max(segment.bytes for segment in SegmentMap(store.open(2), SEGMENT).of(path.name))
+        assert len(data) > 3 * size, "a stretch of more than two segments"
+        for offset, length in ((0, 5), (size - 3, 7), (10, 3 * size), (0, len(data)), (len(data) - 1, 1), (4, 0)):
+            assert bytes(reading.read(2, path.name, offset, length)) == data[offset : offset + length]
+
+
 def test_what_is_not_there_is_said_at_once(store: HandoffStore) -> None:
     with Subscriber(store.root, "r", settings()) as subscriber:
         began = time.monotonic()
@@ -314,6 +324,9 @@ def test_only_segments_of_published_versions_are_served_and_only_with_the_token(
                 return error.code
 
         assert ask(f"/segments/{key}/{shard.name}/0", token) == 200
+        # behind the last one
+        count = len(SegmentMap(store.open(2), SEGMENT).of(shard.name))
+        assert ask(f"/segments/{key}/{shard.name}/{count}", token) == 404
         assert ask(f"/segments/{key}/{shard.name}/0", "wrong") == 401
         assert ask(f"/segments/{key}/{shard.name}/0", "") == 401
         assert ask(f"/segments/{key}/{shard.name}/0", Credentials(CREDENTIALS.token, 1).bearer) == 403

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from hpcrl.weights.format.layout import PublishedTensor, layout_shards
+from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, layout_shards
 from hpcrl.weights.write import writer
-from hpcrl.weights.write.writer import preallocate, shard_records
+from hpcrl.weights.write.writer import FileWriter, preallocate, shard_records
 
 
 def open_files() -> set[str]:
@@ -64,3 +65,25 @@ def test_records_of_a_shard_are_those_of_its_bytes(chunk_bytes: int) -> None:
         whole = bytes(content[record.offset : record.offset + record.bytes])
         parts = [whole[start : start + chunk_bytes] for start in range(0, len(whole), chunk_bytes)]
         assert record.xxh3_128 == "".join(map(xxhash.xxh3_128_hexdigest, parts))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("offset", "size"), [(0, 2 * PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES + 77), (5, PAGE_BYTES)])
+def test_stretches_are_written_and_hashed_where_they_belong(
+    tmp_path: Path, direct: bool, offset: int, size: int
+) -> None:
+    preallocate(tmp_path / "shard", 4 * PAGE_BYTES)
+    # memory of whole pages, which is what direct I/O takes
+    data = mmap.mmap(-1, 4 * PAGE_BYTES)
+    data[:] = os.urandom(len(data))
+    cuts = [100, size - 150, 50]
+    with FileWriter(tmp_path, direct=direct) as files:
+        chunks = files.write("shard", offset, memoryview(data)[:size], cuts)
+        files.sync()
+    written = (tmp_path / "shard").read_bytes()
+    assert written == bytes(offset) + data[:size] + bytes(4 * PAGE_BYTES - offset - size)
+    begins = [offset, offset + 100, offset + size - 50]
+    assert [(chunk.offset, chunk.bytes) for chunk in chunks] == list(zip(begins, cuts, strict=True))
+    for chunk, begin, cut in zip(chunks, begins, cuts, strict=True):
+        assert chunk.xxh3_128 == xxhash.xxh3_128_hexdigest(written[begin : begin + cut])
+    assert str(tmp_path / "shard") not in open_files()
