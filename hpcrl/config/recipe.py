@@ -23,7 +23,8 @@ from hpcrl.config.job import JobConfig
 from hpcrl.config.kernels import KernelsConfig
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.precision import PrecisionConfig
-from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig, SamplingConfig
+from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig
+from hpcrl.config.sampling import EvaluationSampling, SamplingConfig
 from hpcrl.config.supervision import (
     EnginePolicyConfig,
     OrchestratorPolicyConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "EnginePolicyConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "EvaluationSampling",
     "HandoffConfig",
     "HostedEnv",
     "JobConfig",
@@ -239,6 +241,8 @@ class EvaluationConfig(StrictModel):
     """Policy versions between evaluations; 0 evaluates only the first and the last version."""
     prompts: PositiveInt = 64
     """Held-out prompts of each evaluation, over all environments; the same ones each time."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """How tokens are drawn in held-out rollouts."""
     failures: Literal["zero", "exclude"] = "zero"
     """How held-out rollouts that fail count in the held-out reward. ``zero``: with the reward 0, so that a task does
     not leave the mean because it is hard, or because the policy breaks its environment. ``exclude``: not at all; the

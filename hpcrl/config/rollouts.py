@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from hpcrl.config.base import MOST, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.sampling import SamplingConfig
 
 __all__ = [
     "PAYLOAD_COPIES",
     "AdaptiveConcurrencyConfig",
     "RolloutConfig",
     "RolloutFailuresConfig",
-    "SamplingConfig",
     "WarehouseConfig",
 ]
 
 PAYLOAD_COPIES = 3
 """Of a rollout in flight in memory of the orchestrator: as received, as decoded, and as it is written."""
-
-
-Temperature = Annotated[float, Field(ge=0.01, le=MOST, allow_inf_nan=False)]
-"""Below it engines do not divide by what they are told: vLLM takes 0.01 instead, and from 1e-5 on the largest logit."""
-
-
-class SamplingConfig(StrictModel):
-    """How tokens are drawn in training rollouts."""
-
-    temperature: Temperature = 1.0
-    """Divides logits; log-probabilities are taken after it on both sides."""
-    max_new_tokens: PositiveInt = 32
-    """Tokens that the model may say in one turn."""
 
 
 class AdaptiveConcurrencyConfig(StrictModel):

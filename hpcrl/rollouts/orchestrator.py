@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from hpcrl.config.sampling import SamplingConfig
 from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
@@ -241,7 +242,7 @@ class Orchestrator:
         self._scheduler = Scheduler(
             config=config,
             order=self._order,
-            sampler=self._sampler(renderer, temperature=config.sampling.temperature, routes=routes),
+            sampler=self._sampler(renderer, config.sampling, routes=routes),
             account=StalenessAccount(
                 groups_per_step=config.rollouts_per_step // config.group_size,
                 max_off_policy_steps=config.max_off_policy_steps,
@@ -264,7 +265,9 @@ class Orchestrator:
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
-            sampler=self._sampler(renderer, temperature=0.0, routes=routes and routes.unkept()),
+            sampler=self._sampler(
+                renderer, recipe.evaluation.sampling.beside(config.sampling), routes=routes and routes.unkept()
+            ),
             updater=self._updater,
             events=self._events,
             done=evaluated_versions(run, up_to=state.step),
@@ -281,12 +284,14 @@ class Orchestrator:
         )
         self._restored.set()
 
-    def _sampler(self, renderer: Renderer, *, temperature: float, routes: RoutedExpertsSettings | None) -> Sampler:
+    def _sampler(
+        self, renderer: Renderer, sampling: SamplingConfig, *, routes: RoutedExpertsSettings | None
+    ) -> Sampler:
         return Sampler(
             self._pool,
             renderer,
-            temperature=temperature,
-            sampling=self._recipe.rollouts.sampling,
+            temperature=sampling.temperature,
+            sampling=sampling,
             max_model_len=self._recipe.engine.max_model_len,
             stream_interval=self._stream_interval,
             routes=routes,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from contract import (
     BLOCK,
@@ -17,6 +20,9 @@ from contract import (
     prompt_of,
 )
 from engine_helpers import SERVED_NAME, Server, forward, logprob_error
+
+#: control tokens have the ids below
+SPECIAL = 7
 
 
 @pytest.fixture
@@ -194,6 +200,31 @@ def test_stop_strings_end_a_token_request(server: Server) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert choice["token_ids"] == answer["token_ids"] == free[: len(choice["token_ids"])]
     assert choice["weight_versions"][-1]["end"] == len(choice["token_ids"])
+    assert choice["routed_experts"] is not None
+    rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+    assert len(rows) == len(prompt) + len(choice["token_ids"]) - 1
+    body = {"token_ids": prompt, "model": SERVED_NAME, "stream": True}
+    sampling = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "stop": [stop], "logprobs": 1}
+    chunks = [event["choices"][0] for event in server.stream(GENERATE, {**body, "sampling_params": sampling})]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == choice["token_ids"]
+    assert sum(len(chunk["logprobs"]["content"]) for chunk in chunks) == len(choice["token_ids"])
+    assert chunks[-1]["finish_reason"] == "stop"
+
+
+def test_stop_strings_are_looked_for_among_control_tokens_on_request(server: Server) -> None:
+    """A conversation asks so: what a template writes as a control token may end a turn by its text."""
+    prompt, asked = prompt_of(9), {"max_tokens": 400, "seed": 1, "stop": ["<|"], "ignore_eos": True}
+    shown = server.generate(prompt, **asked, skip_special_tokens=False)["choices"][0]
+    assert shown["finish_reason"] == "stop"
+    assert shown["token_ids"][-1] < SPECIAL
+    assert not [token for token in shown["token_ids"][:-1] if token < SPECIAL]
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_what_leaves_one_token_over_is_greedy(server: Server, truncation: dict[str, float]) -> None:
+    greedy = server.generate(prompt_of(9), max_tokens=20, temperature=0, ignore_eos=True)["choices"][0]
+    drawn = server.generate(prompt_of(9), max_tokens=20, seed=3, ignore_eos=True, **truncation)["choices"][0]
+    assert drawn["token_ids"] == greedy["token_ids"]
 
 
 BAD = {

@@ -21,6 +21,7 @@ from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
 from hpcrl.config.rules.quantization import QUANTIZATION_RULES
 from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.sampling import SAMPLING_RULES
 from hpcrl.config.rules.shared_node import SHARED_NODE_RULES
 from hpcrl.config.rules.site import SITE_RULES
 from hpcrl.config.rules.store import STORE_RULES
@@ -129,12 +130,6 @@ def _adaptive(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "rollouts.adaptive_concurrency.kv_low", f"{c.kv_low:g} is not below kv_high ({c.kv_high:g})"
     if not 0 < c.decrease < 1:
         yield "rollouts.adaptive_concurrency.decrease", f"{c.decrease:g} takes nothing away, or all"
-
-
-def _answer_fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    new, length = recipe.rollouts.sampling.max_new_tokens, recipe.engine.max_model_len
-    if new >= length:
-        yield "rollouts.sampling.max_new_tokens", f"{new} leaves no room for a prompt in max_model_len {length}"
 
 
 def _micro_batch_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -283,12 +278,7 @@ RULES: tuple[Rule, ...] = (
         "choose kv_low below kv_high, and decrease between 0 and 1",
         _adaptive,
     ),
-    Rule(
-        "answer-fits-context",
-        "Prompt and answer fit into the engine's context.",
-        "raise engine.max_model_len or lower max_new_tokens",
-        _answer_fits_context,
-    ),
+    *SAMPLING_RULES,
     Rule(
         "micro-batch-holds-sequence",
         "The trainer's token budget holds the longest rollout.",

@@ -37,6 +37,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         0 is greedy.
     seed:
         In ``[0, 2**63)``.
+    top_p, top_k, min_p:
+        Which tokens are left out of the distribution; log-probabilities are those of what is left.
+    stop:
+        Texts that end the answer, which has the tokens up to the one that completes such a text.
+    skip_special_tokens:
+        Whether the engine looks for these texts in what it has sampled without control tokens.
     logprobs:
         1: the log-probability of the sampled token.
     stream_interval:
@@ -51,6 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int]
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    stop: list[str] | msgspec.UnsetType = msgspec.UNSET
+    skip_special_tokens: bool | msgspec.UnsetType = msgspec.UNSET
     logprobs: int = 1
     stream_interval: int | msgspec.UnsetType = msgspec.UNSET
     routed_experts_prompt_start: int | msgspec.UnsetType = msgspec.UNSET
@@ -133,7 +142,7 @@ class Generation(msgspec.Struct, frozen=True):
     Attributes
     ----------
     finish_reason:
-        ``stop`` (the last token is a stop token) or ``length``.
+        ``stop`` (the last token is a stop token, or completes a text that ends answers) or ``length``.
     experts:
         ``[rows, layers, experts_per_token]``: of the last tokens, the very last excluded, which has not gone into the
         model; None where they were not asked for, and where an engine had kept them and does not give them.

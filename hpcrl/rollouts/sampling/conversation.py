@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.config.recipe import SamplingConfig
+from hpcrl.config.sampling import SamplingConfig
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.rollouts.engines.client import EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
@@ -29,6 +29,7 @@ from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.rollouts.sampling.sequence import TokenSequence
+from hpcrl.rollouts.sampling.stops import TurnStops
 from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
 
 __all__ = ["Conversation", "Sampler"]
@@ -54,7 +55,9 @@ class Sampler:
         Parameters
         ----------
         temperature:
-            0 is greedy, for evaluations.
+            0 is greedy, for evaluations; that of ``sampling`` is not read.
+        sampling:
+            Everything else about how tokens are drawn.
         max_model_len:
             Longest sequence of an engine in tokens.
         stream_interval:
@@ -67,7 +70,8 @@ class Sampler:
         self.rows = rows
         self.stream_interval = stream_interval or msgspec.UNSET
         self.pool, self.renderer, self.temperature, self.routes = pool, renderer, temperature, routes
-        self.max_new_tokens, self.max_model_len = sampling.max_new_tokens, max_model_len
+        self.sampling, self.max_model_len = sampling, max_model_len
+        self.stops = TurnStops(renderer, sampling)
 
 
 class Conversation:
@@ -162,14 +166,7 @@ class Conversation:
         self._tokens.append_sampled(turn.token_ids, turn.logprobs, turn.versions)
         self._cut = turn.finish_reason != "stop"
         self._turns.append(turn.turn)
-        parse = partial(
-            self._sampler.renderer.parse,
-            turn.token_ids.tolist(),
-            said=said.tolist(),
-            tools=self._tools,
-            turn=len(self._turns) - 1,
-        )
-        parsed = await beside_loop(parse, turn.token_ids.nbytes + said.nbytes)
+        parsed = await beside_loop(partial(self._parse, turn), turn.token_ids.nbytes + said.nbytes)
         self._parsed, self._ended_by = parsed, int(turn.token_ids[-1])
         self.malformed_calls += sum(call.status != "ok" for call in parsed.calls)
         return Reply(
@@ -182,24 +179,31 @@ class Conversation:
 
     async def _sample(self, said: NDArray[np.int32], room: int) -> SavedTurn:
         """Ask an engine for the next turn."""
+        sampler = self._sampler
         params = SamplingParams(
-            temperature=self._sampler.temperature,
-            max_tokens=min(room, self._sampler.max_new_tokens),
-            seed=stable_hash("turn", self.seed, len(self._turns)),
-            stop_token_ids=list(self._sampler.renderer.stop_token_ids),
-            stream_interval=self._sampler.stream_interval,
+            temperature=sampler.temperature,
+            max_tokens=min(room, sampler.sampling.max_new_tokens),
+            seed=self._turn_seed(),
+            stop_token_ids=list(sampler.stops.token_ids),
+            top_p=sampler.sampling.top_p,
+            top_k=sampler.sampling.top_k,
+            min_p=sampler.sampling.min_p,
+            stop=list(sampler.stops.strings) or msgspec.UNSET,
+            skip_special_tokens=False if sampler.stops.strings else msgspec.UNSET,
+            stream_interval=sampler.stream_interval,
             routed_experts_prompt_start=msgspec.UNSET
             if self._routes is None
             else self._routes.start(len(self._tokens)),
         )
         asked_s = time.monotonic()
-        answer = await self._sampler.pool.generate(
+        answer = await sampler.pool.generate(
             self._session,
             self._tokens.encoded,
             params,
             cache_salt=self._cache_salt,
             rows=self._routes is None or self._routes.wants_rows,
         )
+        answer = await beside_loop(partial(sampler.stops.cut, answer), answer.token_ids.nbytes)
         now = time.monotonic()
         times = round(asked_s - self._replied_s, 6), round(now - asked_s, 6)
         self._replied_s = now
@@ -216,6 +220,19 @@ class Conversation:
         if self._keeper is not None:
             self._keeper.ended(len(self._turns), turn)
         return turn
+
+    def _turn_seed(self) -> int:
+        """Return the seed of the next turn: of the rollout and the turn, and of the recipe's own where it has one."""
+        own = self._sampler.sampling.seed
+        return stable_hash("turn", self.seed, len(self._turns), *(() if own is None else (own,)))
+
+    def _parse(self, turn: SavedTurn) -> Parsed:
+        """Parse the turn that was appended last."""
+        token_ids, stops = turn.token_ids.tolist(), self._sampler.stops
+        parsed = self._sampler.renderer.parse(
+            stops.spoken(token_ids), said=turn.said.tolist(), tools=self._tools, turn=len(self._turns) - 1
+        )
+        return stops.without_stop(parsed, token_ids[-1]) if turn.finish_reason == "stop" else parsed
 
     async def rollout(self, member: int, outcome: Outcome, *, seconds: float) -> Rollout | None:
         """The finished rollout; None where nothing was sampled."""

@@ -1,4 +1,4 @@
-"""Held-out evaluation during the run: the same prompts each time, greedy, beside training."""
+"""Held-out evaluation during the run: the same prompts each time, with a sampling of its own, beside training."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Evaluator:
         Parameters
         ----------
         sampler:
-            With temperature 0.
+            As ``evaluation.sampling`` says; by default with temperature 0.
         done:
             By earlier attempts.
         """

@@ -128,6 +128,7 @@ async def test_one_sequence_with_exact_ids(bench: Bench, stub: StubEngine, tmp_p
         "stop_token_ids": [EOS],
         "top_p": 1.0,
         "top_k": 0,
+        "min_p": 0.0,
         "logprobs": 1,
     }
 

@@ -121,7 +121,9 @@ class TokenSampler:
             threshold = ordered.gather(1, self._vocab_size - kept[:, None])
             ordered.masked_fill_(ordered < threshold, -torch.inf)
         if limited_p:
-            outside = ordered.softmax(-1).cumsum(-1) <= 1 - torch.from_numpy(batch.top_p)[:, None]
+            top_p = torch.from_numpy(batch.top_p)[:, None]
+            # of a row that keeps all tokens none is left out, also where its probability is rounded to 0
+            outside = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
             outside[:, -1] = False
             ordered.masked_fill_(outside, -torch.inf)
         logits.scatter_(-1, index, ordered)

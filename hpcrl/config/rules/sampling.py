@@ -1,0 +1,65 @@
+"""Rules of how tokens are drawn."""
+
+from __future__ import annotations
+
+from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.sampling import LEAST_TEMPERATURE, EvaluationSampling, SamplingConfig
+
+__all__ = ["SAMPLING_RULES"]
+
+
+def _fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    training, held_out, length = recipe.rollouts.sampling, recipe.evaluation.sampling, recipe.engine.max_model_len
+    new = {"rollouts": training.max_new_tokens, "evaluation": held_out.max_new_tokens or 0}
+    for section, tokens in new.items():
+        if tokens >= length:
+            what = f"{tokens} leaves no room for a prompt in max_model_len {length}"
+            yield f"{section}.sampling.max_new_tokens", what
+
+
+def _truncating(sampling: SamplingConfig | EvaluationSampling) -> list[tuple[str, str]]:
+    """Return settings that leave tokens out of the distribution: name, and what it says."""
+    keeps_all = {"top_p": sampling.top_p >= 1, "top_k": sampling.top_k == 0, "min_p": sampling.min_p <= 0}
+    return [(name, f"{getattr(sampling, name):g}") for name, all_kept in keeps_all.items() if not all_kept]
+
+
+def _trained_on_whole(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for name, value in _truncating(recipe.rollouts.sampling):
+        what = f"{value} leaves tokens out, and the trainer computes probabilities over all of them"
+        yield f"rollouts.sampling.{name}", f"{what}: importance ratios would be wrong by what was left out"
+
+
+def _greedy_draws_nothing(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    sampling = recipe.evaluation.sampling
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        what = f"{sampling.temperature:g} is neither 0 nor at least {LEAST_TEMPERATURE:g}: engines round it"
+        yield "evaluation.sampling.temperature", what
+    if sampling.temperature > 0:
+        return
+    without_effect = [name for name, _ in _truncating(sampling)] + ["seed"] * (sampling.seed is not None)
+    for name in without_effect:
+        yield f"evaluation.sampling.{name}", "has no effect at temperature 0, which takes the most likely token"
+
+
+SAMPLING_RULES: tuple[Rule, ...] = (
+    Rule(
+        "answer-fits-context",
+        "Prompt and answer fit into the engine's context.",
+        "raise engine.max_model_len or lower max_new_tokens",
+        _fits_context,
+    ),
+    Rule(
+        "sampling-is-whole",
+        "Tokens that are trained on are drawn from the whole distribution.",
+        "leave it out; held-out rollouts may have it in evaluation.sampling (docs/algorithms.md, Sampling)",
+        _trained_on_whole,
+    ),
+    Rule(
+        "greedy-draws-nothing",
+        "Held-out rollouts that draw no tokens have no settings of drawing.",
+        "leave it out, or set evaluation.sampling.temperature: 0.7, for example",
+        _greedy_draws_nothing,
+    ),
+)

@@ -1,0 +1,66 @@
+"""How tokens are drawn, in training and in held-out evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from hpcrl.config.base import Fraction, NonNegativeInt, PositiveInt, StrictModel
+
+__all__ = ["LEAST_TEMPERATURE", "EvaluationSampling", "SamplingConfig"]
+
+LEAST_TEMPERATURE = 0.01
+"""Below it engines do not divide by what they are told: vLLM takes 0.01 instead, and from 1e-5 on the largest logit.
+Above 2 engines refuse a request."""
+
+_StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+_StopTokens = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
+
+
+class _Drawing(StrictModel):
+    """What training and evaluation have in common."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the most likely tokens as few are kept as have this share of the probability together. 1: all are kept."""
+    top_k: NonNegativeInt = 0
+    """So many of the most likely tokens are kept. 0: all are."""
+    min_p: Fraction = 0.0
+    """Tokens are kept that have at least this share of the probability of the most likely one. 0: all are."""
+    seed: NonNegativeInt | None = None
+    """Other numbers give other draws for the same prompts. Each turn of each rollout has a seed of its own, into which
+    this number enters: rollouts of one prompt differ, and a turn that is sampled again begins with the same draws.
+    None: nothing more enters."""
+
+
+class SamplingConfig(_Drawing):
+    """How tokens are drawn in training rollouts. ``top_p``, ``top_k`` and ``min_p`` have to keep all tokens there: the
+    trainer computes probabilities over the whole vocabulary (docs/algorithms.md, Sampling)."""
+
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] = 1.0
+    """Divides logits; log-probabilities are taken after it on both sides."""
+    max_new_tokens: PositiveInt = 32
+    """Tokens that the model may say in one turn."""
+    stop: _StopStrings = ()
+    """Texts that end a turn. The tokens are trained on up to the one that completes such a text, and the environment
+    gets what stands before the text. The template's end of a turn follows in the next prompt; it is not trained on."""
+    stop_token_ids: _StopTokens = ()
+    """Tokens that end a turn beside those of the model. They are trained on, and environments do not get them."""
+
+
+class EvaluationSampling(_Drawing):
+    """How tokens are drawn in held-out rollouts; nothing is trained on them."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Divides logits; 0, or at least 0.01. 0: the most likely token is taken."""
+    max_new_tokens: PositiveInt | None = None
+    """Tokens that the model may say in one turn. None: as in training."""
+    stop: _StopStrings | None = None
+    """Texts that end a turn. None: as in training."""
+    stop_token_ids: _StopTokens | None = None
+    """Further tokens that end a turn. None: as in training."""
+
+    def beside(self, training: SamplingConfig) -> SamplingConfig:
+        """Return all values of held-out rollouts: those of training in place of those that are None."""
+        own = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        return training.model_copy(update={"seed": None, **own})
