@@ -86,6 +86,7 @@ LINES: dict[str, list[list[str]]] = {
         ["site", "install", "--role", "env", "--prefix", "environments", "--bundle", "no-such.tar"],
     ],
     "site bundle": [["site", "bundle", "--role", "env", "-o", "no-such-directory/bundle.tar"]],
+    "site first-run": [["site", "first-run", "new"], ["site", "first-run", "new", "--from", "nowhere"]],
     "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
     "devcluster up": [["devcluster", "up", "--nodes", "0"]],
     **{
