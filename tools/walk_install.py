@@ -23,7 +23,9 @@ SECTION = "On a virtual cluster"
 MIRROR = "http://deb.debian.org/debian"
 #: settings of package indexes: their variables, files and directories that they name
 INDEX_VARIABLES = re.compile(r"^(PIP|UV)_[A-Z_]+$|^(https?|no)_proxy$", re.IGNORECASE)
-INDEX_FILES = ("etc/pip.conf", "etc/xdg/pip", "etc/ssl/certs/ca-certificates.crt", "etc/resolv.conf")
+INDEX_FILES = ("etc/pip.conf", "etc/xdg/pip", "etc/resolv.conf")
+#: a place of its own: a package of the walk writes the usual file anew
+CERTIFICATES, OURS = Path("/etc/ssl/certs/ca-certificates.crt"), "source/certificates.crt"
 PLACES = re.compile(r"(?:file://)?(/[^\s:,]+)")
 #: the container waits no longer for all of the walk
 LIMIT_S = 3600
@@ -89,6 +91,8 @@ def prepare(place: Path) -> None:
     (place / "source").mkdir()
     command = ["git", "clone", "--quiet", "--bare", "--no-local", str(ROOT), str(place / "source/hpcrl.git")]
     subprocess.run(command, check=True)
+    if CERTIFICATES.is_file():
+        shutil.copy(CERTIFICATES, place / OURS)
     for name in INDEX_FILES:
         ours, its = Path("/", name), place / name
         if ours.exists():
@@ -129,6 +133,8 @@ def enter(place: Path, command: list[str]) -> int:
         "HPCRL_SOURCE": "/source/hpcrl.git",
         **index_settings(),
     }
+    if (place / OURS).is_file():
+        settings |= dict.fromkeys(("PIP_CERT", "SSL_CERT_FILE"), f"/{OURS}")
     words = ["env", "-i", *(f"{name}={value}" for name, value in settings.items()), *command]
     inside = " ".join(quote(word) for word in ["chroot", str(place), *words])
     script = "\n".join(["set -e", "hostname walk", *mounts, f"exec {inside}"])

@@ -120,7 +120,7 @@ def make_model(recipe: Recipe, cluster: SlurmCluster, cwd: Path, say: Callable[[
         )
     say(f"making the start model in {target}")
     command = module_command(python, "hpcrl.trainer.warmup.make", "--output", str(target))
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -128,14 +128,14 @@ def make_model(recipe: Recipe, cluster: SlurmCluster, cwd: Path, say: Callable[[
         text=True,
         errors="replace",
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    try:
-        words, _ = process.communicate(recipe.model_dump_json(), timeout=_MODEL_S)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        words, code = f"it did not end within {_MODEL_S:g} s", 1
-    finally:
-        _end(process)
+    ) as process:
+        try:
+            words, _ = process.communicate(recipe.model_dump_json(), timeout=_MODEL_S)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            words, code = f"it did not end within {_MODEL_S:g} s", 1
+        finally:
+            _end(process)
     if code:
         last = "\n".join(f"    {line}" for line in words.strip().splitlines()[-_LAST_LINES:])
         inside_hint = "    hint: roles of this site run in containers: make it in one\n" if inside else ""
