@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.bringup.node_answers import ask_nodes, used_partitions
-from hpcrl.bringup.stage import Outcome, SiteBench, StageStoppedError, quoted, stop_at_errors
+from hpcrl.bringup.stage import FirstRunRequest, Outcome, SiteBench, StageStoppedError, quoted, stop_at_errors
+from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.rules.table import SITE_RULES, check_cluster
 from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import ConfigError, UsageError
@@ -55,13 +56,25 @@ def describe_site(bench: SiteBench) -> Outcome:
             commands=[f"{os.environ.get('EDITOR', 'vi')} {quoted(path)}"] if not request.is_file else [],
         ) from error
     facts = {"profile": str(loaded.source), "drafted": drafted}
-    given = {"--runs-root": request.runs_root, "--fabric": request.fabric, "--python": request.python}
-    given |= {"--vllm-python": request.vllm_python}
-    unread = [name for name, value in given.items() if value is not None]
-    if unread and not drafted:
-        what = f"{loaded.source} was there before: {', '.join(unread)} changed nothing in it"
+    differ = _differing(request, loaded.value)
+    if differ:
+        what = (
+            f"{loaded.source} was there before, and says something else than {', '.join(differ)}, which changed nothing"
+        )
         return Outcome(summary=f"{loaded.source} is there", warnings=(what,), facts=facts)
     return Outcome(summary=f"{loaded.source} {'was drafted' if drafted else 'is there'}", facts=facts)
+
+
+def _differing(request: FirstRunRequest, cluster: SlurmCluster) -> list[str]:
+    """Return the options of a draft that the profile does not follow."""
+    python = {str(role): each for role, each in cluster.python_by_role.items()}.get("trainer")
+    written = {
+        "--runs-root": (request.runs_root, {cluster.paths.runs_root}),
+        "--fabric": (request.fabric, {each.node.fabric.kind for each in cluster.partitions.values()}),
+        "--python": (request.python, {python}),
+        "--vllm-python": (request.vllm_python, {cluster.vllm_python}),
+    }
+    return [option for option, (given, its) in written.items() if given is not None and given not in its]
 
 
 def _check_name(name: str) -> None:

@@ -95,9 +95,13 @@ def test_a_draft_with_all_that_only_a_person_knows_goes_on(site: Site) -> None:
     profile = load_cluster("clusters/fresh.yaml").value
     assert profile.vllm_python == "/shared/vllm/python"
     assert {str(role) for role in profile.python_by_role} == {"trainer", "orchestrator"}
-    # the second call leaves it alone, and says so where it was asked for something else
-    again = site_stages.describe_site(bench)
-    assert "was there before: --runs-root, --fabric, --python, --vllm-python changed nothing" in again.warnings[0]
+    # the same command goes on; another one is told that it changed nothing
+    assert site_stages.describe_site(bench).warnings == ()
+    other = SiteBench(
+        replace(bench.request, runs_root="/elsewhere", fabric="roce", python="/p", vllm_python="/v"), site.state, print
+    )
+    (warning,) = site_stages.describe_site(other).warnings
+    assert "something else than --runs-root, --fabric, --python, --vllm-python, which changed nothing" in warning
 
 
 def test_a_draft_with_change_me_stops_and_names_the_lines(site: Site) -> None:
