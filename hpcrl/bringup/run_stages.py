@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.bringup.follow import end_open_run, follow_to_end
 from hpcrl.bringup.limits import without_interruption
+from hpcrl.bringup.rollout_proof import prove_rollouts
 from hpcrl.bringup.stage import Outcome, SiteBench, StageStoppedError, quoted
 from hpcrl.bringup.tiny_recipe import RECIPE_FILE, engine_backend, make_model, tiny_settings, write_recipe
 from hpcrl.config.cluster import SlurmCluster
@@ -21,7 +22,6 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.probe import collect
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.views.rollouts import verify_rollouts
 from hpcrl.slurm.admission import check_admission
 from hpcrl.submit.new_run import submit_new
 from hpcrl.submit.prepare import PreparedRun, RunPlace, examine
@@ -118,7 +118,7 @@ def run_tiny(bench: SiteBench) -> Outcome:
             "    hint: the shared filesystem may show files late; ask once more",
             commands=[f"hpcrl status {quoted(run.path)}"],
         )
-    verdict = verify_rollouts(run)
+    verdict = prove_rollouts(run)
     if verdict.problems:
         text = "\n".join(f"  {problem}" for problem in verdict.problems)
         raise StageStoppedError(
