@@ -35,9 +35,10 @@ ARROWS: dict[str, set[str]] = {
     "supervisor": {"config", "runs", "slurm", "checkpoints"},
     "submit": {"config", "runs", "slurm", "supervisor", "jobplan"},
     "sites": {"config", "slurm", "supervisor"},
+    "bringup": {"config", "jobplan", "planning", "runs", "slurm", "submit", "sites"},
     "devcluster": {"config", "slurm"},
     "cli": {
-        *("config", "jobplan", "planning", "simulation", "runs", "slurm", "submit", "sites"),
+        *("config", "jobplan", "planning", "simulation", "runs", "slurm", "submit", "sites", "bringup"),
         *("checkpoints", "weights", "devcluster", "store", "dock", "models"),
     },
     "modeling": {"models", "weights"},

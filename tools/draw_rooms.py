@@ -18,7 +18,7 @@ BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 
 #: where each room runs; a room that is missing here is drawn outside of all places, and the test says so
 PLACES = {
-    "login node": ("cli", "sites", "submit", "jobplan", "planning", "simulation", "devcluster"),
+    "login node": ("cli", "bringup", "sites", "submit", "jobplan", "planning", "simulation", "devcluster"),
     "batch process of the job": ("supervisor",),
     "nodes": ("trainer", "inference", "rollouts", "store", "modeling"),
     "contracts, read and written on both sides": ("weights", "checkpoints", "dock", "runs"),

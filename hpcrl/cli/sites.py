@@ -41,35 +41,24 @@ def init(
         str | None,
         typer.Option("--python", metavar="PATH", help="Interpreter of roles on nodes; this one where it has torch."),
     ] = None,
+    vllm_python: Annotated[
+        str | None,
+        typer.Option("--vllm-python", metavar="PATH", help="Interpreter of vLLM engines; without it, that of roles."),
+    ] = None,
 ) -> None:
     """Draft a cluster profile from the Slurm of this machine. Overwrites nothing.
 
     What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in. On a compute node
     (srun) it also writes the adapters of that node's partitions, with the GPUs that they are nearest to.
     """
-    import importlib.util
-    import os
-    import socket
-    import sys
-
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
-    from hpcrl.sites.draft_node import SeenNode
-    from hpcrl.sites.node_topology import read_topology
-    from hpcrl.sites.profile_draft import draft_profile
-    from hpcrl.sites.site_facts import partitions_of_machine, read_facts
+    from hpcrl.sites.draft_machine import draft_of_machine
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
         raise UsageError(f"{path} exists already\n    hint: choose another name, or move it away")
-    if python is None and importlib.util.find_spec("torch") is not None:
-        python = sys.executable
-    slurm = _slurm()
-    host = socket.gethostname()
-    here = partitions_of_machine(slurm, [os.environ.get("SLURMD_NODENAME", ""), host, host.partition(".")[0]])
-    topology = read_topology()
-    seen = {partition: SeenNode(node, topology) for partition, node in here.items()}
-    text = draft_profile(read_facts(slurm), name, runs_root=runs_root, fabric=fabric, python=python, seen=seen)
+    text = draft_of_machine(_slurm(), name, runs_root=runs_root, fabric=fabric, python=python, vllm_python=vllm_python)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     say(path)
@@ -140,40 +129,22 @@ def check(
 def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFinding]:
     import os
 
+    from hpcrl.bringup.node_answers import ask_nodes
     from hpcrl.cli.progress import working
     from hpcrl.cli.selection import runs_root
-    from hpcrl.config.joined import charged
-    from hpcrl.jobplan.environment import network_variables
-    from hpcrl.sites.check_job import check_nodes
-    from hpcrl.sites.fact_findings import facts_summary
-    from hpcrl.sites.library_findings import library_summary
-    from hpcrl.sites.network_findings import network_summary
-    from hpcrl.sites.node_findings import node_findings
     from hpcrl.slurm.client import SlurmClient
 
-    found: list[CheckFinding] = []
-    cluster = charged(cluster, os.environ)
-    names = dict.fromkeys([cluster.placement.default, *cluster.placement.by_role.values()])
-    for partition in names:
-        with working(f"waiting for the check's job in {partition}, {wait_s:g} s at most"):
-            report = check_nodes(
-                cluster,
-                partition,
-                client=SlurmClient(),
-                directory=runs_root(None, cluster),
-                nodes=min(nodes, cluster.partitions[partition].nodes),
-                wait_s=wait_s,
-                network=network_variables(cluster, partition),
-                say=lambda text: say(text, err=True),
-            )
-        say(f"asked: {', '.join(node.host for node in report.nodes)}", err=True)
-        for line in library_summary(report.nodes[0].libraries):
-            say(line, err=True)
-        say(network_summary(report.network), err=True)
-        for line in facts_summary([node.facts for node in report.nodes]):
-            say(line, err=True)
-        found += node_findings(cluster, partition, report.nodes, report.network)
-    return found
+    answers = ask_nodes(
+        cluster,
+        client=SlurmClient(),
+        directory=runs_root(None, cluster),
+        nodes=nodes,
+        wait_s=wait_s,
+        environ=os.environ,
+        say=lambda text: say(text, err=True),
+        working=working,
+    )
+    return answers.findings
 
 
 def _slurm() -> SlurmFacts:

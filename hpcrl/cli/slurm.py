@@ -12,36 +12,10 @@ __all__ = ["reach_slurm_of", "reachable_slurm"]
 
 
 def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
-    """A client whose controller has just answered ``scontrol ping``, which says so at once.
+    """See `hpcrl.slurm.reach.reachable_slurm`."""
+    from hpcrl.slurm.reach import reachable_slurm as reach
 
-    Parameters
-    ----------
-    client:
-        Whom to ask; the Slurm of this shell by default.
-
-    Raises
-    ------
-    SlurmMissingError, NoConfigurationError
-        Slurm's commands are not here, or ``slurm.conf`` is not where it should be.
-    UsageError
-        The controller does not answer; nothing was changed.
-    """
-    import os
-
-    from hpcrl.errors import UsageError
-    from hpcrl.slurm.client import SlurmClient
-    from hpcrl.slurm.command import check_configuration
-
-    client = client or SlurmClient()
-    check_configuration(client.conf)
-    if not client.answers():
-        conf = client.conf or os.environ.get("SLURM_CONF")
-        raise UsageError(
-            "Slurm's controller does not answer; nothing was changed\n"
-            "    hint: try again later; scontrol ping says whether it is up, and where it was looked for"
-            + (f"\n    hint: it was asked with SLURM_CONF={conf}: is that your cluster's?" if conf else "")
-        )
-    return client
+    return reach(client)
 
 
 def reach_slurm_of(run: RunDir) -> None:

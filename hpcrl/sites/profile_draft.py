@@ -23,6 +23,7 @@ def draft_profile(
     runs_root: str | None = None,
     fabric: str | None = None,
     python: str | None = None,
+    vllm_python: str | None = None,
     seen: Mapping[str, SeenNode] | None = None,
 ) -> str:
     """Return the text of ``clusters/<name>.yaml``.
@@ -35,6 +36,8 @@ def draft_profile(
         Name of the profile.
     runs_root, fabric, python:
         What only a person knows; left open where not given.
+    vllm_python:
+        Interpreter of vLLM engines; without one, engines have that of the trainer.
     seen:
         A node of a partition, by the name of the partition, where one could be looked at.
     """
@@ -82,7 +85,7 @@ def draft_profile(
         f"  preempt_signal: {_yaml(facts.preempt_signal)}",
         f"  segment: {_yaml(facts.segment)}",
         "",
-        *_pythons(python),
+        *_pythons(python, vllm_python),
         "# launch:",
         "#   inherit: [HF_TOKEN]",
         "#   module_init: /etc/profile.d/lmod.sh",
@@ -149,15 +152,21 @@ def _gpu(gpu_type: str | None) -> list[str]:
     ]
 
 
-def _pythons(python: str | None) -> list[str]:
-    """Interpreters of the roles on nodes: without them, roles would have that of the command line."""
+def _pythons(python: str | None, vllm_python: str | None) -> list[str]:
+    """Return the lines of interpreters of the roles on nodes: without them, roles would have that of the command
+    line."""
     word = json.dumps(python) if python else _UNKNOWN
-    return [
+    lines = [
         "# interpreters that all nodes see under these names: `hpcrl site install --role trainer --prefix DIR` makes",
         "# one for all three (docs/install.md); `hpcrl cluster check --job` imports what they need on a node",
         "python_by_role:",
         f"  trainer: {word}",
         f"  orchestrator: {word}",
+    ]
+    if vllm_python:
+        return [*lines, "# engines, router and KV store", f"vllm_python: {json.dumps(vllm_python)}", ""]
+    return [
+        *lines,
         f"  engine: {word}",
         "# vLLM engines have an environment of their own (`hpcrl site install --role vllm`), and no `engine` above",
         "# vllm_python: /shared/envs/vllm/bin/python",

@@ -1,0 +1,38 @@
+"""Slurm as a command asks it before it changes anything: an answer within seconds, or a hint."""
+
+from __future__ import annotations
+
+import os
+
+from hpcrl.errors import UsageError
+from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.command import check_configuration
+
+__all__ = ["reachable_slurm"]
+
+
+def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
+    """Return a client whose controller has just answered ``scontrol ping``, which answers at once.
+
+    Parameters
+    ----------
+    client:
+        Whom to ask; the Slurm of this shell by default.
+
+    Raises
+    ------
+    SlurmMissingError, NoConfigurationError
+        Slurm's commands are not here, or ``slurm.conf`` is not where it should be.
+    UsageError
+        The controller does not answer; nothing was changed.
+    """
+    client = client or SlurmClient()
+    check_configuration(client.conf)
+    if not client.answers():
+        conf = client.conf or os.environ.get("SLURM_CONF")
+        raise UsageError(
+            "Slurm's controller does not answer; nothing was changed\n"
+            "    hint: try again later; scontrol ping says whether it is up, and where it was looked for"
+            + (f"\n    hint: it was asked with SLURM_CONF={conf}: is that your cluster's?" if conf else "")
+        )
+    return client
