@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from lab import ROOT, Lab, events, processes, steps
 from patience import patience, wait_for
+from small_gguf import converter, write_small_gguf
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.nightly, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PACKAGE = ROOT / ".smollm2"
 
@@ -36,6 +38,26 @@ def demo_lab(tmp_path: Path, published_model: Path) -> Iterator[Lab]:
         lab.hpcrl("cancel", path.name, "--yes", check=False)
 
 
+def test_a_small_model_of_its_kind_goes_through(tmp_path: Path) -> None:
+    """Tokenizer, template, tied embeddings and bfloat16 of the real one, with random weights."""
+    pytest.importorskip("gguf", reason="gguf is not installed (tools/bootstrap.py dev)")
+    model = tmp_path / "model"
+    converter().convert(write_small_gguf(tmp_path / "small.gguf"), model)
+    lab = Lab(tmp_path, model)
+    # the longest prompt has more tokens where each letter is one
+    sizes = ("engine.max_model_len=160", "rollouts.rollouts_per_step=8", "evaluation.prompts=8")
+    run = lab.submit("small", "trainer.steps=3", *sizes, recipe="smollm2", to_end=True)
+    first = json.loads((run.path / "rollouts" / "step-000001.jsonl").read_text().splitlines()[0])
+    opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is "
+    assert first["text"].startswith(opening)
+    assert "Answer with the number only.<|im_end|>\n<|im_start|>assistant\n" in first["text"]
+    assert list(steps(run)) == [1, 2, 3]
+    assert all(step.mismatch_kl < 0.01 for step in steps(run).values())
+
+
+@pytest.mark.campaign
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("recipe", ["smollm2", "smollm2_lora"])
 def test_a_published_model_learns(demo_lab: Lab, recipe: str) -> None:
     run = demo_lab.submit(recipe, recipe=recipe)
