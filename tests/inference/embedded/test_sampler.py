@@ -87,6 +87,25 @@ def test_rows_do_not_see_each_other() -> None:
     assert (both.token_ids[::2] == logits.argmax(-1).numpy()[::2]).all()
 
 
+def test_draws_of_a_large_vocabulary_are_those_of_splitmix() -> None:
+    """Rows are drawn a few at a time; each has the numbers of its own seed and position."""
+    vocab, seeds, positions = 20_000, np.arange(7) * 5 + 3, np.arange(7) + 11
+    golden = 0x9E3779B97F4A7C15
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(x ^ (x >> np.uint64(31)))
+
+    step = np.uint64(golden)
+    keys = mix(mix(seeds.astype(np.uint64)) + positions.astype(np.uint64) * step)
+    draws = mix(keys[:, None] ^ mix(np.arange(vocab, dtype=np.uint64) * step)) & np.uint64((1 << 53) - 1)
+    settings = {"seed": seeds, "positions": positions, "top_k": vocab}
+    result = TokenSampler(vocab, "raw_logprobs")(torch.zeros(7, vocab), batch(7, **settings))
+    # among equal tokens the one with the shortest waiting time wins, which is -log(uniform)
+    assert result.token_ids.tolist() == draws.argmax(-1).tolist()
+
+
 def test_nearby_seeds_and_positions_are_independent() -> None:
     """Neighbouring counters must not give related draws."""
     logits = torch.zeros(4096, 2)
