@@ -9,13 +9,13 @@ import msgspec
 
 from hpcrl.evaluation.statistics import Estimate, estimate, pass_at_k, pass_ks
 
-__all__ = ["FailurePolicy", "Sample", "SampleSummary", "summarise", "summarise_by_environment"]
+__all__ = ["FailurePolicy", "SampleSummary", "ScoredSample", "summarise", "summarise_by_environment"]
 
 FailurePolicy = Literal["zero", "exclude"]
 """How samples that failed count: with the reward 0, or not at all (``evaluation.failures`` of a recipe)."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class ScoredSample(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of a prompt.
 
     Attributes
@@ -66,7 +66,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise_by_environment(
-    samples: Sequence[Sample], *, k: int, pass_reward: float, failures: FailurePolicy, seed: int = 0
+    samples: Sequence[ScoredSample], *, k: int, pass_reward: float, failures: FailurePolicy, seed: int = 0
 ) -> dict[str, SampleSummary]:
     """Summarise each environment by itself, in the order in which they come first."""
     names = list(dict.fromkeys(sample.environment for sample in samples))
@@ -83,7 +83,7 @@ def summarise_by_environment(
 
 
 def summarise(
-    samples: Iterable[Sample], *, k: int, pass_reward: float, failures: FailurePolicy, seed: int = 0
+    samples: Iterable[ScoredSample], *, k: int, pass_reward: float, failures: FailurePolicy, seed: int = 0
 ) -> SampleSummary:
     """Summarise samples, each prompt with the same weight.
 
@@ -96,7 +96,7 @@ def summarise(
     seed:
         Of the bootstrap.
     """
-    by_prompt: dict[tuple[str, int], list[Sample]] = {}
+    by_prompt: dict[tuple[str, int], list[ScoredSample]] = {}
     for sample in samples:
         by_prompt.setdefault((sample.environment, sample.prompt), []).append(sample)
     every = [sample for each in by_prompt.values() for sample in each]
@@ -118,7 +118,7 @@ def summarise(
     )
 
 
-def _rewards(samples: Sequence[Sample], failures: FailurePolicy) -> list[float]:
+def _rewards(samples: Sequence[ScoredSample], failures: FailurePolicy) -> list[float]:
     """Return the rewards of a prompt that count."""
     if failures == "zero":
         return [0.0 if sample.reward is None else sample.reward for sample in samples]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcrl.evaluation.statistics import bootstrap_interval, estimate, pass_at_k, pass_ks
-from hpcrl.evaluation.summary import Sample, SampleSummary, summarise, summarise_by_environment
+from hpcrl.evaluation.summary import SampleSummary, ScoredSample, summarise, summarise_by_environment
 
 
 @pytest.mark.parametrize("samples", range(1, 8))
@@ -88,10 +88,10 @@ def test_values_that_are_not_finite_are_refused(bad: float) -> None:
 
 
 SAMPLES = [
-    *(Sample(environment="sums", prompt=0, reward=reward) for reward in (1.0, 0.0, 0.0, 1.0)),
-    *(Sample(environment="sums", prompt=1, reward=reward, truncated=True) for reward in (0.5, None, None, 0.0)),
-    *(Sample(environment="words", prompt=0, reward=reward) for reward in (1.0, 1.0, 2.0, 1.0)),
-    *(Sample(environment="words", prompt=1, reward=None) for _ in range(4)),
+    *(ScoredSample(environment="sums", prompt=0, reward=reward) for reward in (1.0, 0.0, 0.0, 1.0)),
+    *(ScoredSample(environment="sums", prompt=1, reward=reward, truncated=True) for reward in (0.5, None, None, 0.0)),
+    *(ScoredSample(environment="words", prompt=0, reward=reward) for reward in (1.0, 1.0, 2.0, 1.0)),
+    *(ScoredSample(environment="words", prompt=1, reward=None) for _ in range(4)),
 ]
 
 
