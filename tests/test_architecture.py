@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "weights": set(),
     "checkpoints": set(),
     "dock": set(),
+    "evaluation": set(),
     "runs": {"config", "checkpoints", "weights", "dock"},
     "jobplan": {"config", "models", "weights"},
     "planning": {"config", "models", "runs", "jobplan"},
@@ -39,13 +40,13 @@ ARROWS: dict[str, set[str]] = {
     "devcluster": {"config", "slurm"},
     "cli": {
         *("config", "jobplan", "planning", "simulation", "runs", "slurm", "submit", "sites", "bringup"),
-        *("checkpoints", "weights", "devcluster", "store", "dock", "models"),
+        *("checkpoints", "weights", "devcluster", "store", "dock", "models", "evaluation"),
     },
     "modeling": {"models", "weights"},
     "trainer": {"config", "models", "modeling", "weights", "checkpoints", "dock", "runs"},
     "inference": {"config", "models", "modeling", "weights", "runs"},
     "store": {"config", "runs"},
-    "rollouts": {"config", "models", "weights", "checkpoints", "dock", "runs"},
+    "rollouts": {"config", "models", "weights", "checkpoints", "dock", "runs", "evaluation"},
 }
 #: single modules that a room may import from another, with the reason
 EXCEPTIONS = {

@@ -68,7 +68,7 @@ def describe_site(bench: SiteBench) -> Outcome:
 def _differing(request: FirstRunRequest, cluster: SlurmCluster) -> list[str]:
     """Return the options of a draft that the profile does not follow."""
     python = {str(role): each for role, each in cluster.python_by_role.items()}.get("trainer")
-    written = {
+    written: dict[str, tuple[object, set[object]]] = {
         "--runs-root": (request.runs_root, {cluster.paths.runs_root}),
         "--fabric": (request.fabric, {each.node.fabric.kind for each in cluster.partitions.values()}),
         "--python": (request.python, {python}),

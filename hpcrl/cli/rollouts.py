@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpcrl.runs.views.rollout_export import RoutedLayout
     from hpcrl.runs.views.rollouts import RolloutItem
 
-__all__ = ["register"]
+__all__ = ["EnvironmentOption", "StateOption", "StepOption", "register", "rollouts_app"]
 
 rollouts_app = typer.Typer(help="Rollouts of a run.", no_args_is_help=True)
 
@@ -72,11 +72,11 @@ def rollouts_ls(
     import msgspec
     from rich.table import Table
 
-    from hpcrl.runs.views.rollouts import read_ledger, rollout_items
+    from hpcrl.runs.views.rollouts import choose_rollouts, read_ledger, rollout_items
     from hpcrl.runs.views.words import number
 
     found = find(run, root)
-    items = _chosen(rollout_items(read_ledger(found)), environment, state, step)
+    items = rollout_items(choose_rollouts(read_ledger(found), environment=environment, state=state, step=step))
     items.sort(key=lambda item: _sort_key(item, sort))
     shown = items[-count:] if count else items
     if as_json:
@@ -103,26 +103,6 @@ def rollouts_ls(
     table_console().print(table)
     if len(shown) < len(items):
         say(f"the last {len(shown)} of {len(items)} (-n 0: all)", err=True)
-
-
-def _chosen(
-    items: list[RolloutItem], environment: str | None, state: str | None, step: int | None
-) -> list[RolloutItem]:
-    from hpcrl.errors import UsageError
-
-    states = ("waiting", "trained", "dropped")
-    if state is not None and state not in states:
-        raise UsageError(f"there is no state {state!r}\n    hint: {', '.join(states)}")
-    names = sorted({item.environment for item in items})
-    if environment is not None and names and environment not in names:
-        raise UsageError(f"no rollout is of an environment {environment!r}\n    hint: there are {', '.join(names)}")
-    return [
-        item
-        for item in items
-        if environment in (None, item.environment)
-        and state in (None, item.state)
-        and (step is None or (item.state == "trained" and item.step == step))
-    ]
 
 
 def _sort_key(item: RolloutItem, order: Order) -> Any:
@@ -298,16 +278,14 @@ def rollouts_export(
     """
     from hpcrl.errors import UsageError
     from hpcrl.runs.views.rollout_export import RolloutExport, json_pieces, routed_layout
-    from hpcrl.runs.views.rollouts import read_ledger, rollout_items
+    from hpcrl.runs.views.rollouts import choose_rollouts, read_ledger
 
     if form is None:
         form = Format.PARQUET if output.suffix == ".parquet" else Format.JSONL
     if output.exists():
         raise UsageError(f"{output} exists already\n    hint: --output with another name")
     found = find(run, root)
-    replay = read_ledger(found)
-    wanted = {item.id for item in _chosen(rollout_items(replay), environment, state, step)}
-    chosen = [held for held in replay.rollouts if f"{held.entry.group}/{held.entry.member}" in wanted]
+    chosen = choose_rollouts(read_ledger(found), environment=environment, state=state, step=step)
     export = RolloutExport(found, chosen, _decoder(found))
     rows = map(export.row, chosen)
     if form is Format.JSONL:

@@ -19,6 +19,7 @@ from hpcrl.config.environments import (
     LatencyConfig,
     WordsEnv,
 )
+from hpcrl.config.evaluation import EvaluationSetConfig
 from hpcrl.config.job import JobConfig
 from hpcrl.config.kernels import KernelsConfig
 from hpcrl.config.lora import LoraConfig
@@ -248,6 +249,8 @@ class EvaluationConfig(StrictModel):
     not leave the mean because it is hard, or because the policy breaks its environment. ``exclude``: not at all; the
     mean is over those that finished, and where none did the evaluation has no reward. How many failed is said in both
     cases. The first evaluation of a run ends it where no rollout finishes."""
+    sets: Annotated[tuple[EvaluationSetConfig, ...], Field(strict=False)] = ()
+    """Further held-out prompts, each set with an interval, samples and a temperature of its own."""
 
 
 class CheckpointConfig(StrictModel):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from hpcrl.config.sampling import SamplingConfig
+from hpcrl.config.sampling import EvaluationSampling, SamplingConfig
 from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
@@ -36,7 +36,7 @@ from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.restore import open_ledger, restored_state, take_up
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder
-from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions
+from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions, held_out_sets
 from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings, answer_limits
@@ -262,15 +262,25 @@ class Orchestrator:
         )
         server = WarehouseProcess(self._context, self._ledger.warehouse, spawn=self._tasks.create_task)
         self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger)
+
+        def held_out(sampling: EvaluationSampling) -> Sampler:
+            return self._sampler(renderer, sampling.beside(config.sampling), routes=routes and routes.unkept())
+
+        own = recipe.evaluation.sampling
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
-            sampler=self._sampler(
-                renderer, recipe.evaluation.sampling.beside(config.sampling), routes=routes and routes.unkept()
-            ),
+            sampler=held_out(own),
             updater=self._updater,
             events=self._events,
             done=evaluated_versions(run, up_to=state.step),
+            sets=held_out_sets(
+                run,
+                recipe,
+                self._environments,
+                sampler_of=lambda temperature: held_out(own.model_copy(update={"temperature": temperature})),
+                up_to=state.step,
+            ),
         )
         self._batch_server = BatchServer(
             recipe=recipe,
@@ -319,8 +329,7 @@ class Orchestrator:
         self._tasks.create_task(self._updater.run())
         await self._updater.wait_served(version)
         self._events.emit("orchestrator.started", step=step, finished_groups=len(self._state.finished))
-        if (due := self._evaluator.take(step)) is not None:
-            self._tasks.create_task(self._evaluator.evaluate(step, due=due, exactly=True))
+        self._evaluate_due(step, exactly=True)
         # What exists now stays, and what comes is freed by counting references: the garbage collector found some
         # twenty objects in each pass of 30 to 100 ms. It still runs where objects pile up.
         gc.collect()
@@ -337,10 +346,13 @@ class Orchestrator:
         # while an evaluation goes on, one that comes due waits for the next version
         if version == self._state.step or self._finished is not None or self._evaluator.busy:
             return
-        if (due := self._evaluator.take(version)) is not None:
-            # where engines take turns with the trainer, its turn waits: else an answer would be of two versions
-            exactly = self._recipe.engine.is_colocated
-            self._tasks.create_task(self._evaluator.evaluate(version, due=due, exactly=exactly))
+        # where engines take turns with the trainer, its turn waits: else an answer would be of two versions
+        self._evaluate_due(version, exactly=self._recipe.engine.is_colocated)
+
+    def _evaluate_due(self, version: int, *, exactly: bool) -> None:
+        due, sets = self._evaluator.take(version), self._evaluator.take_sets(version)
+        if due is not None or sets:
+            self._tasks.create_task(self._evaluator.evaluate(version, due=due, exactly=exactly, sets=sets))
 
     async def _announce(self, version: int) -> None:
         if self._updater.announced is None and version != self._state.step:
@@ -438,5 +450,5 @@ class Orchestrator:
     async def _finish(self, version: int) -> None:
         await self._scheduler.drain()
         await self._updater.wait_served(version)
-        due = self._evaluator.take(version)
-        await self._evaluator.evaluate(version, due=version if due is None else due, exactly=True)
+        due, sets = self._evaluator.take(version), self._evaluator.take_sets(version, last=True)
+        await self._evaluator.evaluate(version, due=version if due is None else due, exactly=True, sets=sets)

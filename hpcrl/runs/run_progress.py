@@ -19,7 +19,15 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.past import read_past
 from hpcrl.runs.start.restart import read_restored
 
-__all__ = ["Evaluation", "Progress", "read_evaluations", "read_progress"]
+__all__ = [
+    "Evaluation",
+    "MeanOfPrompts",
+    "Progress",
+    "SetEvaluation",
+    "read_evaluations",
+    "read_progress",
+    "read_set_evaluations",
+]
 
 _RATE_STEPS = 20
 """Steps that the estimate of the remaining time looks back on."""
@@ -58,6 +66,40 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompts if self.counted is None else self.counted
 
 
+class MeanOfPrompts(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over prompts, and the ends of its interval by bootstrap; None where that is not known."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    prompts: int = 0
+
+
+class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation of a set of held-out prompts (event ``evaluation.set`` of the orchestrator)."""
+
+    set: str
+    version: int
+    mean: MeanOfPrompts
+    time_s: float = 0.0
+    last_version: int | None = None
+    due: int | None = None
+    prompts: int = 0
+    samples: int = 0
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    failed: int = 0
+    truncated: int = 0
+    passed: int = 0
+    failures: str = "zero"
+    pass_reward: float = 1.0
+    pass_at: dict[str, MeanOfPrompts] = {}
+    """By k."""
+    by_env: dict[str, Any] = {}
+    """The same numbers of each environment."""
+    attempt: int = 0
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a run is.
 
@@ -74,6 +116,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         The newest step record; None before the first step.
     evaluations:
         Held-out evaluations in version order.
+    evaluation_sets:
+        The newest evaluation of each set of held-out prompts, by the name of the set.
     rollouts:
         Training rollouts by environment, with those that failed (`hpcrl.runs.rollout_failures`).
     checkpoint_step, checkpoint_age_s:
@@ -90,6 +134,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int
     last: StepRecord | None
     evaluations: list[Evaluation]
+    evaluation_sets: dict[str, SetEvaluation] = {}
     rollouts: list[EnvironmentFailures] = []
     checkpoint_step: int | None
     eta_s: float | None
@@ -116,6 +161,18 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
         if evaluation is not None and past.holds(event.attempt, evaluation.version):
             found[evaluation.version] = evaluation
     return [found[version] for version in sorted(found)]
+
+
+def read_set_evaluations(run: RunDir) -> list[SetEvaluation]:
+    """Evaluations of sets in version order, as `read_evaluations` has those of the others."""
+    found: dict[tuple[int, str], SetEvaluation] = {}
+    past = read_past(run)
+    for event in sorted(read_events(run, kind="evaluation.set"), key=lambda event: event.attempt):
+        data: dict[str, Any] = {**event.data, "time_s": event.time_s, "attempt": event.attempt}
+        evaluation = convert_lenient(data, SetEvaluation)
+        if evaluation is not None and past.holds(event.attempt, evaluation.version):
+            found[evaluation.version, evaluation.set] = evaluation
+    return [found[key] for key in sorted(found)]
 
 
 @functools.lru_cache
@@ -146,6 +203,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
         last_skipped_step=skipped[-1] if skipped else None,
         last=metrics[-1] if metrics else None,
         evaluations=read_evaluations(run),
+        evaluation_sets={each.set: each for each in read_set_evaluations(run)},
         rollouts=read_failures(run) or (failures_of_counters(metrics[-1].rollouts) if metrics else []),
         checkpoint_step=checkpoints[-1] if checkpoints else None,
         checkpoint_age_s=_age_s(ledger.path_of(checkpoints[-1])) if checkpoints else None,

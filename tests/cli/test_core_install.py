@@ -66,6 +66,10 @@ LINES: dict[str, list[list[str]]] = {
         ["rollouts", "export", "RUN", "-o", "a.jsonl"],
         ["rollouts", "export", "RUN", "-o", "a.parquet"],
     ],
+    "rollouts rescore": [
+        ["rollouts", "rescore", "RUN"],
+        ["rollouts", "rescore", "RUN", "--reward", "numeric", "--audit", "--json"],
+    ],
     "store status": [["store", "status", "RUN"]],
     "store canary": [["store", "canary", "RUN"]],
     "plan show": [["plan", "mine.yaml"], ["plan", "glm5_swe", "-c", "h200-28"], ["plan", "mine.yaml", "--real-model"]],

@@ -16,6 +16,7 @@ from hpcrl.config.recipe import Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
 from hpcrl.config.rules.datasets import DATASET_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
+from hpcrl.config.rules.evaluation import EVALUATION_RULES
 from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES, ONE_NODE
 from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
@@ -323,6 +324,7 @@ RULES: tuple[Rule, ...] = (
         "raise evaluation.prompts to at least the number of environments",
         _evaluation_covers,
     ),
+    *EVALUATION_RULES,
     Rule(
         "loss-settings-apply",
         "A loss setting that is written has an effect on the chosen loss.",

@@ -11,10 +11,10 @@ from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.rollouts.batches.excerpt import excerpt
 
-__all__ = ["RolloutColumns"]
+__all__ = ["MAX_TEXT_CHARACTERS", "RolloutColumns"]
 
-_MAX_TEXT_CHARACTERS = 4000
-"""Of a rollout in the file for people."""
+MAX_TEXT_CHARACTERS = 4000
+"""Maximum characters of a rollout in the file for people; of a longer text the middle is left out."""
 
 
 class RolloutColumns:
@@ -53,6 +53,6 @@ class RolloutColumns:
         """Of the tokens of a rollout, a long one without its middle; where ranks cannot read it either, why."""
         try:
             columns = decode_columns(BlockReader(self.location, self.payload_dir).glance(place))[1]
-            return excerpt(columns["token_ids"], self._decode, _MAX_TEXT_CHARACTERS)
+            return excerpt(columns["token_ids"], self._decode, MAX_TEXT_CHARACTERS)
         except (OSError, ValueError, KeyError) as error:
             return f"(cannot be read: {error})"

@@ -179,6 +179,13 @@ class Renderer:
         """Return the text of a whole sequence with its special tokens, for people."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
+    def ids_of_text(self, text: str) -> list[int]:
+        """Return token ids of a text of `full_text`: special tokens are taken for what they spell.
+
+        They may be others than those that were sampled, and stand for the same text.
+        """
+        return self._tokenizer.encode(text)
+
     def _after_turn(
         self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Sequence[Tool], now: datetime | None
     ) -> Rendered:

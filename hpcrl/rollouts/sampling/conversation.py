@@ -132,6 +132,11 @@ class Conversation:
         """
         return self._salt if self._first_version is None else self._first_version
 
+    @property
+    def truncated(self) -> bool:
+        """Whether the last reply was cut at a limit."""
+        return self._cut
+
     async def reply(self, messages: Sequence[Message]) -> Reply:
         """Say the next turn (see `hpcrl.rollouts.environments.Policy`).
 

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import EnvironmentFailedError, HpcrlError
-from hpcrl.rollouts.engines.client import EngineError
-from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError, prompt_of
-from hpcrl.rollouts.environments.outcomes import checked_outcome
+from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.records import Rollout
-from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.data_order import heldout_shares
-from hpcrl.rollouts.sampling.failures import NoRoomError, describe_failure
-from hpcrl.rollouts.sampling.seeding import stable_hash
+from hpcrl.rollouts.sampling.held_out import (
+    DueVersions,
+    HeldOutRollout,
+    HeldOutSet,
+    HeldOutTask,
+    roll_out,
+    told_failures,
+)
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Evaluator", "PastEvaluations", "evaluated_versions"]
+__all__ = ["Evaluator", "PastEvaluations", "evaluated_sets", "evaluated_versions", "held_out_sets"]
 
 _log = logging.getLogger(__name__)
 _Number = TypeVar("_Number", int, float)
@@ -46,6 +50,46 @@ class PastEvaluations(NamedTuple):
     due: frozenset[int] = frozenset()
 
 
+def held_out_sets(
+    run: RunDir,
+    recipe: Recipe,
+    environments: Sequence[Environment],
+    *,
+    sampler_of: Callable[[float], Sampler],
+    up_to: int,
+) -> list[HeldOutSet]:
+    """Make the sets of a recipe.
+
+    Parameters
+    ----------
+    sampler_of:
+        Makes a sampler with a temperature.
+    up_to:
+        The step that the run goes on after.
+    """
+    begun = evaluated_sets(run, up_to=up_to)
+    return [
+        HeldOutSet(
+            config,
+            recipe,
+            environments,
+            sampler=sampler_of(config.temperature),
+            begun=begun.get(config.name, frozenset()),
+        )
+        for config in recipe.evaluation.sets
+    ]
+
+
+def evaluated_sets(run: RunDir, *, up_to: int) -> dict[str, frozenset[int]]:
+    """Versions up to ``up_to`` that were due, and of which earlier attempts evaluated a set, by the name of the set."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for event in read_events(run, kind="evaluation.set"):
+        version, due, name = (event.data.get(key) for key in ("version", "due", "set"))
+        if isinstance(version, int) and isinstance(due, int) and isinstance(name, str) and version <= up_to:
+            found[name].add(due)
+    return {name: frozenset(versions) for name, versions in found.items()}
+
+
 def evaluated_versions(run: RunDir, *, up_to: int) -> PastEvaluations:
     """Evaluations of versions up to ``up_to`` by earlier attempts; later ones belong to an abandoned past."""
     every = (event.data for event in read_events(run, kind="evaluation"))
@@ -56,17 +100,10 @@ def evaluated_versions(run: RunDir, *, up_to: int) -> PastEvaluations:
     return PastEvaluations(exact, due)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    environment: Environment
-    index: int
-
-
 class Evaluator:
     """Runs evaluations, one at a time, and reports each as an event ``evaluation``.
 
-    Engines may skip a version that is due: they load the newest, and are busy while others appear. It is then
-    evaluated at the next version that they serve, and the event says so (``due``).
+    Engines may skip a version that is due (see `DueVersions`): the event then says so (``due``).
     """
 
     def __init__(
@@ -78,6 +115,7 @@ class Evaluator:
         updater: WeightUpdater,
         events: EventWriter,
         done: PastEvaluations,
+        sets: Sequence[HeldOutSet] = (),
     ) -> None:
         """Choose the prompts; nothing is sent.
 
@@ -87,21 +125,20 @@ class Evaluator:
             As ``evaluation.sampling`` says; by default with temperature 0.
         done:
             By earlier attempts.
+        sets:
+            Prompts that are evaluated by themselves.
         """
         shares = heldout_shares([config.weight for config in recipe.environments], recipe.evaluation.prompts)
         self._tasks = [
-            _Task(environment, index)
+            HeldOutTask(environment, index)
             for environment, share in zip(environments, shares, strict=True)
             for index in range(share)
         ]
-        self._every, self._sampler, self._updater, self._events = (
-            recipe.evaluation.every_steps,
-            sampler,
-            updater,
-            events,
-        )
+        self._sampler, self._updater, self._events = sampler, updater, events
+        self._sets = tuple(sets)
+        self._due = DueVersions(recipe.evaluation.every_steps, done.due)
         self._failures = recipe.evaluation.failures
-        self._exact, self._begun = set(done.exact), set(done.due)
+        self._exact = set(done.exact)
         self._one_worked = bool(done.due)
         self._one_at_a_time = asyncio.Lock()
 
@@ -115,19 +152,23 @@ class Evaluator:
 
         It is ``version``, or an older one that engines skipped; None where the recipe wants none.
         """
-        if version == 0:
-            due = 0
-        elif self._every > 0:
-            due = version - version % self._every
-        else:
-            return None
-        # the first version is served before there are others
-        if due in self._begun or (due == 0 and version > 0):
-            return None
-        self._begun.add(due)
-        return due
+        return self._due.take(version)
 
-    async def evaluate(self, version: int, *, due: int, exactly: bool) -> None:
+    def take_sets(self, version: int, *, last: bool = False) -> list[tuple[HeldOutSet, int]]:
+        """Return the sets that are due now that engines serve ``version``, each with the version that is due; from then
+        on they count as begun.
+
+        Parameters
+        ----------
+        last:
+            It is the last version of the run: of this every set is evaluated.
+        """
+        found = ((each, each.take(version, last=last)) for each in self._sets)
+        return [(each, due) for each, due in found if due is not None]
+
+    async def evaluate(
+        self, version: int, *, due: int | None, exactly: bool, sets: Sequence[tuple[HeldOutSet, int]] = ()
+    ) -> None:
         """Evaluate the version that engines serve now.
 
         Parameters
@@ -135,10 +176,13 @@ class Evaluator:
         version:
             What they serve.
         due:
-            The version that was to be evaluated (`take`): this one, or one that engines skipped.
+            The version that was to be evaluated (`take`): this one, or one that engines skipped. None: only ``sets``
+            are evaluated.
         exactly:
             Hold weight updates meanwhile. Otherwise a late token may come from a newer version, and the event's
             ``last_version`` says so.
+        sets:
+            Sets that are due (`take_sets`).
 
         Raises
         ------
@@ -149,25 +193,29 @@ class Evaluator:
             In the first evaluation of a run no held-out rollout was finished.
         """
         async with self._one_at_a_time:
-            if version in self._exact:
+            due = None if version in self._exact else due
+            if due is None and not sets:
                 return
-            if due != version:
+            if due is not None and due != version:
                 _log.warning("engines skipped version %d: it is evaluated at version %d", due, version)
-            if not exactly:
-                await self._evaluate(version, due)
-                return
-            async with self._updater.held():
-                await self._evaluate(version, due)
+            async with self._updater.held() if exactly else contextlib.nullcontext():
+                if due is not None:
+                    await self._evaluate(version, due)
+                for each, of_set in sets:
+                    await each.evaluate(version, due=of_set, events=self._events)
 
     async def _evaluate(self, version: int, due: int) -> None:
         started = time.monotonic()
-        results = await asyncio.gather(*(self._roll_out(task) for task in self._tasks))
+        results = await asyncio.gather(*(roll_out(self._sampler, task) for task in self._tasks))
         finished = [
-            (task, rollout) for task, rollout in zip(self._tasks, results, strict=True) if isinstance(rollout, Rollout)
+            (task, result.rollout)
+            for task, result in zip(self._tasks, results, strict=True)
+            if isinstance(result, HeldOutRollout)
         ]
         errors = [
             (task, error) for task, error in zip(self._tasks, results, strict=True) if isinstance(error, Exception)
         ]
+        told = told_failures([(task.environment.name, error) for task, error in errors])
         if not finished and not self._one_worked:
             # what never worked is a mistake that people want to hear of before the queue has cost them a night
             raise _all_failed(version, errors)
@@ -175,7 +223,13 @@ class Evaluator:
         rewards = self._rewards(finished, errors)
         if not rewards:
             _log.warning("%s: it has no reward", _all_failed(version, errors))
-            self._events.emit("evaluation.none_finished", version=version, due=due, failed=len(errors), **_told(errors))
+            self._events.emit(
+                "evaluation.none_finished",
+                version=version,
+                due=due,
+                failed=len(errors),
+                **told,
+            )
             return
         by_env = _by_name(iter(rewards))
         parts = _by_name(
@@ -201,12 +255,12 @@ class Evaluator:
             counted_by_env=_each(by_env, len),
             counted_by_part=_each(parts, len),
             failures=self._failures,
-            **_told(errors),
+            **told,
             seconds=time.monotonic() - started,
         )
 
     def _rewards(
-        self, finished: Sequence[tuple[_Task, Rollout]], errors: Sequence[tuple[_Task, Exception]]
+        self, finished: Sequence[tuple[HeldOutTask, Rollout]], errors: Sequence[tuple[HeldOutTask, Exception]]
     ) -> list[tuple[str, float]]:
         """Return the rewards that the mean is over, each with its environment, as ``evaluation.failures`` says."""
         rewards = [(task.environment.name, rollout.reward) for task, rollout in finished]
@@ -214,32 +268,8 @@ class Evaluator:
             rewards += [(task.environment.name, 0.0) for task, _ in errors]
         return rewards
 
-    async def _roll_out(self, task: _Task) -> Rollout | Exception:
-        """One held-out rollout, or why it failed."""
-        started = time.monotonic()
-        session = self._sampler.pool.session(f"heldout-{task.environment.name}-{task.index}")
-        seed = stable_hash("heldout", task.environment.name, task.index)
-        try:
-            prompt = await prompt_of(task.environment, "heldout", task.index)
-            conversation = Conversation(self._sampler, session, seed=seed, tools=prompt.tools)
-            outcome = checked_outcome(await task.environment.rollout(prompt, conversation))
-        except EngineError as error:
-            _log.warning("a held-out rollout failed: %s", error)
-            return error
-        except HpcrlError:
-            raise
-        except Exception as error:  # noqa: BLE001 - foreign code
-            told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
-            name, trace = task.environment.name, None if told else error
-            _log.warning("a held-out rollout of %r failed: %s", name, error, exc_info=trace)
-            return error
-        finally:
-            session.leave()
-        rollout = await conversation.rollout(0, outcome, seconds=time.monotonic() - started)
-        return rollout or NoRoomError()
 
-
-def _all_failed(version: int, errors: Sequence[tuple[_Task, Exception]]) -> HpcrlError:
+def _all_failed(version: int, errors: Sequence[tuple[HeldOutTask, Exception]]) -> HpcrlError:
     """What an evaluation in which nothing was finished fails with: the environment's own exception, where it is one."""
     what = f"none of the {len(errors)} rollouts that evaluate version {version} was finished"
     for _, error in errors:
@@ -248,19 +278,6 @@ def _all_failed(version: int, errors: Sequence[tuple[_Task, Exception]]) -> Hpcr
             return EnvironmentFailedError("\n".join([f"{first} ({what})", *more]))
     _, first_error = errors[0]
     return HpcrlError(f"{what}; the first: {type(first_error).__name__}: {first_error}")
-
-
-def _told(errors: Sequence[tuple[_Task, Exception]]) -> dict[str, object]:
-    """Return what an event says of held-out rollouts that failed: how many by environment and cause, and the first."""
-    by_env: dict[str, int] = defaultdict(int)
-    by_cause: dict[str, int] = defaultdict(int)
-    first: dict[str, str] = {}
-    for task, error in errors:
-        cause, found = describe_failure(error)
-        by_env[task.environment.name] += 1
-        by_cause[cause.value] += 1
-        first = first or {"environment": task.environment.name, "what": found.what, "where": found.where}
-    return {"failed_by_env": dict(by_env), "failed_by_cause": dict(by_cause), "first_failure": first or None}
 
 
 def _by_name(values: Iterator[tuple[str, float]]) -> dict[str, list[float]]:

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 
 from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.rollout_failures import EnvironmentFailures, FailureCause, failures_of_counters, read_failures
-from hpcrl.runs.run_progress import Evaluation
+from hpcrl.runs.run_progress import Evaluation, MeanOfPrompts, SetEvaluation
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.words import number
 
-__all__ = ["failed_heldout", "failure_lines", "failure_warnings", "heldout_words", "mean_words", "rollouts_of"]
+__all__ = [
+    "failed_heldout",
+    "failure_lines",
+    "failure_warnings",
+    "heldout_words",
+    "mean_words",
+    "rollouts_of",
+    "set_words",
+]
 
 _MOST_PARTS = 3
 """Parts that were left out which are named."""
@@ -79,6 +87,29 @@ def mean_words(mean: float, count: int) -> str:
 def heldout_words(evaluation: Evaluation) -> str:
     """Say a held-out reward, of how many rollouts, and how many failed."""
     return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation)
+
+
+def set_words(evaluation: SetEvaluation) -> str:
+    """Say what an evaluation of a set came to: mean with its interval, pass@k, and what was truncated or failed."""
+    words = [f"reward {_interval(evaluation.mean)} of {evaluation.prompts:,} prompts"]
+    if evaluation.samples_per_prompt > 1:
+        words[0] += f" x {evaluation.samples_per_prompt}"
+    shown = [key for key in ("1", str(evaluation.samples_per_prompt)) if key in evaluation.pass_at]
+    words += [f"pass@{k} {_interval(evaluation.pass_at[k])}" for k in dict.fromkeys(shown)]
+    if evaluation.truncated:
+        words.append(f"{evaluation.truncated:,} truncated")
+    if evaluation.failed:
+        how = "counted as 0" if evaluation.failures == "zero" else "not counted"
+        words.append(f"{evaluation.failed:,} failed, {how}")
+    return ", ".join(words)
+
+
+def _interval(mean: MeanOfPrompts) -> str:
+    if mean.value is None:
+        return "-"
+    if mean.low is None or mean.high is None:
+        return number(mean.value)
+    return f"{number(mean.value)} [{number(mean.low)}, {number(mean.high)}]"
 
 
 def failed_heldout(evaluation: Evaluation, *, short: bool = False) -> str:

@@ -15,7 +15,7 @@ from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.run_progress import Progress, read_progress
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.views.failures import failure_warnings, heldout_words, mean_words
+from hpcrl.runs.views.failures import failure_warnings, heldout_words, mean_words, set_words
 from hpcrl.runs.views.liveview import ROOMS, render
 from hpcrl.runs.views.usage import Usage, read_usage
 from hpcrl.runs.views.words import duration, number, staleness
@@ -127,7 +127,8 @@ class _LineScreen:
         self._warnings: list[str] = []
         self._failing: set[str] = set()
         # attempt, then step or version: what a later attempt does again is said again
-        self._step = self._version = (after_attempt, _ALL)
+        self._step = self._version = self._set_before = (after_attempt, _ALL)
+        self._sets: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> _LineScreen:
         return self
@@ -161,6 +162,10 @@ class _LineScreen:
                 late = "" if evaluation.due is None else f" (due at {evaluation.due}, which the engines skipped)"
                 self.say(f"held-out reward {heldout_words(evaluation)} after step {evaluation.version}{late}")
                 self._version = (evaluation.attempt, evaluation.version)
+        for name, each in progress.evaluation_sets.items():
+            if (each.attempt, each.version) > self._sets.get(name, self._set_before):
+                self.say(f"held-out set {name}: {set_words(each)}, after step {each.version}")
+                self._sets[name] = (each.attempt, each.version)
 
 
 def _step_line(record: StepRecord, progress: Progress) -> str:

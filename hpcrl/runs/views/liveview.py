@@ -18,7 +18,7 @@ from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.observe import RunView
 from hpcrl.runs.run_progress import Progress
 from hpcrl.runs.status import ReplicaJob, RunState
-from hpcrl.runs.views.failures import failed_heldout, failure_lines, failure_warnings, heldout_words
+from hpcrl.runs.views.failures import failed_heldout, failure_lines, failure_warnings, heldout_words, set_words
 from hpcrl.runs.views.fleet_table import fleet_table
 from hpcrl.runs.views.usage import Usage
 from hpcrl.runs.views.waiting import waiting_words
@@ -85,11 +85,12 @@ def render(
     """
     parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
     if progress.last is not None:
-        parts += [_measurements(progress, progress.last), _phases(progress.last), Text()]
+        parts += [_measurements(progress, progress.last), *_set_lines(progress), _phases(progress.last), Text()]
         if room.steps:
             parts += [_steps_table(metrics[-room.steps :], progress), Text()]
     elif progress.evaluations:
-        parts += [Text(f"held-out reward {heldout_words(progress.evaluations[0])} before the first step"), Text()]
+        parts += [Text(f"held-out reward {heldout_words(progress.evaluations[0])} before the first step")]
+        parts += [*_set_lines(progress), Text()]
     if view.components:
         parts.append(components_table(view) if room.roles else _components_line(view))
     waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the attempt before are gone
@@ -184,6 +185,14 @@ def _bar(progress: Progress) -> Table:
     bar = ProgressBar(total=progress.total_steps, completed=progress.steps, width=40)
     row.add_row(f"step {progress.steps}/{progress.total_steps}", bar)
     return row
+
+
+def _set_lines(progress: Progress) -> list[Text]:
+    """Say what the newest evaluation of each set came to."""
+    return [
+        Text(f"held-out set {name}: {set_words(each)}, after step {each.version}")
+        for name, each in progress.evaluation_sets.items()
+    ]
 
 
 def _measurements(progress: Progress, last: StepRecord) -> Text:
@@ -305,6 +314,8 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
             f"{number(first.reward)}{failed_heldout(first, short=True)} -> {heldout_words(last)} "
             f"(after step {first.version} -> {last.version})",
         )
+    for name, each in progress.evaluation_sets.items():
+        table.add_row(f"set {name}", f"{set_words(each)} (after step {each.version})")
     table.add_row("steps", f"{progress.steps} of {progress.total_steps} in {duration(view.wall_s)}")
     for words in failure_lines(progress.rollouts):
         table.add_row("" if words.startswith(" ") else "rollouts", Text(words, style="yellow"))

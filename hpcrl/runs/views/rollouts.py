@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ __all__ = [
     "ConsumedLines",
     "LedgerVerdict",
     "RolloutItem",
+    "choose_rollouts",
     "find_rollout",
     "read_ledger",
     "rollout_details",
@@ -133,9 +134,9 @@ def read_ledger(run: RunDir) -> Replay:
         raise RunDirError(f"the ledger of rollouts cannot be read: {error}") from error
 
 
-def rollout_items(replay: Replay) -> list[RolloutItem]:
-    """All finished rollouts, by group and member."""
-    return [_item(held) for held in replay.rollouts]
+def rollout_items(rollouts: Iterable[Held]) -> list[RolloutItem]:
+    """Return rows of finished rollouts, in the same order."""
+    return [_item(held) for held in rollouts]
 
 
 def _item(held: Held) -> RolloutItem:
@@ -156,6 +157,32 @@ def _item(held: Held) -> RolloutItem:
         staleness=(held.step or 0) - 1 - held.version if trained else None,
         why=held.why,
     )
+
+
+def choose_rollouts(
+    replay: Replay, *, environment: str | None = None, state: str | None = None, step: int | None = None
+) -> list[Held]:
+    """Return the finished rollouts of an environment, in a state, or of the batch of a step; None: of any.
+
+    Raises
+    ------
+    UsageError
+        There is no such state, or no rollout is of that environment.
+    """
+    states = [each.value for each in State]
+    if state is not None and state not in states:
+        raise UsageError(f"there is no state {state!r}\n    hint: {', '.join(states)}")
+    rollouts = replay.rollouts
+    names = sorted({held.entry.environment for held in rollouts})
+    if environment is not None and names and environment not in names:
+        raise UsageError(f"no rollout is of an environment {environment!r}\n    hint: there are {', '.join(names)}")
+    return [
+        held
+        for held in rollouts
+        if environment in (None, held.entry.environment)
+        and state in (None, held.state.value)
+        and (step is None or (held.state is State.TRAINED and held.step == step))
+    ]
 
 
 def find_rollout(replay: Replay, name: str) -> Held:

@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 
 from hpcrl.rollouts.engines.errors import EngineError
-from hpcrl.rollouts.sampling.evaluation import Evaluator, _told
+from hpcrl.rollouts.sampling.evaluation import Evaluator
+from hpcrl.rollouts.sampling.held_out import told_failures
 from hpcrl.rollouts.sampling.scheduler import _Running
 
 
-def task(name: str) -> Any:
-    return SimpleNamespace(environment=SimpleNamespace(name=name))
-
-
 def test_failures_are_counted_by_environment_and_cause() -> None:
-    errors = [
-        (task("sums"), EngineError("away")),
-        (task("words"), EngineError("gone")),
-        (task("sums"), OSError("torn")),
+    errors: list[tuple[str, Exception]] = [
+        ("sums", EngineError("away")),
+        ("words", EngineError("gone")),
+        ("sums", OSError("torn")),
     ]
-    told: Any = _told(errors)
+    told: Any = told_failures(errors)
     assert told["failed_by_env"] == {"sums": 2, "words": 1}
     assert sum(told["failed_by_cause"].values()) == 3
     assert told["failed_by_cause"]["engine"] == 2

@@ -1,0 +1,1 @@
+"""What scores of rollouts come to: estimates with intervals, rewards computed again, audits. No torch, no files."""

@@ -1,0 +1,1 @@
+"""Computes rewards again over the stored rollouts of a run."""

@@ -1,0 +1,258 @@
+"""Held-out rollouts: one of a prompt, and all of a set with what they come to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcrl.config.evaluation import EvaluationSetConfig
+from hpcrl.config.recipe import Recipe
+from hpcrl.errors import HpcrlError
+from hpcrl.evaluation.summary import FailurePolicy, SampleSummary, ScoredSample, summarise, summarise_by_environment
+from hpcrl.rollouts.engines.client import EngineError
+from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError, prompt_of
+from hpcrl.rollouts.environments.outcomes import checked_outcome
+from hpcrl.rollouts.records import Rollout
+from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
+from hpcrl.rollouts.sampling.data_order import heldout_shares
+from hpcrl.rollouts.sampling.failures import NoRoomError, describe_failure
+from hpcrl.rollouts.sampling.seeding import stable_hash
+from hpcrl.runs.events import EventWriter
+
+__all__ = [
+    "DueVersions",
+    "HeldOutRollout",
+    "HeldOutSet",
+    "HeldOutTask",
+    "roll_out",
+    "roll_out_all",
+    "scored",
+    "summaries",
+    "told_failures",
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutTask:
+    """One sample of a held-out prompt."""
+
+    environment: Environment
+    index: int
+    sample: int = 0
+
+
+class HeldOutRollout(NamedTuple):
+    """A held-out rollout that finished; ``truncated``: its last reply was cut at a limit."""
+
+    rollout: Rollout
+    truncated: bool
+
+
+async def roll_out(sampler: Sampler, task: HeldOutTask) -> HeldOutRollout | Exception:
+    """Roll out one sample, or return why it failed.
+
+    The seed depends on environment, prompt and sample alone: every version gets the same draws.
+
+    Raises
+    ------
+    HpcrlError
+        What is no failure of a rollout.
+    """
+    started = time.monotonic()
+    environment, index, sample = task.environment, task.index, task.sample
+    # the first sample has the name and the seed that it had when there was one
+    more = (sample,) if sample else ()
+    session = sampler.pool.session("-".join(map(str, ("heldout", environment.name, index, *more))))
+    seed = stable_hash("heldout", environment.name, index, *more)
+    try:
+        prompt = await prompt_of(environment, "heldout", index)
+        conversation = Conversation(sampler, session, seed=seed, tools=prompt.tools)
+        outcome = checked_outcome(await environment.rollout(prompt, conversation))
+    except EngineError as error:
+        _log.warning("a held-out rollout failed: %s", error)
+        return error
+    except HpcrlError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign code
+        told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
+        name, trace = environment.name, None if told else error
+        _log.warning("a held-out rollout of %r failed: %s", name, error, exc_info=trace)
+        return error
+    finally:
+        session.leave()
+    rollout = await conversation.rollout(sample, outcome, seconds=time.monotonic() - started)
+    return NoRoomError() if rollout is None else HeldOutRollout(rollout, conversation.truncated)
+
+
+def told_failures(errors: Sequence[tuple[str, Exception]]) -> dict[str, Any]:
+    """Return what an event says of rollouts that failed, each with its environment: how many by environment and
+    cause, and the first."""
+    by_env: dict[str, int] = defaultdict(int)
+    by_cause: dict[str, int] = defaultdict(int)
+    first: dict[str, str] = {}
+    for name, error in errors:
+        cause, found = describe_failure(error)
+        by_env[name] += 1
+        by_cause[cause.value] += 1
+        first = first or {"environment": name, "what": found.what, "where": found.where}
+    return {"failed_by_env": dict(by_env), "failed_by_cause": dict(by_cause), "first_failure": first or None}
+
+
+class DueVersions:
+    """Which versions are to be evaluated: the first, and every so many.
+
+    Engines may skip a version that is due: they load the newest, and are busy while others appear. Its evaluation is
+    then made at the next version that they serve.
+    """
+
+    def __init__(self, every: int, begun: frozenset[int]) -> None:
+        """Begin; evaluations of the versions ``begun`` were made. 0 for ``every``: only of the first version."""
+        self._every, self._begun = every, set(begun)
+
+    def take(self, version: int) -> int | None:
+        """Return the version whose evaluation is due now that engines serve ``version``; from then on it counts as
+        begun. None where none is."""
+        if version == 0:
+            due = 0
+        elif self._every > 0:
+            due = version - version % self._every
+        else:
+            return None
+        # the first version is served before there are others
+        if due in self._begun or (due == 0 and version > 0):
+            return None
+        self._begun.add(due)
+        return due
+
+
+class HeldOutSet:
+    """A set of held-out prompts with samples of each; its evaluations are events ``evaluation.set``."""
+
+    def __init__(
+        self,
+        config: EvaluationSetConfig,
+        recipe: Recipe,
+        environments: Sequence[Environment],
+        *,
+        sampler: Sampler,
+        begun: frozenset[int] = frozenset(),
+    ) -> None:
+        """Choose the prompts; nothing is sent.
+
+        Parameters
+        ----------
+        environments:
+            Those of the recipe, in its order.
+        sampler:
+            With the temperature of the set.
+        begun:
+            Versions that were evaluated by earlier attempts.
+        """
+        chosen = [
+            (environment, each.weight)
+            for environment, each in zip(environments, recipe.environments, strict=True)
+            if config.environments is None or each.name in config.environments
+        ]
+        shares = heldout_shares([weight for _, weight in chosen], config.prompts)
+        self.name, self.config = config.name, config
+        self.tasks = [
+            HeldOutTask(environment, index, sample)
+            for (environment, _), share in zip(chosen, shares, strict=True)
+            for index in range(share)
+            for sample in range(config.samples)
+        ]
+        evaluation = recipe.evaluation
+        self._sampler, self._failures, self._seed = sampler, evaluation.failures, recipe.seed
+        self._at_once = recipe.rollouts.max_in_flight
+        every = evaluation.every_steps if config.every_steps is None else config.every_steps
+        self._due, self._last = DueVersions(every, begun), max(begun, default=-1)
+
+    def take(self, version: int, *, last: bool = False) -> int | None:
+        """Return the version that is due (see `DueVersions.take`); of the last version of a run an evaluation is."""
+        due = self._due.take(version)
+        if due is None and last and version > self._last:
+            due = version
+        self._last = self._last if due is None else max(self._last, due)
+        return due
+
+    async def evaluate(self, version: int, *, due: int, events: EventWriter) -> None:
+        """Roll out all samples with the version that engines serve, and say what they come to.
+
+        Parameters
+        ----------
+        version:
+            What engines serve.
+        due:
+            The version that was to be evaluated.
+        """
+        started = time.monotonic()
+        results = await roll_out_all(self._sampler, self.tasks, at_once=self._at_once)
+        finished = [result.rollout for result in results if isinstance(result, HeldOutRollout)]
+        errors = [
+            (task.environment.name, result)
+            for task, result in zip(self.tasks, results, strict=True)
+            if isinstance(result, Exception)
+        ]
+        samples = [scored(task, result) for task, result in zip(self.tasks, results, strict=True)]
+        events.emit(
+            "evaluation.set",
+            set=self.name,
+            version=min((rollout.first_version for rollout in finished), default=version),
+            last_version=max((rollout.last_version for rollout in finished), default=version),
+            due=due,
+            samples_per_prompt=self.config.samples,
+            temperature=self.config.temperature,
+            **summaries(samples, self.config, self._failures, self._seed),
+            **told_failures(errors),
+            seconds=time.monotonic() - started,
+        )
+
+
+async def roll_out_all(
+    sampler: Sampler,
+    tasks: Sequence[HeldOutTask],
+    *,
+    at_once: int,
+    each: Callable[[HeldOutTask, HeldOutRollout | Exception], Any] = lambda task, result: None,
+) -> list[HeldOutRollout | Exception]:
+    """Roll out tasks, at most ``at_once`` at a time, and return their results in order; ``each`` is told of one."""
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(task: HeldOutTask) -> HeldOutRollout | Exception:
+        async with limit:
+            result = await roll_out(sampler, task)
+        each(task, result)
+        return result
+
+    return await asyncio.gather(*map(one, tasks))
+
+
+def scored(task: HeldOutTask, result: HeldOutRollout | Exception) -> ScoredSample:
+    """Return what statistics need of a result."""
+    name = task.environment.name
+    if isinstance(result, Exception):
+        return ScoredSample(environment=name, prompt=task.index, reward=None)
+    return ScoredSample(environment=name, prompt=task.index, reward=result.rollout.reward, truncated=result.truncated)
+
+
+def summaries(
+    samples: Sequence[ScoredSample], config: EvaluationSetConfig, failures: FailurePolicy, seed: int
+) -> dict[str, Any]:
+    """Return the summary of samples as plain data, with ``by_env``: that of each environment."""
+
+    def plain(summary: SampleSummary) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(summary, str_keys=True)
+        return found
+
+    about: dict[str, Any] = {"k": config.samples, "pass_reward": config.pass_reward, "failures": failures, "seed": seed}
+    each = summarise_by_environment(samples, **about)
+    return plain(summarise(samples, **about)) | {"by_env": {name: plain(found) for name, found in each.items()}}
