@@ -22,7 +22,7 @@ PLACES = {
     "batch process of the job": ("supervisor",),
     "nodes": ("trainer", "inference", "rollouts", "store", "modeling"),
     "contracts, read and written on both sides": ("weights", "checkpoints", "dock", "runs"),
-    "everywhere": ("config", "models", "slurm"),
+    "everywhere": ("config", "evaluation", "models", "slurm"),
 }
 
 

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from hpcrl.evaluation.statistics import bootstrap_interval, estimate, pass_at_k, pass_ks
 from hpcrl.evaluation.summary import SampleSummary, ScoredSample, summarise, summarise_by_environment
@@ -44,7 +45,6 @@ def test_ks_are_powers_of_two_and_the_number_of_samples() -> None:
 
 
 def test_the_interval_is_that_of_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
     values = np.random.default_rng(3).beta(0.5, 0.7, 80)
     ours = bootstrap_interval(values.tolist(), seed=1, resamples=20_000)
     assert ours is not None

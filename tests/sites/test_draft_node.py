@@ -12,7 +12,7 @@ from test_profiles import RECORDED, run
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
-from hpcrl.sites import node_topology
+from hpcrl.sites import draft_machine
 from hpcrl.sites.draft_node import SeenNode, adapter_lines, fabric_kind
 from hpcrl.sites.node_topology import NodeTopology, read_topology
 from hpcrl.sites.site_facts import partitions_of_machine
@@ -60,7 +60,7 @@ def test_a_machine_knows_its_partitions() -> None:
 
 def test_init_on_a_compute_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     topology = read_topology(tree(tmp_path))
-    monkeypatch.setattr(node_topology, "read_topology", lambda: topology)
+    monkeypatch.setattr(draft_machine, "read_topology", lambda: topology)
     monkeypatch.setenv("SLURMD_NODENAME", NODES[0])
     path = tmp_path / "mine.yaml"
     command = ["cluster", "init", "mine", "--runs-root", str(tmp_path / "runs"), "--python", "/usr/bin/python3"]
