@@ -11,9 +11,10 @@ from hpcrl.cli.output import say, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hpcrl.runs.observe import RunView
     from hpcrl.runs.rundir import RunDir
 
-__all__ = ["FollowOption", "InJobOption", "follow_or_tell"]
+__all__ = ["FollowOption", "InJobOption", "exit_code", "follow_or_tell", "tell_what_failed"]
 
 FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Show progress until the run has ended; Ctrl-C cancels the run.")
@@ -42,10 +43,9 @@ def follow_or_tell(run: RunDir, follow: bool) -> None:
 
 def _follow(run: RunDir, console: Console) -> int:
     """Follow a run to its end and print the summary; returns the exit code."""
-    from hpcrl.errors import ExitCode, UsageError
+    from hpcrl.errors import UsageError
     from hpcrl.runs.metrics import read_metrics
     from hpcrl.runs.record import RunRecord
-    from hpcrl.runs.registry import reference
     from hpcrl.runs.run_progress import read_progress
     from hpcrl.runs.status import RunState
     from hpcrl.runs.views.follow import follow
@@ -63,10 +63,26 @@ def _follow(run: RunDir, console: Console) -> int:
         except UsageError as error:
             picture = f"none: {error}"
     screen().print(summary(view, read_progress(run), metrics, picture=picture))
-    if view.state is RunState.COMPLETED:
-        return ExitCode.OK
+    if view.state is not RunState.COMPLETED:
+        tell_what_failed(run)
+    return exit_code(view)
+
+
+def tell_what_failed(run: RunDir) -> None:
+    """Say the commands that come after an end that is no completion."""
+    from hpcrl.runs.registry import reference
+
     named = reference(run)
     say(f"  hpcrl why {named}\n  hpcrl resume {named}", err=True)
+
+
+def exit_code(view: RunView) -> int:
+    """Return the exit code for a run that has ended: 0 completed, 130 cancelled, else as its cause has it."""
+    from hpcrl.errors import ExitCode
+    from hpcrl.runs.status import RunState
+
+    if view.state is RunState.COMPLETED:
+        return ExitCode.OK
     if view.state is RunState.CANCELLED:
         return ExitCode.CANCELLED
     return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED

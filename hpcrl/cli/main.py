@@ -34,6 +34,7 @@ from hpcrl.cli import (
     sites,
     store,
     submit,
+    wait,
     warmup,
     weights,
 )
@@ -73,6 +74,7 @@ def _options(
 for module in (
     submit,
     resume,
+    wait,
     cancel,
     scale,
     requeue,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OptionalRunArgument",
     "RunArgument",
+    "RunsArgument",
     "RunsRootOption",
     "ask_slurm",
     "find",
@@ -32,6 +33,9 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
 
 _RUN_HELP = "Name of a run, its id, the number of its job, or its directory"
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=f"{_RUN_HELP}.", autocompletion=_complete)]
+RunsArgument = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Runs, each as for `hpcrl status`.", autocompletion=_complete)
+]
 OptionalRunArgument = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", help=f"{_RUN_HELP}; the newest run by default.", autocompletion=_complete),

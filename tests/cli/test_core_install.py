@@ -32,6 +32,7 @@ environments:
 LINES: dict[str, list[list[str]]] = {
     "submit": [["submit", "mine.yaml", "--dry-run"], ["submit", "mine.yaml"]],
     "resume": [["resume", "RUN"]],
+    "wait": [["wait", "RUN"], ["wait", "RUN", "--running", "--timeout", "1"]],
     "cancel": [["cancel", "RUN"]],
     "scale": [["scale", "RUN", "engine=2"]],
     "requeue": [["requeue", "RUN"]],
