@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "vocab_size": 64,
+    "vocab_size": 103,
     "hidden_size": 8,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,

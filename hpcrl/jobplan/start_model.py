@@ -46,6 +46,11 @@ _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
 _FORMAT_FLAGS = ("config-format", "load-format", "tokenizer-mode")
 """What makes vLLM read a directory in the format of Hugging Face that also has Mistral's own."""
+_NO_TOKENIZER = "convert it with transformers (AutoTokenizer.from_pretrained, save_pretrained), or download it whole"
+_TIKTOKEN = (
+    "make it of the tokenizer's tiktoken encoding: transformers.integrations.tiktoken.convert_tiktoken_to_fast; "
+    "save_pretrained of a tokenizer of code writes none"
+)
 _AGAIN = "copy or download it again, whole"
 _MOST_BYTES = 512 << 20
 """Of a tokenizer's file; the largest published ones have some 40 million bytes."""
@@ -174,10 +179,7 @@ def _tokenizer_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
         others = ", ".join(sorted(each.name for each in model_dir.glob("*tiktoken*")) + _names(model_dir, "*.model"))
         beside = f" (there is {others}, which hpcrl does not read)" if others else ""
         what = f"{model_dir} has no tokenizer.json{linked}{beside}"
-        yield (
-            what,
-            "convert it with transformers (AutoTokenizer.from_pretrained, save_pretrained), or download it whole",
-        )
+        yield what, _TIKTOKEN if "tiktoken" in others else _NO_TOKENIZER
         return
     try:
         _load_tokenizer(model_dir)

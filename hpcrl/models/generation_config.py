@@ -8,8 +8,9 @@ from typing import Annotated
 import msgspec
 
 from hpcrl.decoding import decode_json
+from hpcrl.models.configfile import read_config
 
-__all__ = ["GenerationConfig"]
+__all__ = ["GenerationConfig", "end_tokens"]
 
 _MOST_BYTES = 1 << 20
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -54,3 +55,31 @@ class GenerationConfig(msgspec.Struct, frozen=True):
         """Tokens that end an answer; none where the file names none."""
         named = self.eos_token_id
         return () if named is None else (named,) if isinstance(named, int) else tuple(named)
+
+
+def end_tokens(model_dir: Path) -> tuple[int, ...]:
+    """Return the tokens that end an answer, beside the tokenizer's own.
+
+    They stand in ``generation_config.json``; where it names none, in ``config.json``, or in the ``text_config`` of it.
+
+    Raises
+    ------
+    ValueError
+        One of the files cannot be read; the message names it.
+    """
+    if found := GenerationConfig.read(model_dir).eos_token_ids:
+        return found
+    path = model_dir / "config.json"
+    if not path.is_file():
+        return ()
+    try:
+        config = read_config(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    for part in (config, inner):
+        named = part.get("eos_token_id") if isinstance(part, dict) else None
+        ids = named if isinstance(named, list) else [named]
+        if all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+            return tuple(ids)
+    return ()

@@ -74,6 +74,13 @@ class ChatTokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
+    def tokens_from(self, first: int) -> dict[int, str]:
+        """Return the tokens whose ids are ``first`` or more, by id."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return {
+            number: token for token, number in sorted(vocabulary.items(), key=lambda one: one[1]) if number >= first
+        }
+
     def encode(self, text: str) -> list[int]:
         """Return token ids; special tokens written in ``text`` are recognised."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,9 +1,9 @@
 """Whether a run of a recipe on a cluster would start, and why not: asked by every command that has an opinion on it.
 
 `prepare` loads a recipe and a profile and looks at all that can be seen before anything is started: rules, the model
-and its directory, secrets, interpreters of roles and their packages, environments of the user's own, flags of engines.
-Problems are collected and not raised, so that a person reads all of them at once. `hpcrl submit` refuses a run with
-problems; `hpcrl plan` and the others say the same sentences.
+and its directory, its chat format, secrets, interpreters of roles and their packages, environments of the user's own,
+flags of engines. Problems are collected and not raised, so that a person reads all of them at once. `hpcrl submit`
+refuses a run with problems; `hpcrl plan` and the others say the same sentences.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hpcrl.jobplan import (
     make_plan,
     with_model_of,
 )
+from hpcrl.jobplan.chat_trial import check_chat_format
 from hpcrl.jobplan.environment_trial import check_environments
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
 from hpcrl.jobplan.start_model import ModelReport, check_model, report_model
@@ -201,6 +202,10 @@ def examine(
         problems.of(lambda: check_secrets(plan, site))
         if programs and loaded.value.job.payload == "roles":
             notes += _try_programs(problems, loaded, site, plan)
+            if not model.problems:
+                notes += (
+                    problems.of(lambda: check_chat_format(loaded, plan, site.value, _model_dir(resolved, place))) or ()
+                )
     return replace(prepared, problems=tuple(problems.found), notes=tuple(notes))
 
 
@@ -219,7 +224,9 @@ def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: P
     notes: list[str] = []
     if recipe.value.job.payload == "roles":
         notes += _try_programs(problems, recipe, site, plan)
-        problems.of(lambda: check_model(recipe, Path(recipe.value.model.path), weights=False))
+        model_dir = Path(recipe.value.model.path)
+        if problems.of(lambda: check_model(recipe, model_dir, weights=False)) is not None:
+            notes += problems.of(lambda: check_chat_format(recipe, plan, site.value, model_dir)) or ()
     if problems.found:
         raise ConfigError(problems.found)
     return notes
@@ -243,10 +250,13 @@ def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace) -> ModelRe
     """What is wrong with the start model; a job of small programs needs none."""
     if loaded.value.job.payload != "roles":
         return ModelReport()
-    if place.source is not None:
-        # its weights were looked at where the run was found
-        return report_model(loaded, place.source.config_dir, weights=False)
-    return report_model(loaded, Path(resolved.model.path))
+    # weights of another run were looked at where it was found
+    return report_model(loaded, _model_dir(resolved, place), weights=place.source is None)
+
+
+def _model_dir(resolved: Recipe, place: RunPlace) -> Path:
+    """Return the directory of the start model's configuration and tokenizer."""
+    return Path(resolved.model.path) if place.source is None else place.source.config_dir
 
 
 def _with_plan(prepared: PreparedRun, place: RunPlace) -> PreparedRun:

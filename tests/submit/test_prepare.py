@@ -234,3 +234,25 @@ def test_keys_are_named_beside_what_keeps_it_from_starting(recipe: Path, hpcrl: 
 
 def test_a_usual_model_has_no_note_of_keys(recipe: Path) -> None:
     assert not [note for note in prepared(recipe).notes if "config.json" in note]
+
+
+def test_a_chat_format_that_does_not_fit_is_refused_before_the_queue(recipe: Path, hpcrl: Hpcrl) -> None:
+    text = recipe.read_text().replace("path: ", "chat: {format: glm-5}, path: ")
+    recipe.write_text(text)
+    (problem,) = prepared(recipe).problems
+    assert (problem.key, problem.where) == ("model.chat.format", "mine.yaml:3")
+    assert "glm-5: this model does not have it" in problem.what
+    assert "set it to text" in problem.hint
+    assert hpcrl("submit", str(recipe), "--dry-run")[0] == 2
+
+
+def test_a_template_that_cannot_begin_is_refused_before_the_queue(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "model/chat_template.jinja").write_text("{{ raise_exception('not today') }}")
+    (problem,) = prepared(recipe).problems
+    assert "not today" in problem.what
+
+
+def test_a_chat_format_that_cannot_be_tried_here_is_said(recipe: Path, tmp_path: Path) -> None:
+    no_python(tmp_path, recipe)
+    notes = prepared(recipe, cluster=str(tmp_path / "site.yaml")).notes
+    assert any(note.startswith("the chat format of the model was not tried: ") for note in notes)

@@ -16,7 +16,7 @@ from hpcrl.errors import UsageError
 from hpcrl.models.configfile import read_config
 from hpcrl.models.tokenizer import ChatTokenizer
 
-__all__ = ["ParseTurn", "find_format", "make_parser", "same_ends"]
+__all__ = ["ParseTurn", "find_format", "formats_of", "make_parser", "same_ends"]
 
 _BY_MODEL_TYPE: Mapping[str, tuple[ChatFormat, ...]] = MappingProxyType(
     {
@@ -49,11 +49,17 @@ class ParseTurn(Protocol):
     def __call__(self, ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any: ...
 
 
+def formats_of(model_dir: Path) -> tuple[ChatFormat, ...]:
+    """Return the formats that models of this ``model_type`` may have; none where it is not known."""
+    path = model_dir / "config.json"
+    config = read_config(path) if path.is_file() else None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    return _BY_MODEL_TYPE.get(str(model_type), ())
+
+
 def find_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat | None:
     """Return the format of a model's thinking and calls; None where it is not known, so that replies are text alone."""
-    path = model_dir / "config.json"
-    model_type = read_config(path).get("model_type") if path.is_file() else None
-    for name in _BY_MODEL_TYPE.get(str(model_type), ()):
+    for name in formats_of(model_dir):
         try:
             make_parser(name, tokenizer, {})
         except UsageError:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from hpcrl.config.chat import ChatFormat
 from hpcrl.models.chat_template import ChatTemplateError
-from hpcrl.models.generation_config import GenerationConfig
+from hpcrl.models.generation_config import end_tokens
 from hpcrl.models.tokenizer import ChatTokenizer, Rendered
 from hpcrl.rollouts.environments.base import Message, Tool, ToolCall
 from hpcrl.rollouts.rendering.formats import find_format, make_parser, same_ends
@@ -53,7 +53,7 @@ class Renderer:
     Attributes
     ----------
     stop_token_ids:
-        Tokens that end a turn: those of the tokenizer, of generation_config.json and of the format.
+        Tokens that end a turn: those of the tokenizer, of generation_config.json (else config.json) and of the format.
     format:
         Of thinking and tool calls; None: turns are text alone.
     """
@@ -113,7 +113,7 @@ class Renderer:
             The model does not have the format.
         """
         tokenizer = ChatTokenizer(model_dir)
-        ends = GenerationConfig.read(model_dir).eos_token_ids
+        ends = end_tokens(model_dir)
         found = find_format(model_dir, tokenizer) if chat_format == "auto" else chat_format
         known = None if found == "text" else found
         return cls(tokenizer, stop_token_ids=ends, chat_format=known, variables=variables)
