@@ -15,6 +15,10 @@ from typing import Any
 
 from harness import ROOT, OtherLoad, RunResult, record, run_recipe, scratch
 
+from hpcrl.runs.events import read_events
+from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.rundir import RunDir
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -23,10 +27,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2", help="what tools/smollm2.py made")
     parser.add_argument("--picture", type=Path, help="where the picture of the first seed goes")
     parser.add_argument("--append", action="store_true", help="keep what is recorded of other seeds")
+    parser.add_argument("--run", type=Path, help="measure this finished run in place of new ones")
     arguments = parser.parse_args()
-    directory = scratch("demo")
     recorded = ROOT / f"bench/results/{arguments.recipe}.json"
     rows = json.loads(recorded.read_text(encoding="utf-8"))["seeds"] if arguments.append else []
+    if arguments.run:
+        result = finished(RunDir(arguments.run))
+        rows = [*rows, {"seed": result.run.recipe().seed, **measured(result)}]
+        record(arguments.recipe, {"seeds": rows})
+        return
+    directory = scratch("demo")
     for seed in arguments.seeds:
         settings = (f"seed={seed}", f"model.path={arguments.model.absolute()}")
         with OtherLoad(str(directory)) as others:
@@ -37,6 +47,13 @@ def main() -> None:
         if arguments.picture and seed == arguments.seeds[0]:
             shutil.copyfile(result.run.path / "report.png", arguments.picture)
         record(arguments.recipe, {"seeds": rows})
+
+
+def finished(run: RunDir) -> RunResult:
+    """A run that was made before, perhaps in several attempts; its time is that of its steps."""
+    steps = read_metrics(run)
+    evaluations = [event.data for event in read_events(run) if event.kind == "evaluation"]
+    return RunResult(run, sum(sum(step.phases_s.values()) for step in steps), steps, evaluations)
 
 
 def measured(result: RunResult) -> dict[str, Any]:
