@@ -144,8 +144,8 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
             outcome = stage.run(bench)
         record = StageRecord(
             status=outcome.status,
-            # what it depends on may be what it has made
-            digest=_digest_and_limit(bench, stage, _profile_digest(bench))[0],
+            # of before: what changed meanwhile is another input
+            digest=digest,
             summary=outcome.summary,
             warnings=list(outcome.warnings),
             facts=dict(outcome.facts),
@@ -167,8 +167,8 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
     finally:
         bench.state.stages[stage.name] = msgspec.structs.replace(
             record,
-            # it may be there only now
-            profile=_profile_digest(bench) or profile,
+            # a drafted one is there only now
+            profile=profile or _profile_digest(bench),
             started_at_s=started_s,
             seconds=round(time.monotonic() - begun, 3),
         )
