@@ -180,7 +180,7 @@ def test_a_runs_root_that_hangs_stops() -> None:
         with pytest.raises(
             StageStoppedError, match=r"the mount did not answer within 0\.1 s\n    hint: its mount hangs"
         ):
-            site_stages.within(0.1, lambda: bool(wait.wait(60)) and None, "the mount")
+            site_stages.within(0.1, lambda: wait.wait(60), "the mount")
     finally:
         wait.set()
 
