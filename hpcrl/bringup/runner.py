@@ -131,7 +131,7 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
     """Run one stage, unless it passed with the same inputs; returns whether the next one may begin."""
     profile = _profile_digest(bench)
     before = bench.state.stages.get(stage.name)
-    digest, most = _facts_before(bench, stage, profile)
+    digest, most = _digest_and_limit(bench, stage, profile)
     if before is not None and before.status.passed and digest and before.digest == digest:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(before.started_at_s))
         say(f"{head}: passed on {when} with the same profile: {before.summary}")
@@ -144,8 +144,8 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
             outcome = stage.run(bench)
         record = StageRecord(
             status=outcome.status,
-            # what it depends on may be what it has made
-            digest=_facts_before(bench, stage, _profile_digest(bench))[0],
+            # of before: what changed meanwhile is another input
+            digest=digest,
             summary=outcome.summary,
             warnings=list(outcome.warnings),
             facts=dict(outcome.facts),
@@ -167,8 +167,8 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
     finally:
         bench.state.stages[stage.name] = msgspec.structs.replace(
             record,
-            # it may be there only now
-            profile=_profile_digest(bench) or profile,
+            # a drafted one is there only now
+            profile=profile or _profile_digest(bench),
             started_at_s=started_s,
             seconds=round(time.monotonic() - begun, 3),
         )
@@ -181,7 +181,7 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
     return record.status.passed
 
 
-def _facts_before(bench: SiteBench, stage: BringupStage, profile: str) -> tuple[str, str]:
+def _digest_and_limit(bench: SiteBench, stage: BringupStage, profile: str) -> tuple[str, str]:
     """Return the digest of a stage and its longest time in words; empty where the profile cannot say them yet."""
     try:
         return stage.digest(bench, profile), f"{stage.most_s(bench):.0f} s at most"

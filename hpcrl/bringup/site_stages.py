@@ -68,7 +68,7 @@ def describe_site(bench: SiteBench) -> Outcome:
 def _differing(request: FirstRunRequest, cluster: SlurmCluster) -> list[str]:
     """Return the options of a draft that the profile does not follow."""
     python = {str(role): each for role, each in cluster.python_by_role.items()}.get("trainer")
-    written: dict[str, tuple[object, set[object]]] = {
+    written: dict[str, tuple[str | None, set[str | None]]] = {
         "--runs-root": (request.runs_root, {cluster.paths.runs_root}),
         "--fabric": (request.fabric, {each.node.fabric.kind for each in cluster.partitions.values()}),
         "--python": (request.python, {python}),
@@ -110,7 +110,7 @@ def try_directory(path: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def within(seconds: float, call: Callable[[], None], what: str) -> None:
+def within(seconds: float, call: Callable[[], object], what: str) -> None:
     """Call something that may hang in a thread of its own.
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hpcrl
+from hpcrl.bringup.stages import STAGES
 from hpcrl.config.load import load_cluster
 from hpcrl.sites.installation.installers import _FAILURES
 from hpcrl.sites.installation.roles import Accelerator, SiteRole, lock_name, profile_line
@@ -102,6 +104,55 @@ def test_the_way_with_a_network_says_what_it_would_do(tmp_path: Path) -> None:
         run = shell([words.replace("/shared/hpcrl/v1", shlex.quote(str(tmp_path))) + " --dry-run"], tmp_path)
         assert run.returncode == 0, run.stderr
         assert "would be made" in run.stderr
+
+
+def test_the_first_run_begins_as_it_stands(tmp_path: Path) -> None:
+    """Its options are those of the command; without a Slurm the first stage says so, and the report is there."""
+    ((line,),) = commands("First run")
+    words = shlex.split(line)
+    assert words[:4] == ["hpcrl", "site", "first-run", "mysite"]
+    slurm = f"SLURM_CONF={shlex.quote(str(tmp_path))}/nowhere.conf "
+    run = shell([slurm + line.replace("hpcrl site", f"{HPCRL} site", 1).replace("/shared", str(tmp_path))], tmp_path)
+    assert run.returncode == 1, run.stderr
+    assert run.stdout == f"{tmp_path}/first-run-mysite/report.md\n"
+    assert "1/6 init: " in run.stderr
+    # there is no profile yet, so the same draft is wanted again
+    assert "go on: hpcrl site first-run mysite --runs-root " in run.stderr
+    assert "| init | stopped |" in (tmp_path / "first-run-mysite/report.md").read_text(encoding="utf-8")
+
+
+def test_stages_of_the_page_are_those_of_the_code() -> None:
+    text = PAGE.partition("\n## First run\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE) == [stage.name for stage in STAGES]
+
+
+def test_the_walk_has_lines_that_the_command_line_knows() -> None:
+    """All of it runs by tools/walk_install.py; here each line is looked at."""
+    (lines,) = commands("On a virtual cluster")
+    typed = "\n".join(lines)
+    assert "git clone" in lines[1]
+    packages = set(lines[0].partition("--no-install-recommends ")[2].split())
+    assert {"slurm-wlm", "munge"} <= packages
+    assert [re.findall(r"--role (\w+)", line) for line in lines if "site install" in line] == [
+        ["login"],
+        ["trainer"],
+        ["vllm"],
+    ]
+    spec = importlib.util.spec_from_file_location("walk_install", ROOT / "tools/walk_install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    walk = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(walk)
+    assert walk.commands(without_vllm=False) == lines
+    script = walk.traced(lines)
+    assert all(f"\n{line}\n" in script for line in lines)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    without = walk.commands(without_vllm=True)
+    assert "vllm" not in "\n".join(without)
+    assert len(without) == len(lines) - 1
+    # the page's two ways to the first run are one
+    ((real,),) = commands("First run")
+    assert real.replace("infiniband", "ethernet") in typed
 
 
 def test_the_table_has_all_roles_and_sizes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -137,6 +138,22 @@ def test_what_has_passed_is_run_again_with_another_profile_or_other_inputs(trial
     assert trial.calls == NAMES
     trial.run(again=True)
     assert trial.calls == NAMES
+
+
+def test_a_profile_that_changes_while_a_stage_runs_is_another_one(trial: Trial) -> None:
+    stages = trial.stages()
+    quick = stages[2].run
+
+    def edited(bench: SiteBench) -> Outcome:
+        trial.profile.write_text("extends: devcluster\nname: mine\nlimits: {time_limit_h: 3}\n")
+        return quick(bench)
+
+    stages[2] = dataclasses.replace(stages[2], run=edited)
+    request = FirstRunRequest(cluster=str(trial.profile), directory=trial.directory, cwd=Path.cwd(), environ={})
+    assert first_run(request, say=trial.said.append, stages=stages).end is FirstRunEnd.PASSED
+    trial.run()
+    # those before had seen the old one, too; those behind it the new one
+    assert trial.calls == ["init", "check", "check-job"]
 
 
 def test_from_a_stage_leaves_out_what_has_not_passed_and_says_so(trial: Trial) -> None:

@@ -16,7 +16,7 @@ from start_models import write_tiny_model
 from test_node_findings import GOOD
 from test_profiles import RECORDED
 
-from hpcrl.bringup import follow, run_stages, site_stages, stage, tiny_recipe
+from hpcrl.bringup import run_stages, site_stages, stage, tiny_recipe
 from hpcrl.bringup.node_answers import NodeAnswers
 from hpcrl.bringup.records import FirstRunState, StageRecord, StageStatus
 from hpcrl.bringup.stage import FirstRunRequest, SiteBench, StageStoppedError
@@ -24,7 +24,7 @@ from hpcrl.bringup.tiny_recipe import RECIPE_FILE, make_model, tiny_settings, wr
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.rules.table import check_rules
-from hpcrl.errors import ConfigError, HpcrlError, UsageError
+from hpcrl.errors import ConfigError, UsageError
 from hpcrl.planning.verdict import Verdict
 from hpcrl.sites.check_job import JobReport
 from hpcrl.sites.network_check import NetworkReport
@@ -180,7 +180,7 @@ def test_a_runs_root_that_hangs_stops() -> None:
         with pytest.raises(
             StageStoppedError, match=r"the mount did not answer within 0\.1 s\n    hint: its mount hangs"
         ):
-            site_stages.within(0.1, lambda: bool(wait.wait(60)) and None, "the mount")
+            site_stages.within(0.1, lambda: wait.wait(60), "the mount")
     finally:
         wait.set()
 
@@ -318,38 +318,3 @@ def test_a_plan_that_slurm_would_not_start_is_none(site: Site, monkeypatch: pyte
 
 def make_tiny_model(path: Path) -> None:
     write_tiny_model(path)
-
-
-# -- runs that were left ----------------------------------------------------------------------------------------------
-
-
-def test_a_run_that_an_earlier_call_left_is_ended_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    sys.path.append(str(Path(__file__).parents[1] / "runs"))
-    from runs_testing import make_run
-
-    run = make_run(site.runs_root, "first-run-probe-1")
-    site.state.open_run = str(run.path)
-    asked: list[str] = []
-
-    def cancel(found: Any, *, user: str) -> Any:
-        asked.append(found.name)
-        raise HpcrlError("Slurm is silent")
-
-    monkeypatch.setattr(follow, "observe", lambda run: type("View", (), {"state": type("S", (), {"ended": False})})())
-    monkeypatch.setattr(follow, "cancel", cancel)
-    follow.end_open_run(site.bench)
-    assert asked == ["first-run-probe-1"]
-    # it may still have a job: the next call tries again
-    assert site.state.open_run == str(run.path)
-    assert f"hpcrl cancel {run.path}" in site.said[-1]
-    monkeypatch.setattr(follow, "cancel", lambda run, *, user: type("View", (), {"state": "CANCELLED"})())
-    follow.end_open_run(site.bench)
-    assert site.state.open_run == ""
-    assert site.said[-1] == "first-run-probe-1 is CANCELLED"
-
-
-def test_a_run_that_was_never_made_is_forgotten(site: Site) -> None:
-    site.state.open_run = str(site.runs_root / "nowhere")
-    follow.end_open_run(site.bench)
-    assert site.state.open_run == ""
-    assert site.said == []
