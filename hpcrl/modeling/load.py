@@ -12,9 +12,18 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import HeldBlock, local_block, local_part, overlap
 from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
+from hpcrl.modeling.mxfp4 import check_mxfp4_scales, read_mxfp4
+from hpcrl.weights.format.mxfp4 import MXFP4_DTYPE
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE
 from hpcrl.weights.read.model_files import ModelFiles
-from hpcrl.weights.read.stored_weights import SCALE_SUFFIX, config_key, dtype_problem, heads_differ_problem, tied_name
+from hpcrl.weights.read.stored_weights import (
+    SCALE_SUFFIX,
+    config_key,
+    dtype_problem,
+    heads_differ_problem,
+    quantised_weight,
+    tied_name,
+)
 
 __all__ = ["load_model_dir", "read_whole"]
 
@@ -26,7 +35,8 @@ _PORTION_BYTES = 64 << 20
 def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> None:
     """Fill ``model``, whole or sharded, on any device. Not collective.
 
-    Values are converted to the dtype of the model's tensors; matrices in FP8 are multiplied with their block scales.
+    Values are converted to the dtype of the model's tensors; matrices in FP8 and experts in MXFP4 are multiplied with
+    the scales of their blocks.
     Tensors of multi-token prediction that the model does not carry (`hpcrl.modeling.carried`) are left out.
     Memory beside the model: some 64 MiB, or a row of a tensor in float32 where that is larger.
 
@@ -98,13 +108,12 @@ def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None
     for name, shape in expected.items():
         _check_stored(files, adapter, name, shape)
     for name, stored in files.tensors.items():
-        own = name.removesuffix(SCALE_SUFFIX)
-        of_quantised = own != name and own in files.tensors and files.tensors[own].dtype == FP8_DTYPE
+        own = quantised_weight(name, files.tensors)
         twin = adapter.tied_twin(name)
         if twin in expected:
             _check_stored(files, adapter, name, expected[twin])
         left_out = adapter.is_redundant(name) or adapter.is_mtp(name) or twin in expected
-        of_quantised = of_quantised and (own in expected or adapter.tied_twin(own) in expected)
+        of_quantised = own is not None and (own in expected or adapter.tied_twin(own) in expected)
         if name not in expected and not of_quantised and not left_out:
             key = config_key(adapter.arch, name)
             raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model{key}")
@@ -126,6 +135,8 @@ def _check_values(files: ModelFiles, adapter: HfAdapter, region: Region, part: H
     """Check the scales of what will be read, and a second copy of it (ValueError)."""
     if files.tensors[region.name].dtype == FP8_DTYPE:
         _check_scales(files, region.name, part)
+    if files.tensors[region.name].dtype == MXFP4_DTYPE:
+        check_mxfp4_scales(files, region.name, part)
     twin = adapter.tied_twin(region.name)
     if twin is None or twin not in files.tensors:
         return
@@ -181,6 +192,8 @@ def _portions(part: HeldBlock, row_bytes: int) -> Iterator[HeldBlock]:
 
 
 def _read(files: ModelFiles, name: str, part: HeldBlock) -> Tensor:
+    if files.tensors[name].dtype == MXFP4_DTYPE:
+        return read_mxfp4(files, name, part)
     numbers = _stored_numbers(files, name, part)
     if files.tensors[name].dtype != FP8_DTYPE:
         return numbers
