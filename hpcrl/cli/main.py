@@ -18,6 +18,7 @@ from hpcrl.cli import (
     configuration,
     devcluster,
     environments,
+    models,
     planning,
     remove,
     render,
@@ -88,6 +89,7 @@ for module in (
     environments,
     sites,
     site_environments,
+    models,
     warmup,
     devcluster,
 ):
