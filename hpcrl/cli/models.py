@@ -144,6 +144,45 @@ def model_extract(
     say(f"{extracted.path}: {extracted.tensors:,} tensors; left out: {left}")
 
 
+@model_app.command("dequantise")
+def model_dequantise(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR|OWNER/NAME", help="A model directory, or an id that `model get` fetched.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Where to put the copy.")],
+    cluster: ClusterOption = "local",
+) -> None:
+    """Write a copy of a model whose weights in FP8 or MXFP4 are in bfloat16.
+
+    For vLLM engines, which keep weights as the start model has them; trainer and embedded engine read both.
+    """
+    import signal
+    import subprocess
+    import sys
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    from hpcrl.errors import ExitCode, MissingExtraError
+    from hpcrl.interpreter import module_command
+
+    source, target = _find_model(model, cluster), Path(output).expanduser().absolute()
+    if find_spec("torch") is None:
+        raise MissingExtraError("trainer", "torch")
+    # a process of its own: the command line never imports torch. Ctrl-C reaches both; this one ends the other
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    command = module_command(sys.executable, "hpcrl.modeling.dequantise", str(source), "--output", str(target))
+    process = subprocess.Popen(command)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        say(f"interrupted; {target} was not written", err=True)
+        raise typer.Exit(ExitCode.CANCELLED) from None
+    raise typer.Exit(code)
+
+
 def _models_root(cluster: str) -> Path:
     from pathlib import Path
 

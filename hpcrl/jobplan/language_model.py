@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.jobplan.start_model import look_at_directory
 from hpcrl.models.arch import SAME_TEXT, arch_from_config
 from hpcrl.models.configfile import read_config
-from hpcrl.models.written import is_true_of_copies
+from hpcrl.models.written import small_files
 from hpcrl.weights.read.model_directory import INDEX
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
 from hpcrl.weights.read.stored_weights import EMBEDDING, HEAD, rows_differ
@@ -35,9 +35,7 @@ _NAMES = (
 """Names of the language model's tensors in wrappers, older and newer ones of transformers, and their own."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that wrappers may have in place of the language model."""
-_SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-_SMALL_BYTES = 512 << 20
-_OF_WRAPPERS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_OF_WRAPPERS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 class Extracted(NamedTuple):
@@ -156,16 +154,10 @@ def _write_tensors(target: Path, names: Mapping[str, str], stored: Mapping[str, 
 
 def _write_small_files(model_dir: Path, target: Path, config: Mapping[str, Any]) -> None:
     _write_json(target / "config.json", config)
-    for path in _small_files(model_dir):
-        atomic_write(target / path.name, path.read_bytes())
+    for path in small_files(model_dir):
+        if path.name not in _OF_WRAPPERS:
+            atomic_write(target / path.name, path.read_bytes())
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     atomic_write(path, (json.dumps(document, indent=2) + "\n").encode())
-
-
-def _small_files(model_dir: Path) -> Iterable[Path]:
-    for path in sorted(model_dir.iterdir()):
-        own = path.suffix in _SMALL_SUFFIXES and is_true_of_copies(path.name) and path.name not in _OF_WRAPPERS
-        if own and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
-            yield path

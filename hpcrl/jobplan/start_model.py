@@ -198,7 +198,7 @@ def _storage_findings(recipe: Loaded[Recipe], model_dir: Path, where: str) -> It
     if engine.backend != "vllm" or "hf-overrides" in engine.vllm_args:
         return
     method = (read_config(model_dir / "config.json").get("quantization_config") or {}).get("quant_method")
-    copy = "give the path of a copy in bfloat16 (transformers writes one: dequantize=True, save_pretrained)"
+    copy = f"give the path of a copy in bfloat16: hpcrl model dequantise {shlex.quote(str(model_dir))} --output DIR"
     if method == "mxfp4":
         what = f"experts of {model_dir} are in MXFP4: vLLM keeps them so, and versions of a run are not"
         yield Finding(where, "model.path", what, f"{copy}, or set engine.backend: embedded")

@@ -25,7 +25,7 @@ from hpcrl.weights.read.stored_weights import (
     tied_name,
 )
 
-__all__ = ["load_model_dir", "read_whole"]
+__all__ = ["load_model_dir", "read_stored", "read_whole"]
 
 _PORTION_BYTES = 64 << 20
 """Most bytes that are held beside the model."""
@@ -86,6 +86,27 @@ def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor)
         _read_region(files, region, target, local_block(target))
 
 
+@torch.no_grad()
+def read_stored(files: ModelFiles, name: str) -> Tensor:
+    """Read the stored weight ``name``: in bfloat16 where it is quantised, else in its own dtype.
+
+    Raises
+    ------
+    ValueError
+        Its dtype or its scales cannot be read.
+    """
+    if problem := dtype_problem(name, files.tensors):
+        raise ValueError(problem)
+    stored = files.tensors[name]
+    whole = HeldBlock((0,) * len(stored.shape), stored.shape)
+    _check_stored_scales(files, name, whole)
+    quantised = stored.dtype in (FP8_DTYPE, MXFP4_DTYPE)
+    target = torch.empty(stored.shape, dtype=torch.bfloat16 if quantised else getattr(torch, stored.dtype))
+    if target.numel():
+        _fill(target, files, name, whole)
+    return target
+
+
 def _regions(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple[int, ...]) -> list[Region]:
     """`HfAdapter.regions` by the names of the files: a tied tensor may be stored by the name of the head alone."""
     return [
@@ -133,16 +154,20 @@ def _check_stored(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple
 
 def _check_values(files: ModelFiles, adapter: HfAdapter, region: Region, part: HeldBlock, dtype: torch.dtype) -> None:
     """Check the scales of what will be read, and a second copy of it (ValueError)."""
-    if files.tensors[region.name].dtype == FP8_DTYPE:
-        _check_scales(files, region.name, part)
-    if files.tensors[region.name].dtype == MXFP4_DTYPE:
-        check_mxfp4_scales(files, region.name, part)
+    _check_stored_scales(files, region.name, part)
     twin = adapter.tied_twin(region.name)
     if twin is None or twin not in files.tensors:
         return
     for rows in _portions(part, math.prod(region.shape[1:]) * 4):
         if not torch.equal(_read(files, region.name, rows).to(dtype), _read(files, twin, rows).to(dtype)):
             raise ValueError(heads_differ_problem())
+
+
+def _check_stored_scales(files: ModelFiles, name: str, part: HeldBlock) -> None:
+    if files.tensors[name].dtype == FP8_DTYPE:
+        _check_scales(files, name, part)
+    if files.tensors[name].dtype == MXFP4_DTYPE:
+        check_mxfp4_scales(files, name, part)
 
 
 def _check_scales(files: ModelFiles, name: str, part: HeldBlock) -> None:

@@ -47,6 +47,7 @@ LINES: dict[str, list[list[str]]] = {
     "warmup": [["warmup", "mine.yaml", "--output", "made"]],
     "model get": [["model", "get", "owner/model", "-o", "got"]],
     "model ls": [["model", "ls"], ["model", "ls", "--json"]],
+    "model dequantise": [["model", "dequantise", "model", "-o", "copied"]],
     "model extract": [["model", "extract", "model", "-o", "extracted"]],
     "model check": [["model", "check", "model"], ["model", "check", "owner/model"]],
     "weights ls": [["weights", "ls", "RUN"]],

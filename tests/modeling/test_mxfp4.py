@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from model_agreement import load_ours, packed_logits, save_model, token_ids, write_config
 from safetensors.torch import load_file, save_file
+from start_models import write_tiny_model
 
 from hpcrl.errors import UsageError
 from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.jobplan.start_model import _weight_problems
 from hpcrl.modeling import load
 from hpcrl.modeling.blocks import HeldBlock
+from hpcrl.modeling.dequantise import write_dequantised
 from hpcrl.modeling.load import load_model_dir, read_whole
 from hpcrl.modeling.mxfp4 import dequantise_mxfp4, read_mxfp4
 from hpcrl.modeling.spec import build_model
@@ -140,6 +143,49 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = torch.cat([other(input_ids=ids[None]).logits[0] for ids in token_ids()])
         torch.testing.assert_close(packed_logits(load_ours(path), token_ids()), wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 1 << 30])
+def test_a_copy_in_bfloat16_is_the_same_model(tmp_path: Path, file_bytes: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path, whole = packed(tmp_path / "packed")
+    (path / "tokenizer_config.json").write_text("{}")
+    assert write_dequantised(path, tmp_path / "copy", file_bytes=file_bytes) == 4
+    written: Tensors = {}
+    for file in sorted((tmp_path / "copy").glob("*.safetensors")):
+        written |= load_file(file)
+    assert len(list((tmp_path / "copy").glob("*.safetensors"))) == (len(whole) if file_bytes == 1 else 1)
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], whole[name]) and written[name].dtype == whole[name].dtype for name in whole)
+    config = json.loads((tmp_path / "copy/config.json").read_text())
+    assert "quantization_config" not in config
+    assert (tmp_path / "copy/tokenizer_config.json").is_file()
+    assert preflight(tmp_path / "copy") == []
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with pytest.raises(UsageError, match="is quantised: it can be used as it is"):
+        write_dequantised(tmp_path / "copy", tmp_path / "again")
+    with pytest.raises(UsageError, match="exists already"):
+        write_dequantised(path, tmp_path / "copy")
+
+
+def test_a_copy_of_a_model_in_fp8_has_no_scales(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "fp8", fp8=True)
+    assert write_dequantised(path, tmp_path / "copy") > 0
+    (file,) = (tmp_path / "copy").glob("*.safetensors")
+    written = load_file(file)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16, torch.float32}
+    assert not [name for name in written if name.endswith("_scale_inv")]
+    assert preflight(tmp_path / "copy") == []
+
+
+def test_what_cannot_be_read_leaves_no_copy(tmp_path: Path) -> None:
+    path, _ = packed(tmp_path / "packed", no_scales)
+    with pytest.raises(UsageError, match="but its scales"):
+        write_dequantised(path, tmp_path / "copy")
+    assert [each.name for each in tmp_path.iterdir()] == ["packed"]
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
