@@ -32,9 +32,11 @@ SOURCE = ".hpcrl-source"
 """File of a fetched model that says which one it is: JSON with id, commit, and digests of files."""
 _OTHER_FORMATS = (
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.ot"),
-    *("consolidated*", "*/*", ".*"),
+    "consolidated*",
 )
-"""What is left out of a model that has safetensors files: copies in other formats, and files in folders."""
+"""What is left out of a model that has safetensors files: copies in other formats."""
+_NEVER_MEANT = ("*/*", ".*", "*.part")
+"""What is left out of any model: folders, hidden files, and names that unfinished files have here."""
 _COPY_BYTES = 8 << 20
 
 
@@ -74,7 +76,7 @@ def fetch_model(
     target:
         The directory of the model.
     include:
-        Patterns of further files, which are left out otherwise (`_OTHER_FORMATS`).
+        Patterns of further files, which are left out otherwise (`_OTHER_FORMATS`, `_NEVER_MEANT`).
     jobs:
         Files at a time.
     endpoint:
@@ -131,7 +133,7 @@ def read_source(model_dir: Path) -> dict[str, Any] | None:
 
 def _choose(remote: RemoteModel, include: Sequence[str]) -> tuple[tuple[RemoteFile, ...], tuple[str, ...]]:
     whole = any(file.name.endswith(".safetensors") and "/" not in file.name for file in remote.files)
-    others = _OTHER_FORMATS if whole else ("*/*", ".*")
+    others = (*_NEVER_MEANT, *(_OTHER_FORMATS if whole else ()))
 
     def has(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -17,6 +18,10 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.hub import HubId
 
 __all__ = ["FetchError", "RemoteFile", "RemoteModel", "hub_errors", "list_remote", "open_digest", "read_remote"]
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
+_DIGITS = {"sha256": 64, "git": 40}
 
 
 class FetchError(HpcrlError):
@@ -66,22 +71,31 @@ def list_remote(model: HubId, *, endpoint: str | None = None) -> RemoteModel:
     """
     from huggingface_hub import HfApi  # noqa: PLC0415 - not part of a core install
 
-    with hub_errors(model):
-        info = HfApi(endpoint=endpoint).model_info(model.name, revision=model.revision, files_metadata=True)
-    files = []
-    for each in info.siblings or ():
-        parts = PurePosixPath(each.rfilename)
-        if parts.is_absolute() or ".." in parts.parts or "\0" in each.rfilename or not parts.parts:
-            raise FetchError(f"the hub lists {each.rfilename!r} for {model}, which is no file of a directory")
-        if each.lfs is not None:
-            files.append(RemoteFile(each.rfilename, int(each.lfs.size), "sha256", each.lfs.sha256))
-        elif each.size is None or each.blob_id is None:
-            raise FetchError(f"the hub says neither size nor digest of {each.rfilename} of {model}")
-        else:
-            files.append(RemoteFile(each.rfilename, each.size, "git", each.blob_id))
-    if not info.sha:
+    try:
+        with hub_errors(model):
+            info = HfApi(endpoint=endpoint).model_info(model.name, revision=model.revision, files_metadata=True)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise FetchError(f"what the hub answers for {model} cannot be read: {what[:200]}") from error
+    if not _COMMIT.fullmatch(str(info.sha)):
         raise FetchError(f"the hub names no commit of {model}")
-    return RemoteModel(info.sha, tuple(files))
+    return RemoteModel(str(info.sha), tuple(_file(model, each) for each in info.siblings or ()))
+
+
+def _file(model: HubId, listed: Any) -> RemoteFile:
+    """Check an entry of the hub's list: names and digests become parts of paths here (FetchError)."""
+    name = str(listed.rfilename)
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or "\0" in name or not parts.parts:
+        raise FetchError(f"the hub lists {name!r} for {model}, which is no file of a directory")
+    if listed.lfs is not None:
+        found = RemoteFile(name, listed.lfs.size, "sha256", str(listed.lfs.sha256))
+    else:
+        found = RemoteFile(name, listed.size, "git", str(listed.blob_id))
+    length = _DIGITS[found.algorithm]
+    if not isinstance(found.size, int) or found.size < 0 or not re.fullmatch(f"[0-9a-f]{{{length}}}", found.digest):
+        raise FetchError(f"the hub lists {name} of {model} without a size and a digest that can be compared")
+    return found
 
 
 def read_remote(
@@ -99,7 +113,7 @@ def read_remote(
     OSError
         The filesystem refused.
     """
-    from huggingface_hub import hf_hub_url  # noqa: PLC0415 - not part of a core install
+    from huggingface_hub import constants, hf_hub_url  # noqa: PLC0415 - not part of a core install
     from huggingface_hub.file_download import http_get  # noqa: PLC0415
     from huggingface_hub.utils._headers import build_hf_headers  # noqa: PLC0415
 
@@ -110,7 +124,8 @@ def read_remote(
             target,
             resume_size=begin,
             headers=build_hf_headers(),
-            expected_size=file.size,
+            # without a size it tries what the hub may serve in another way alone; digests are compared in any case
+            expected_size=file.size if file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE else None,
             tqdm_class=cast(Any, _NoBar),  # it has what is called of a bar
         )
 

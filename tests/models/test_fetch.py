@@ -205,6 +205,23 @@ def test_names_that_lead_outside_are_refused(hub: Hub, tmp_path: Path) -> None:
         fetch(hub, tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"blobId": "../../evil"}, {"blobId": None}, {"size": None}, {"size": -1}),
+        {"lfs": {"sha256": "/x", "size": 1, "pointerSize": 1}},
+    ],
+)
+def test_a_list_that_cannot_be_compared_with_is_refused(hub: Hub, tmp_path: Path, change: dict[str, Any]) -> None:
+    hub.listed["config.json"] = change
+    with pytest.raises(FetchError, match=r"config\.json of owner/model without a size and a digest"):
+        fetch(hub, tmp_path / "model")
+    hub.listed["config.json"] = {"lfs": {"size": 1}}
+    with pytest.raises(FetchError, match="what the hub answers for owner/model cannot be read"):
+        fetch(hub, tmp_path / "model")
+    assert hub.asked == []
+
+
 def test_a_directory_of_others_is_left_alone(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/notes").write_text("mine")
