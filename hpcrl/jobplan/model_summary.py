@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -102,7 +103,9 @@ def _weights(model_dir: Path) -> str:
 
 def _tokenizer(model_dir: Path) -> str:
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-    return ", ".join(name for name in names if (model_dir / name).is_file()) or "none"
+    found = ", ".join(name for name in names if (model_dir / name).is_file()) or "none"
+    loaded = importlib.util.find_spec("tokenizers") is not None
+    return found if loaded else f"{found} (read as JSON alone: tokenizers is not installed here)"
 
 
 def _template(model_dir: Path) -> str:

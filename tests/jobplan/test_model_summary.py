@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def test_a_whole_model_is_described(tmp_path: Path) -> None:
     assert summary.facts["weights"].endswith("in float32; tensors: 18, files: 1")
     assert summary.facts["chat template"] == "tokenizer_config.json"
     assert summary.as_json()["good"] is True
+
+
+def test_a_tokenizer_that_was_not_loaded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core install has no tokenizers package."""
+    model = write_tiny_model(tmp_path / "model")
+    assert "tokenizers is not installed" not in summarise_model(model).facts["tokenizer"]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find(name))
+    summary = summarise_model(model)
+    assert summary.is_good
+    assert "read as JSON alone: tokenizers is not installed here" in summary.facts["tokenizer"]
 
 
 def test_blocks_and_scales_count_as_what_they_are_of(tmp_path: Path) -> None:
