@@ -131,6 +131,36 @@ def test_a_published_gpt_oss_is_that_of_transformers(tmp_path: Path, monkeypatch
     assert torch.equal(target, wanted["layers.0.mlp.experts.gate_up_proj"])
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, rank: int, dim: int) -> None:
+    """Experts, inputs or outputs that three ranks share, with blocks of 32 inputs that lie on both sides of a cut."""
+    path, _ = packed(tmp_path)
+    wanted = {name: tensor.detach() for name, tensor in load_ours(path).named_parameters()}
+
+    def block_of(tensor: torch.Tensor) -> HeldBlock:
+        low, high = [0] * tensor.dim(), list(tensor.shape)
+        if dim < tensor.dim():
+            each = -(-tensor.shape[dim] // 3)
+            low[dim], high[dim] = (min(end * each, tensor.shape[dim]) for end in (rank, rank + 1))
+        return HeldBlock(tuple(low), tuple(high))
+
+    def part_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[tuple(slice(*sides) for sides in zip(*block_of(tensor), strict=True))]
+
+    monkeypatch.setattr(load, "local_block", block_of)
+    monkeypatch.setattr(load, "local_part", part_of)
+    model = build_model(load_arch(path), device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    load_model_dir(model, model.adapter, path)
+    for name, parameter in model.named_parameters():
+        expected = torch.full_like(parameter, 7.0)
+        part_of(expected).copy_(part_of(wanted[name]))
+        assert torch.equal(parameter, expected), name
+
+
 def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     """transformers dequantises where there are no GPUs."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
