@@ -25,6 +25,7 @@ _EXTRAS = {
     "matplotlib": "report",
     "pyarrow": "export",
     "datasets": "datasets",
+    "huggingface_hub": "hub",
     "math_verify": "rewards",
     "jsonschema": "rewards",
     "reasoning_gym": "reasoning-gym",

@@ -19,6 +19,7 @@ from hpcrl.cli import (
     devcluster,
     environments,
     first_run,
+    models,
     planning,
     remove,
     render,
@@ -94,6 +95,7 @@ for module in (
     sites,
     site_environments,
     first_run,
+    models,
     warmup,
     devcluster,
 ):

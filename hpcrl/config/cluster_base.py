@@ -16,6 +16,9 @@ class PathsConfig(StrictModel):
 
     runs_root: str
     """Holds a directory for each run; visible under the same name from all nodes."""
+    models_root: str = "models"
+    """Holds published models, as ``OWNER/NAME``: ``hpcrl model get`` puts them there, and a ``model.path`` of that form
+    is looked for there. Visible under the same name from all nodes."""
 
 
 class PortsConfig(StrictModel):

@@ -6,8 +6,10 @@ recipe (or ``--set``), then from the variables that sbatch and srun read, then f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -17,10 +19,13 @@ from hpcrl.config.job import JobConfig
 from hpcrl.config.load import Loaded, UnreadableError, load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_rules
+from hpcrl.config.runs_root import absolute_path
 from hpcrl.errors import ConfigError, Finding
 
 __all__ = ["charged", "for_job", "load_both", "unused_variables", "with_environment"]
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
+"""``OWNER/NAME`` or ``OWNER/NAME@REVISION``, as `hpcrl.models.hub` reads them."""
 _CHARGES = ("account", "qos", "reservation")
 _VARIABLES = {key: (f"SBATCH_{key.upper()}", f"SLURM_{key.upper()}") for key in (*_CHARGES, "partition")}
 """By key of ``job``: the first that is set counts."""
@@ -47,7 +52,22 @@ def load_both(
         raise ConfigError(
             [Finding(str(site.source), "kind", "is no Slurm site: there is no job to be in", "leave --in-job out")]
         )
-    return loaded, for_job(loaded, site)
+    return _with_downloaded(loaded, site.value), for_job(loaded, site)
+
+
+def _with_downloaded(recipe: Loaded[Recipe], site: ClusterProfile) -> Loaded[Recipe]:
+    """The recipe with the directory of a published model that it names by its id, where the site has that model.
+
+    A directory of this name beside where hpcrl is called comes first.
+    """
+    given, here = recipe.value.model.path, Path.cwd()
+    if not _HUB_ID.fullmatch(given) or (here / given).exists():
+        return recipe
+    directory = absolute_path(site.paths.models_root, here) / given
+    if not (directory / "config.json").is_file():
+        return recipe
+    model = recipe.value.model.model_copy(update={"path": str(directory)})
+    return replace(recipe, value=recipe.value.model_copy(update={"model": model}))
 
 
 def _load_all(recipe: str, cluster: str, overrides: Sequence[str]) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:

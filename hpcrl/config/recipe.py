@@ -78,7 +78,9 @@ class ModelConfig(StrictModel):
     """The model that is trained."""
 
     path: str
-    """Hugging Face model directory that the run starts from; relative to where hpcrl is called."""
+    """Hugging Face model directory that the run starts from; relative to where hpcrl is called. Or the id of a
+    published model, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, that ``hpcrl model get`` put into ``paths.models_root``
+    of the profile."""
     warmup: WarmupConfig | None = None
     """Settings of ``hpcrl warmup`` for recipes whose start model is made rather than given."""
     chat: ChatConfig = ChatConfig()

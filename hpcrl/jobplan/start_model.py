@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe
@@ -23,21 +23,20 @@ from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.hub import download_command, published_id
 from hpcrl.models.mtp import is_mtp_tensor
 from hpcrl.models.unread import unread_note
-from hpcrl.weights.format.quantize import FP8_DTYPE
 from hpcrl.weights.read.model_directory import find_weight_files
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
 from hpcrl.weights.read.stored_weights import (
     EMBEDDING,
     HEAD,
-    SCALE_SUFFIX,
     config_key,
     dtype_problem,
     heads_differ_problem,
+    quantised_weight,
     rows_differ,
     tied_name,
 )
 
-__all__ = ["ModelReport", "check_model", "report_model"]
+__all__ = ["DirectoryReport", "ModelReport", "check_model", "look_at_directory", "report_model"]
 
 _OTHER_FAMILY = (
     "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
@@ -82,13 +81,33 @@ class ModelReport:
         return self.findings if self.unmade is None else (self.unmade, *self.findings)
 
 
+class DirectoryReport(NamedTuple):
+    """What a model directory alone says.
+
+    Attributes
+    ----------
+    arch:
+        The family's architecture; None where the configuration is none that is run here.
+    problems:
+        Why neither trainer nor engines load it: what, and a hint.
+    notes:
+        As in `ModelReport`.
+    """
+
+    arch: ModelArch | None
+    problems: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
 def check_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = True) -> None:
     """Check the start model (ConfigError where it is missing or cannot be used); see `report_model`."""
     if problems := report_model(recipe, model_dir, weights=weights).problems:
         raise ConfigError(problems)
 
 
-def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = True) -> ModelReport:
+def report_model(
+    recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = True, cluster: str | None = None
+) -> ModelReport:
     """Look at the start model as trainer and engines will.
 
     Parameters
@@ -99,22 +118,31 @@ def report_model(recipe: Loaded[Recipe], model_dir: Path, *, weights: bool = Tru
         ``model.path``, absolute.
     weights:
         Whether it has to have weights; not where those of another run come in their place.
+    cluster:
+        The profile that commands in hints have to name; None: the one that they take by default.
     """
     where = recipe.where("model.path")
     if not (model_dir / "config.json").is_file():
-        return _missing(recipe, model_dir, where)
+        return _missing(recipe, model_dir, where, cluster)
+    own = look_at_directory(model_dir, weights=weights)
+    findings = [] if own.arch is None else list(_engine_findings(recipe, own.arch, model_dir, where))
+    findings += [] if own.arch is None else _storage_findings(recipe, model_dir, where)
+    findings += [Finding(where, "model.path", what, hint) for what, hint in own.problems]
+    return ModelReport(tuple(findings), notes=own.notes)
+
+
+def look_at_directory(model_dir: Path, *, weights: bool = True) -> DirectoryReport:
+    """Look at a directory that has a ``config.json``, without a recipe; ``weights`` as in `report_model`."""
     try:
         arch = load_arch(model_dir)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError | OSError) else str(error)
         named = what if str(model_dir) in what else f"{model_dir / 'config.json'}: {what}"
-        return ModelReport((Finding(where, "model.path", named, _OTHER_FAMILY),), notes=_notes(model_dir))
-    findings = list(_engine_findings(recipe, arch, model_dir, where))
+        return DirectoryReport(None, ((named, _OTHER_FAMILY),), _notes(model_dir))
     files = _weight_problems(arch, model_dir) if weights else ()
-    for what, hint in (*_tokenizer_problems(model_dir), *_generation_problems(model_dir), *files):
-        findings.append(Finding(where, "model.path", what, hint))
-    ignored = () if findings or not weights else tuple(_ignored_files(model_dir))
-    return ModelReport(tuple(findings), notes=(*_notes(model_dir), *ignored))
+    problems = (*_tokenizer_problems(model_dir), *_generation_problems(model_dir), *files)
+    ignored = () if problems or not weights else tuple(_ignored_files(model_dir))
+    return DirectoryReport(arch, problems, (*_notes(model_dir), *ignored))
 
 
 def _notes(model_dir: Path) -> tuple[str, ...]:
@@ -127,7 +155,7 @@ def _notes(model_dir: Path) -> tuple[str, ...]:
     return () if note is None else (note,)
 
 
-def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str) -> ModelReport:
+def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str, cluster: str | None) -> ModelReport:
     """A directory without ``config.json``: made by a warm-up later, downloaded, or neither."""
     what = f"{model_dir} holds no model (no config.json)"
     given = recipe.value.model.path
@@ -135,8 +163,9 @@ def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str) -> ModelReport
         link = f"{model_dir / 'config.json'} is a link to what is not there: the download was interrupted"
         return ModelReport((Finding(where, "model.path", link, _AGAIN),))
     if (found := published_id(given)) is not None:
-        # a quoted ~ would not be expanded
-        hint = f"download it: {download_command(found, str(model_dir) if given[0] in '~$' else given)}"
+        # an id is put where the site has its models; a quoted ~ would not be expanded
+        directory = None if found == given else str(model_dir) if given[0] in "~$" else given
+        hint = f"download it: {download_command(found, directory, cluster=cluster)}"
         return ModelReport((Finding(where, "model.path", what, hint),))
     if model_dir.is_dir() and any(model_dir.iterdir()):
         hint = "give the path of a Hugging Face model directory; this one has files, and config.json is not among them"
@@ -166,6 +195,23 @@ def _engine_findings(recipe: Loaded[Recipe], arch: ModelArch, model_dir: Path, w
         flags = ", ".join(f"{flag}: hf" for flag in _FORMAT_FLAGS)
         hint = f"set engine.vllm_args: {{{flags}}}, or leave {second[0]} out of the directory"
         yield Finding(where, "model.path", what, hint)
+
+
+def _storage_findings(recipe: Loaded[Recipe], model_dir: Path, where: str) -> Iterator[Finding]:
+    """Yield why vLLM engines, which keep matrices as the start model's files have them, could not take versions."""
+    engine, handoff = recipe.value.engine, recipe.value.handoff
+    if engine.backend != "vllm" or "hf-overrides" in engine.vllm_args:
+        return
+    method = (read_config(model_dir / "config.json").get("quantization_config") or {}).get("quant_method")
+    copy = f"give the path of a copy in bfloat16: hpcrl model dequantise {shlex.quote(str(model_dir))} --output DIR"
+    if method == "mxfp4":
+        what = f"experts of {model_dir} are in MXFP4: vLLM keeps them so, and versions of a run are not"
+        yield Finding(where, "model.path", what, f"{copy}, or set engine.backend: embedded")
+    elif method == "fp8" and handoff.kind != "fp8":
+        what = (
+            f"matrices of {model_dir} are in FP8: vLLM keeps them so, and versions of handoff.kind: full have no scales"
+        )
+        yield Finding(where, "model.path", what, f"set handoff.kind: fp8 and engine.memory.weights: fp8, or {copy}")
 
 
 # -- tokenizer --------------------------------------------------------------------------------------------------------
@@ -268,7 +314,10 @@ def _tensor_problems(arch: ModelArch, model_dir: Path, stored: dict[str, StoredB
             break
     for name in expected:
         if name in stored and (what := dtype_problem(name, stored)):
-            yield f"{model_dir}: {what}", "choose an upload in bfloat16, or in FP8 with block scales"
+            yield (
+                f"{model_dir}: {what}",
+                "choose an upload in bfloat16, in FP8 with block scales, or of gpt-oss in MXFP4",
+            )
             break
     strange = [name for name in stored if not _belongs(arch, name, expected, stored)]
     if strange:
@@ -284,8 +333,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _belongs(arch: ModelArch, name: str, expected: dict[str, Any], stored: dict[str, StoredBlock]) -> bool:
     """Return whether loading leaves ``name`` in peace: a tensor of the model, or one that says nothing of its own."""
-    own = name.removesuffix(SCALE_SUFFIX)
-    quantised = own != name and own in stored and stored[own].dtype == FP8_DTYPE
+    own = quantised_weight(name, stored)
     redundant = name.endswith("rotary_emb.inv_freq")
     mtp = is_mtp_tensor(name, layers=arch.num_hidden_layers, modules=arch.num_nextn_predict_layers)
-    return name in expected or (quantised and (own in expected or mtp)) or redundant or mtp
+    return name in expected or (own is not None and (own in expected or mtp)) or redundant or mtp

@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import HeldBlock, local_block, local_part, overlap
 from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import HfAdapter, Region, model_tensors
+from hpcrl.modeling.mxfp4 import check_mxfp4_scales, read_mxfp4
+from hpcrl.weights.format.mxfp4 import MXFP4_DTYPE
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE
 from hpcrl.weights.read.model_files import ModelFiles
-from hpcrl.weights.read.stored_weights import SCALE_SUFFIX, config_key, dtype_problem, heads_differ_problem, tied_name
+from hpcrl.weights.read.stored_weights import (
+    SCALE_SUFFIX,
+    config_key,
+    dtype_problem,
+    heads_differ_problem,
+    quantised_weight,
+    tied_name,
+)
 
-__all__ = ["load_model_dir", "read_whole"]
+__all__ = ["load_model_dir", "read_stored", "read_whole"]
 
 _PORTION_BYTES = 64 << 20
 """Most bytes that are held beside the model."""
@@ -26,7 +35,8 @@ _PORTION_BYTES = 64 << 20
 def load_model_dir(model: nn.Module, adapter: HfAdapter, model_dir: Path) -> None:
     """Fill ``model``, whole or sharded, on any device. Not collective.
 
-    Values are converted to the dtype of the model's tensors; matrices in FP8 are multiplied with their block scales.
+    Values are converted to the dtype of the model's tensors; matrices in FP8 and experts in MXFP4 are multiplied with
+    the scales of their blocks.
     Tensors of multi-token prediction that the model does not carry (`hpcrl.modeling.carried`) are left out.
     Memory beside the model: some 64 MiB, or a row of a tensor in float32 where that is larger.
 
@@ -76,6 +86,27 @@ def read_whole(files: ModelFiles, adapter: HfAdapter, name: str, target: Tensor)
         _read_region(files, region, target, local_block(target))
 
 
+@torch.no_grad()
+def read_stored(files: ModelFiles, name: str) -> Tensor:
+    """Read the stored weight ``name``: in bfloat16 where it is quantised, else in its own dtype.
+
+    Raises
+    ------
+    ValueError
+        Its dtype or its scales cannot be read.
+    """
+    if problem := dtype_problem(name, files.tensors):
+        raise ValueError(problem)
+    stored = files.tensors[name]
+    whole = HeldBlock((0,) * len(stored.shape), stored.shape)
+    _check_stored_scales(files, name, whole)
+    quantised = stored.dtype in (FP8_DTYPE, MXFP4_DTYPE)
+    target = torch.empty(stored.shape, dtype=torch.bfloat16 if quantised else getattr(torch, stored.dtype))
+    if target.numel():
+        _fill(target, files, name, whole)
+    return target
+
+
 def _regions(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple[int, ...]) -> list[Region]:
     """`HfAdapter.regions` by the names of the files: a tied tensor may be stored by the name of the head alone."""
     return [
@@ -98,13 +129,12 @@ def _check(files: ModelFiles, regions: list[Region], adapter: HfAdapter) -> None
     for name, shape in expected.items():
         _check_stored(files, adapter, name, shape)
     for name, stored in files.tensors.items():
-        own = name.removesuffix(SCALE_SUFFIX)
-        of_quantised = own != name and own in files.tensors and files.tensors[own].dtype == FP8_DTYPE
+        own = quantised_weight(name, files.tensors)
         twin = adapter.tied_twin(name)
         if twin in expected:
             _check_stored(files, adapter, name, expected[twin])
         left_out = adapter.is_redundant(name) or adapter.is_mtp(name) or twin in expected
-        of_quantised = of_quantised and (own in expected or adapter.tied_twin(own) in expected)
+        of_quantised = own is not None and (own in expected or adapter.tied_twin(own) in expected)
         if name not in expected and not of_quantised and not left_out:
             key = config_key(adapter.arch, name)
             raise ValueError(f"tensor {name!r} of {stored.file.name} is not part of this model{key}")
@@ -124,14 +154,20 @@ def _check_stored(files: ModelFiles, adapter: HfAdapter, name: str, shape: tuple
 
 def _check_values(files: ModelFiles, adapter: HfAdapter, region: Region, part: HeldBlock, dtype: torch.dtype) -> None:
     """Check the scales of what will be read, and a second copy of it (ValueError)."""
-    if files.tensors[region.name].dtype == FP8_DTYPE:
-        _check_scales(files, region.name, part)
+    _check_stored_scales(files, region.name, part)
     twin = adapter.tied_twin(region.name)
     if twin is None or twin not in files.tensors:
         return
     for rows in _portions(part, math.prod(region.shape[1:]) * 4):
         if not torch.equal(_read(files, region.name, rows).to(dtype), _read(files, twin, rows).to(dtype)):
             raise ValueError(heads_differ_problem())
+
+
+def _check_stored_scales(files: ModelFiles, name: str, part: HeldBlock) -> None:
+    if files.tensors[name].dtype == FP8_DTYPE:
+        _check_scales(files, name, part)
+    if files.tensors[name].dtype == MXFP4_DTYPE:
+        check_mxfp4_scales(files, name, part)
 
 
 def _check_scales(files: ModelFiles, name: str, part: HeldBlock) -> None:
@@ -181,6 +217,8 @@ def _portions(part: HeldBlock, row_bytes: int) -> Iterator[HeldBlock]:
 
 
 def _read(files: ModelFiles, name: str, part: HeldBlock) -> Tensor:
+    if files.tensors[name].dtype == MXFP4_DTYPE:
+        return read_mxfp4(files, name, part)
     numbers = _stored_numbers(files, name, part)
     if files.tensors[name].dtype != FP8_DTYPE:
         return numbers

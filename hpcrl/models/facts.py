@@ -16,7 +16,7 @@ from typing import Literal
 
 from hpcrl.models.flops import Flops, backward_flops, layer_fixed, layer_scores, sequence_scores
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Layer, Mamba2, Mla, Moe
-from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, scale_shape
+from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, mxfp4_bytes, scale_shape
 
 __all__ = ["AttentionKind", "ModelFacts", "Naming"]
 
@@ -57,6 +57,8 @@ class ModelFacts:
         unless ``mtp=True``.
     mtp_outer:
         What these modules have outside of their layers, by full names.
+    stored:
+        How the files of the model hold matrices, by its configuration: in ``dtype``, in block FP8, or experts in MXFP4.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ModelFacts:
     mtp_outer: tuple[Weight, ...] = ()
     dtype: str = "bfloat16"
     naming: Naming = Naming()
+    stored: Literal["dtype", "fp8", "mxfp4"] = "dtype"
 
     def __hash__(self) -> int:
         # facts are keys of caches, and hashing hundreds of layers anew each time would cost more than the caches save
@@ -161,6 +164,18 @@ class ModelFacts:
     def weight_bytes(self, dtype: str | None = None, *, fp8: bool = False) -> Mapping[Part, int]:
         """Stored bytes of the whole model by part, FP8 scales included, without multi-token prediction."""
         return _weight_bytes(self, dtype or self.dtype, fp8)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the model's own files, without multi-token prediction: what a start of a run reads."""
+        if self.stored != "mxfp4":
+            return sum(self.weight_bytes(fp8=self.stored == "fp8").values())
+        return sum(
+            mxfp4_bytes(weight.shape)
+            if weight.quantized and weight.part is Part.EXPERT
+            else weight_bytes(weight, self.dtype, fp8=False)
+            for weight, _, _ in self.placed(mtp=False)
+        )
 
     # -- kinds of layers ----------------------------------------------------------------------------------------
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcrl.models.known import known_models
 
-__all__ = ["download_command", "published_id"]
+__all__ = ["HubId", "download_command", "parse_hub_id", "published_id"]
 
 _OWNERS = {
     "deepseek": "deepseek-ai",
@@ -26,8 +27,28 @@ _OWNERS = {
 """Who publishes models whose names begin so."""
 _OTHER_OWNERS = ("google", "microsoft", "ibm-granite", "allenai", "bytedance-seed", "huggingfacetb", "xiaomimimo")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REVISION = re.compile(r"[A-Za-z0-9][\w.-]*")
+"""A branch, tag or commit: without slashes, as it is part of the name of a directory."""
 _PLACES = ("models", "model", "checkpoints", "ckpts", "weights", "runs", "outputs", "output", "data", "tmp")
 """First parts of paths that are directories of one's own, whether or not they exist yet."""
+
+
+class HubId(NamedTuple):
+    """A published model: ``OWNER/NAME``, and a branch, tag or commit of it (None: its main branch)."""
+
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+def parse_hub_id(text: str) -> HubId | None:
+    """Read ``OWNER/NAME`` or ``OWNER/NAME@REVISION``; None where it is neither."""
+    name, _, revision = text.partition("@")
+    if not _HUB_ID.fullmatch(name) or ("@" in text and not _REVISION.fullmatch(revision)):
+        return None
+    return HubId(name, revision or None)
 
 
 def published_id(path: str) -> str | None:
@@ -37,6 +58,9 @@ def published_id(path: str) -> str | None:
     owner that publishes models (``/shared/meta-llama/X``), or ``owner/name`` where no directory is called like the
     owner.
     """
+    if "@" in path:
+        found = parse_hub_id(path)
+        return None if found is None or published_id(found.name) != found.name else str(found)
     parts = Path(path).parts
     if not parts:
         return None
@@ -52,6 +76,19 @@ def published_id(path: str) -> str | None:
     return None if own or not _HUB_ID.fullmatch(path) else path
 
 
-def download_command(model_id: str, directory: str) -> str:
-    """Return the command that downloads a published model into a directory."""
-    return f"hf download {shlex.quote(model_id)} --local-dir {shlex.quote(directory)}"
+def download_command(model_id: str, directory: str | None = None, *, cluster: str | None = None) -> str:
+    """Return the command that downloads a published model.
+
+    Parameters
+    ----------
+    directory:
+        Where to; None: the directory of models of a site.
+    cluster:
+        The profile of that site; None: the one that commands take by default.
+    """
+    words = ["hpcrl", "model", "get", model_id]
+    if directory is not None:
+        words += ["--output", directory]
+    elif cluster is not None:
+        words += ["--cluster", cluster]
+    return shlex.join(words)

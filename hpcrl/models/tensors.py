@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-__all__ = ["DTYPE_BYTES", "FP8_BLOCK", "Part", "TensorSpec", "Weight", "scale_shape"]
+__all__ = ["DTYPE_BYTES", "FP8_BLOCK", "Part", "TensorSpec", "Weight", "mxfp4_bytes", "scale_shape"]
 
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -119,3 +119,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     A tensor of all experts has the matrices of each in its last two dimensions.
     """
     return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
+
+
+def mxfp4_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in MXFP4, as gpt-oss is published: half a byte a number, and one for each block of 32."""
+    return prod(shape) // 2 + prod(shape) // 32

@@ -32,7 +32,7 @@ _FROM_ZERO = {
 _WORDS = ("hidden_act", "mlp_hidden_act", "scoring_func", "topk_method")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-#: how weights may be stored that a trainer reads, beside whole numbers of a dtype; those of gpt-oss are planned alone
+#: how weights may be stored that a trainer reads, beside whole numbers of a dtype; of gpt-oss alone also in MXFP4
 _STORED = "block FP8 (quant_method fp8, weight_block_size [128, 128])"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from hpcrl.models.mtp import config_of_tensors
 
-__all__ = ["is_true_of_copies", "written_config"]
+__all__ = ["is_true_of_copies", "small_files", "written_config"]
 
 _STORAGE_KEYS = ("quantization_config", "compression_config")
 """They say how numbers of the start model are stored."""
@@ -15,6 +16,8 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 _OF_STORAGE = frozenset(
     {"hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json"}
 )
+_SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+_SMALL_BYTES = 512 << 20
 _OF_OTHERS = frozenset({"adapter_config.json", "trainer_state.json", "manifest.json"})
 """They describe an adapter beside the model, or the training that made it: readers would apply them to the weights."""
 
@@ -48,3 +51,11 @@ def written_config(
 def is_true_of_copies(file: str) -> bool:
     """Whether the small file ``file`` of a start model says nothing of how its tensors are stored or were made."""
     return file not in _OF_STORAGE | _OF_OTHERS and not file.endswith((".index.json", "manifest.json"))
+
+
+def small_files(model_dir: Path) -> Iterator[Path]:
+    """Files beside the weights that are as true of other weights of the model; not its ``config.json``."""
+    for path in sorted(model_dir.iterdir()):
+        own = path.suffix in _SMALL_SUFFIXES and is_true_of_copies(path.name) and path.name != "config.json"
+        if own and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
+            yield path

@@ -182,7 +182,7 @@ def examine(
     problems.of(lambda: check_rules(loaded, site))
     resolved, profile = absolute_paths(loaded.value, place.cwd), absolute_site_paths(site.value, place.cwd)
     sound = not problems.found
-    model = _model(loaded, resolved, place)
+    model = _model(loaded, resolved, place, site)
     notes += model.notes
     problems.found += model.problems
     problems.of(lambda: check_sizes(loaded, site), unless="model.path" if model.findings else None)
@@ -246,12 +246,17 @@ def _try_programs(
         yield from problems.of(lambda: check_engine_flags(loaded, plan)) or ()
 
 
-def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace) -> ModelReport:
+def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace, site: Loaded[ClusterProfile]) -> ModelReport:
     """What is wrong with the start model; a job of small programs needs none."""
     if loaded.value.job.payload != "roles":
         return ModelReport()
-    # weights of another run were looked at where it was found
-    return report_model(loaded, _model_dir(resolved, place), weights=place.source is None)
+    directory = _model_dir(resolved, place)
+    if place.source is not None:
+        # its weights were looked at where the run was found
+        return report_model(loaded, directory, weights=False)
+    # commands take the profile `local` where none is named
+    cluster = None if site.value.name == "local" else site.value.name
+    return report_model(loaded, directory, cluster=cluster)
 
 
 def _model_dir(resolved: Recipe, place: RunPlace) -> Path:

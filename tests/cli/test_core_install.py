@@ -46,6 +46,11 @@ LINES: dict[str, list[list[str]]] = {
     "simulate": [["simulate", "qwen3_30b_a3b", "-c", "h200-28", "--days", "0.02"]],
     "render": [["render", "glm5_swe", "-c", "h200-28", "-o", "scripts"]],
     "warmup": [["warmup", "mine.yaml", "--output", "made"]],
+    "model get": [["model", "get", "owner/model", "-o", "got"]],
+    "model ls": [["model", "ls"], ["model", "ls", "--json"]],
+    "model dequantise": [["model", "dequantise", "model", "-o", "copied"]],
+    "model extract": [["model", "extract", "model", "-o", "extracted"]],
+    "model check": [["model", "check", "model"], ["model", "check", "owner/model"]],
     "weights ls": [["weights", "ls", "RUN"]],
     "weights show": [["weights", "show", "RUN", "0"]],
     "weights verify": [["weights", "verify", "RUN"]],
@@ -101,7 +106,13 @@ LINES: dict[str, list[list[str]]] = {
     **{f"devcluster {name}": [["devcluster", name, "dev-1"]] for name in ("kill-node", "revive-node")},
 }
 #: commands that cannot do anything without an extra, and which it is
-NEED = {"warmup": "trainer", "checkpoint export": "trainer", "plan profile": "trainer", "report": "report"}
+NEED = {
+    "warmup": "trainer",
+    "model get": "hub",
+    "checkpoint export": "trainer",
+    "plan profile": "trainer",
+    "report": "report",
+}
 
 
 def commands(group: Any, prefix: tuple[str, ...] = ()) -> Iterator[str]:

@@ -164,10 +164,11 @@ def test_a_model_that_is_not_there_is_made_or_downloaded(tmp_path: Path, monkeyp
         return found.hint, report.unmade is not None
 
     for path, wanted in {
-        "Qwen/Qwen3-8B": "hf download Qwen/Qwen3-8B --local-dir Qwen/Qwen3-8B",
-        "models/qwen3-8b": "hf download Qwen/Qwen3-8B --local-dir models/qwen3-8b",
-        "/shared/meta-llama/Llama-9": "hf download meta-llama/Llama-9 --local-dir /shared/meta-llama/Llama-9",
-        "someone/finetune": "hf download someone/finetune --local-dir someone/finetune",
+        "Qwen/Qwen3-8B": "hpcrl model get Qwen/Qwen3-8B",
+        "models/qwen3-8b": "hpcrl model get Qwen/Qwen3-8B --output models/qwen3-8b",
+        "/shared/meta-llama/Llama-9": "hpcrl model get meta-llama/Llama-9 --output /shared/meta-llama/Llama-9",
+        "someone/finetune": "hpcrl model get someone/finetune",
+        "someone/finetune@v1.2": "hpcrl model get someone/finetune@v1.2",
     }.items():
         assert hint("quickstart", path) == (f"download it: {wanted}", False)
     assert hint("quickstart", "models/mine")[0].startswith("make it: hpcrl warmup ")
@@ -195,6 +196,29 @@ def test_a_second_copy_in_the_format_of_mistral_is_not_what_vllm_reads(tmp_path:
     assert len(found()) == 1
     assert "vLLM prefers it and params.json" in found(config_format="hf", load_format="hf")[0]
     assert found(config_format="hf", load_format="hf", tokenizer_mode="hf") == []
+
+
+def test_vllm_engines_take_versions_as_the_start_model_is_stored(tmp_path: Path) -> None:
+    """They build their layers by its configuration: FP8 for FP8, and nothing is published in MXFP4."""
+    model = write_tiny_model(tmp_path / "model", fp8=True)
+
+    def found(recipe: str, *settings: str, **changes: Any) -> list[str]:
+        own = {} if "model_type" in changes else TINY_CONFIG
+        (model / "config.json").write_text(json.dumps({**own, **changes}))
+        report = report_model(load_recipe(recipe, [f"model.path={model}", *settings]), model)
+        return [finding.what for finding in report.findings if "vLLM keeps them so" in finding.what]
+
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert found("quickstart_vllm") == []
+    (what,) = found("quickstart_vllm", **fp8)
+    assert "are in FP8: vLLM keeps them so, and versions of handoff.kind: full have no scales" in what
+    assert found("quickstart_vllm", "handoff.kind=fp8", "engine.memory.weights=fp8", **fp8) == []
+    assert found("quickstart", **fp8) == []
+    oss = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
+    write_tiny_model(model, oss)
+    (what,) = found("quickstart_vllm", **oss)
+    assert "are in MXFP4: vLLM keeps them so" in what
+    assert found("quickstart", **oss) == []
 
 
 @pytest.mark.slow

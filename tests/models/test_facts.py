@@ -145,6 +145,9 @@ def test_mxfp4_checkpoint_of_gpt_oss() -> None:
         matrices = sum(s.elements for s in facts.tensors() if s.part is Part.EXPERT and not s.name.endswith("_bias"))
         assert matrices + matrices // 32 == blocks
         assert facts.num_parameters() - matrices == rest
+        # a byte has two numbers of four bits, and a block of 32 numbers one byte for its scale
+        assert facts.stored == "mxfp4"
+        assert facts.stored_bytes == matrices // 2 + matrices // 32 + 2 * rest
 
 
 def test_fp8_checkpoint_of_minimax() -> None:

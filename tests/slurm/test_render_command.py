@@ -165,7 +165,7 @@ def test_real_roles_of_the_reference_run_want_its_model(
     assert run(monkeypatch, "submit", "glm5_swe", "-c", "h200-28") == 2
     err = capsys.readouterr().err
     assert "models/GLM-5 holds no model" in err
-    assert "hf download zai-org/GLM-5 --local-dir models/GLM-5" in err
+    assert "hpcrl model get zai-org/GLM-5 --output models/GLM-5" in err
 
 
 def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(

@@ -184,7 +184,7 @@ def test_a_model_that_the_warm_up_makes_is_no_mistake_of_the_recipe(recipe: Path
     recipe.write_text(recipe.read_text().replace("models/later", "Qwen/Qwen3-8B"))
     code, _, err = hpcrl("recipe", "check", str(recipe))
     assert code == 2
-    assert "hf download Qwen/Qwen3-8B" in err
+    assert "hpcrl model get Qwen/Qwen3-8B" in err
     assert "hpcrl warmup" not in err
 
 

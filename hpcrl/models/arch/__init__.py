@@ -24,6 +24,7 @@ from hpcrl.models.sizes import check_kinds, checked
 
 __all__ = [
     "ARCHS",
+    "SAME_TEXT",
     "DeepseekV3Arch",
     "DenseArch",
     "Glm4MoeArch",
@@ -63,6 +64,13 @@ ARCHS: tuple[type[ModelArch], ...] = (
 """One a family."""
 
 
+SAME_TEXT: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
+"""Language models in wrappers that compute on text what another family does, by ``model_type``.
+
+Their sections of rotary embeddings are for positions in pictures; of text all sections have the same position.
+"""
+
+
 def trainable_types() -> tuple[str, ...]:
     """Every ``model_type`` that can be run."""
     return tuple(sorted(kind for arch in ARCHS for kind in arch.MODEL_TYPES))
@@ -90,10 +98,11 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
             checked(whole)
             return found
     inner = config.get("text_config")
-    if isinstance(inner, Mapping) and inner.get("model_type") in trainable_types():
+    if isinstance(inner, Mapping) and inner.get("model_type") in (*trainable_types(), *SAME_TEXT):
         raise ValueError(
             f"model_type is {kind!r}, a wrapper around a language model of {inner['model_type']} (text_config); "
-            "wrappers are not read: save the language model alone, with the names and the config of its own family"
+            "wrappers are not read: `hpcrl model extract DIR --output DIR` writes the language model alone, with the "
+            "names and the config of its own family"
         )
     raise ValueError(f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}")
 

@@ -81,10 +81,10 @@ class GptOssArch(ExpertLayersArch):
     @classmethod
     def check_config(cls, config: Mapping[str, Any]) -> None:
         quantised = (config.get("quantization_config") or {}).get("quant_method")
-        if quantised is not None:
+        if quantised not in (None, "mxfp4"):
             raise ValueError(
-                f"its experts are stored in {quantised} (quantization_config), which is not read; "
-                "save the model in bfloat16 with transformers first (dequantize)"
+                f"its experts are stored in {quantised} (quantization_config), which is not read; known is mxfp4, as "
+                "the model is published, or none"
             )
 
     @classmethod

@@ -19,6 +19,7 @@ Reader = Callable[[Config, str], ModelFacts]
 def common(config: Config, name: str) -> dict[str, Any]:
     """Arguments of `ModelFacts` beside its layers."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    storage = config.get("quantization_config") or {}
     return {
         "name": name,
         "model_type": str(config["model_type"]),
@@ -27,6 +28,7 @@ def common(config: Config, name: str) -> dict[str, Any]:
         "max_position_embeddings": int(config["max_position_embeddings"]),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "dtype": dtype,
+        "stored": method if (method := storage.get("quant_method")) in ("fp8", "mxfp4") else "dtype",
     }
 
 

@@ -275,10 +275,9 @@ def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: 
 
 
 def _startup(facts: ModelFacts, layout: PlannedLayout, site: Site) -> TimeTable:
-    start_bytes = _weight_bytes(facts, facts.dtype)[0]
     sides = [side for side in (layout.decode, layout.prefill) if side is not None]
     return startup(
-        trainer_bytes=start_bytes,
+        trainer_bytes=float(facts.stored_bytes),
         nodes=layout.nodes,
         engine_bytes=sum(side.all_nodes * engine_bytes(facts, side)[0] for side in sides),
         rates=site.trainer,

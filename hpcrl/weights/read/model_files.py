@@ -17,28 +17,45 @@ from typing import NamedTuple, Self
 from hpcrl.errors import UsageError
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
+from hpcrl.weights.format.mxfp4 import BLOCKS_SUFFIX, MXFP4_DTYPE, unpacked_shape
 from hpcrl.weights.read.model_directory import INDEX, find_weight_files
 
-__all__ = ["ModelFiles", "StoredBlock"]
+__all__ = ["ModelFiles", "StoredBlock", "safetensors_dtype"]
 
 _DTYPES = {theirs: (ours, size) for ours, (theirs, size) in SAFETENSORS_DTYPES.items()}
 # powers of two, as scales are published; nothing here writes them
 _DTYPES["F8_E8M0"] = ("float8_e8m0fnu", 1)
+_THEIRS = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors project."""
+_BLOCKS_DIMENSIONS = 4
+"""Of ``*_blocks``: experts, outputs, blocks, bytes of a block."""
 _SPAN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
 """Runs that lie nearer than this to each other are read together."""
 
 
 class StoredBlock(NamedTuple):
-    """Where a tensor lies: file, first byte in it, dtype by torch's name and bytes of an element, shape."""
+    """Where a tensor lies: file, first byte in it, dtype by torch's name and bytes of an element, shape.
+
+    A weight in MXFP4 has the file and the first byte of its ``*_blocks``, and no bytes of an element.
+    """
 
     file: Path
     offset: int
     dtype: str
     width: int
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.width
+
+
+def safetensors_dtype(dtype: str) -> str:
+    """Return the name that safetensors has for a dtype of a `StoredBlock`."""
+    return _THEIRS.get(dtype, dtype)
 
 
 class ModelFiles:
@@ -47,7 +64,8 @@ class ModelFiles:
     Attributes
     ----------
     tensors:
-        Where each tensor lies, by its name.
+        Where each tensor lies, by its name. A weight that is stored in MXFP4 is there by its own name too, in dtype
+        and shape of the weight, beside its ``*_blocks`` and ``*_scales``.
     ignored:
         Names of files of weights in the directory that are not read (`find_weight_files`).
     """
@@ -76,6 +94,7 @@ class ModelFiles:
                 raise UsageError(f"{path} has no tensor {name!r}, which {INDEX} names in it")
             if self.tensors[name].file != path:
                 raise UsageError(f"{self.tensors[name].file} has tensor {name!r}, and by {INDEX} {path} has it")
+        self.tensors = {**_packed_weights(self.tensors), **self.tensors}
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +107,7 @@ class ModelFiles:
         self._open.clear()
 
     def read(self, name: str, low: Sequence[int], high: Sequence[int]) -> bytearray:
-        """The bytes of the block ``low <= index < high`` of a tensor, in C order.
+        """The bytes of the block ``low <= index < high`` of a stored tensor, in C order; of none in MXFP4 as a whole.
 
         Raises
         ------
@@ -126,6 +145,15 @@ class ModelFiles:
             if count == 0:
                 raise UsageError(f"{stored.file} ends before its tensors do: it was not copied whole")
             position += count
+
+
+def _packed_weights(tensors: Mapping[str, StoredBlock]) -> dict[str, StoredBlock]:
+    """Weights that are stored in MXFP4, by their own names; whether they can be read is not looked at."""
+    return {
+        name.removesuffix(BLOCKS_SUFFIX): block._replace(dtype=MXFP4_DTYPE, width=0, shape=unpacked_shape(block.shape))
+        for name, block in tensors.items()
+        if name.endswith(BLOCKS_SUFFIX) and block.dtype == "uint8" and len(block.shape) == _BLOCKS_DIMENSIONS
+    }
 
 
 def _spans(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hpcrl.weights.format.mxfp4 import BLOCKS_SUFFIX, MXFP4_BLOCK, MXFP4_DTYPE, SCALES_SUFFIX
 from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
 
@@ -17,6 +18,7 @@ __all__ = [
     "config_key",
     "dtype_problem",
     "heads_differ_problem",
+    "quantised_weight",
     "rows_differ",
     "tied_name",
 ]
@@ -24,8 +26,9 @@ __all__ = [
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Published names of the two ends of models that may have them tied."""
 SCALE_SUFFIX = "_scale_inv"
-_WEIGHT_DTYPES = ("float32", "bfloat16", "float16", FP8_DTYPE)
+_WEIGHT_DTYPES = ("float32", "bfloat16", "float16", FP8_DTYPE, MXFP4_DTYPE)
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+_PACKED_SCALE_DTYPES = ("uint8", "float8_e8m0fnu")
 _SAMPLED_ROWS = 64
 
 
@@ -34,7 +37,34 @@ def dtype_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:
     stored = tensors[name]
     if stored.dtype not in _WEIGHT_DTYPES:
         return f"tensor {name!r} has dtype {stored.dtype}, which cannot be read as a weight"
+    if stored.dtype == MXFP4_DTYPE:
+        return _packed_problem(name, tensors)
     return _scale_problem(name, tensors) if stored.dtype == FP8_DTYPE else ""
+
+
+def quantised_weight(name: str, tensors: Mapping[str, StoredBlock]) -> str | None:
+    """Return the weight that the stored tensor ``name`` has scales or blocks of; None where it is of no other one."""
+    for suffix, dtype in ((SCALE_SUFFIX, FP8_DTYPE), (BLOCKS_SUFFIX, MXFP4_DTYPE), (SCALES_SUFFIX, MXFP4_DTYPE)):
+        own = name.removesuffix(suffix)
+        if own != name and own in tensors and tensors[own].dtype == dtype:
+            return own
+    return None
+
+
+def _packed_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:
+    blocks, scales = tensors[name + BLOCKS_SUFFIX], tensors.get(name + SCALES_SUFFIX)
+    if blocks.shape[-1] != MXFP4_BLOCK // 2:
+        return f"tensor {name + BLOCKS_SUFFIX!r} has blocks of {blocks.shape[-1]} bytes, not of {MXFP4_BLOCK // 2}"
+    if scales is None:
+        return f"tensor {name!r} is in MXFP4, but its scales, {name + SCALES_SUFFIX!r}, are missing"
+    if scales.shape != blocks.shape[:-1]:
+        return f"tensor {name + SCALES_SUFFIX!r} has shape {scales.shape}, not {blocks.shape[:-1]}: one a block"
+    if scales.dtype not in _PACKED_SCALE_DTYPES:
+        return (
+            f"tensor {name + SCALES_SUFFIX!r} has dtype {scales.dtype}; scales of MXFP4 are read in "
+            f"{' and '.join(_PACKED_SCALE_DTYPES)}"
+        )
+    return ""
 
 
 def _scale_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:

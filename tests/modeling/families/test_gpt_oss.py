@@ -55,7 +55,7 @@ def test_the_published_config_is_read():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "its experts are stored in mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its experts are stored in fp8"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "has 'chunked_attention'"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok (7) must be between 1 and num_local_experts (6)"),
     ],

@@ -1,0 +1,111 @@
+"""Language models that are taken out of models that also see, against what transformers computes of the whole ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from start_models import write_tiny_model
+
+from hpcrl.errors import UsageError
+from hpcrl.jobplan.language_model import extract_language_model, language_model_name
+from hpcrl.jobplan.model_summary import summarise_model
+from hpcrl.models.tokenizer import write_character_tokenizer
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "vocab_size": 103,
+}
+VISION = {
+    "llava": {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+    "mistral3": {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "head_dim": 8},
+    "qwen3_vl": {"model_type": "qwen3_vl", "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    | {"patch_size": 4, "out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}
+INNER = {"llava": "llama", "mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
+
+
+def test_names_of_both_kinds_of_wrappers() -> None:
+    for name, own in {
+        "language_model.model.layers.0.mlp.gate.weight": "model.layers.0.mlp.gate.weight",
+        "language_model.lm_head.weight": "lm_head.weight",
+        "model.language_model.layers.0.input_layernorm.weight": "model.layers.0.input_layernorm.weight",
+        "model.language_model.embed_tokens.weight": "model.embed_tokens.weight",
+        "lm_head.weight": "lm_head.weight",
+        "vision_tower.encoder.blocks.0.norm.weight": None,
+        "mm_projector.proj.0.weight": None,
+        "model.visual.patch_embed.proj.weight": None,
+        "model.multi_modal_projector.norm.weight": None,
+    }.items():
+        assert language_model_name(name) == own
+
+
+def wrapper(path: Path, kind: str, **text: Any) -> Any:
+    """Save a small model that sees, with random weights, as transformers does."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    inner = {"model_type": INNER[kind], **TEXT, **text}
+    config = AutoConfig.for_model(kind, text_config=inner, vision_config=VISION[kind])
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(path)
+    write_character_tokenizer(path)
+    (path / "preprocessor_config.json").write_text("{}")
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", list(INNER))
+@pytest.mark.parametrize("tied", [False, True])
+def test_text_is_what_the_whole_model_makes_of_it(tmp_path: Path, kind: str, *, tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from model_agreement import load_ours, packed_logits, token_ids
+    from transformers import AutoModelForCausalLM
+
+    whole = wrapper(tmp_path / "whole", kind, tie_word_embeddings=tied)
+    assert not summarise_model(tmp_path / "whole").is_good
+    (what, _), *_ = summarise_model(tmp_path / "whole").problems
+    assert "hpcrl model extract" in what
+    extracted = extract_language_model(tmp_path / "whole", tmp_path / "own")
+    assert sum(extracted.left_out.values()) > 0
+    assert all(("vision" in name or "visual" in name or "projector" in name) for name in extracted.left_out)
+    assert summarise_model(tmp_path / "own").is_good
+    assert not (tmp_path / "own/preprocessor_config.json").exists()
+    ids = token_ids()
+    with torch.no_grad():
+        wanted = torch.cat([whole(input_ids=each[None]).logits[0] for each in ids])
+        torch.testing.assert_close(packed_logits(load_ours(tmp_path / "own"), ids), wanted, rtol=2e-4, atol=2e-5)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "own", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_what_wraps_nothing_that_is_known_is_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    with pytest.raises(UsageError, match="has no text_config"):
+        extract_language_model(model, tmp_path / "own")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({"model_type": "sees", "text_config": {"model_type": "gemma3_text"}}))
+    with pytest.raises(UsageError, match="text_config: model_type is 'gemma3_text'; trainer"):
+        extract_language_model(model, tmp_path / "own")
+    # tensors of another model
+    config["hidden_size"] = 16
+    (model / "config.json").write_text(json.dumps({"model_type": "sees", "text_config": config}))
+    with pytest.raises(UsageError, match="would not be whole"):
+        extract_language_model(model, tmp_path / "own")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model"]
+    with pytest.raises(UsageError, match="exists already"):
+        extract_language_model(model, model)
