@@ -199,7 +199,7 @@ def examine(
         plan = prepared.plan
         assert plan is not None
         problems.of(lambda: check_secrets(plan, site))
-        if programs and loaded.value.job.payload == "roles":
+        if programs and loaded.value.job.payload != "probe":
             notes += _try_programs(problems, loaded, site, plan)
     return replace(prepared, problems=tuple(problems.found), notes=tuple(notes))
 
@@ -217,7 +217,7 @@ def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: P
     problems = _Problems(recipe)
     problems.of(lambda: check_secrets(plan, site))
     notes: list[str] = []
-    if recipe.value.job.payload == "roles":
+    if recipe.value.job.payload != "probe":
         notes += _try_programs(problems, recipe, site, plan)
         problems.of(lambda: check_model(recipe, Path(recipe.value.model.path), weights=False))
     if problems.found:
@@ -241,7 +241,7 @@ def _try_programs(
 
 def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace) -> ModelReport:
     """What is wrong with the start model; a job of small programs needs none."""
-    if loaded.value.job.payload != "roles":
+    if loaded.value.job.payload == "probe":
         return ModelReport()
     if place.source is not None:
         # its weights were looked at where the run was found

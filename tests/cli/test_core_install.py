@@ -90,6 +90,7 @@ LINES: dict[str, list[list[str]]] = {
         ["site", "install", "--role", "env", "--prefix", "environments", "--bundle", "no-such.tar"],
     ],
     "site bundle": [["site", "bundle", "--role", "env", "-o", "no-such-directory/bundle.tar"]],
+    "eval": [["eval", "mine.yaml", "--samples", "2"], ["eval", "RUN"]],
     "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
     "devcluster up": [["devcluster", "up", "--nodes", "0"]],
     **{
