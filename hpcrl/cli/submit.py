@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.plan import Plan
 
-__all__ = ["register"]
+__all__ = ["refuse_what_cannot_start", "register"]
 
 
 def register(app: typer.Typer) -> None:
@@ -92,7 +92,7 @@ def submit(
     from hpcrl.submit.submission import create_run
 
     ask_slurm()
-    _ask_whether_it_could_start(plan, profile, wanted=not queue_anyway, in_job=in_job)
+    refuse_what_cannot_start(plan, profile, wanted=not queue_anyway, in_job=in_job)
     provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
     if source is not None:
         say(f"taking the weights of {source.origin}", err=True)
@@ -114,7 +114,7 @@ def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:
         say(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
 
 
-def _ask_whether_it_could_start(plan: Plan, profile: ClusterProfile, *, wanted: bool, in_job: bool) -> None:
+def refuse_what_cannot_start(plan: Plan, profile: ClusterProfile, *, wanted: bool = True, in_job: bool = False) -> None:
     """Refuse what Slurm could not start (UsageError with the reasons), where that is wanted. It must answer."""
     from hpcrl.cli.slurm import reachable_slurm
     from hpcrl.config.cluster import SlurmCluster

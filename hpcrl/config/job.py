@@ -42,8 +42,9 @@ class JobConfig(StrictModel):
     """``hetjob``: a heterogeneous job, one component a role; ``single``: one allocation, cut by node; ``elastic``:
     each engine is a job of its own, so that one can be lost or added. ``auto``: ``hetjob`` where roles differ in
     partition or number of nodes and the site can, else ``single``."""
-    payload: Literal["roles", "probe"] = "roles"
-    """``probe`` starts a small program in place of every rank: it reports where it is and what it sees."""
+    payload: Literal["roles", "probe", "evaluation"] = "roles"
+    """``probe`` starts a small program in place of every rank: it reports where it is and what it sees. ``evaluation``
+    starts engines and what evaluates the start model, without a trainer: ``hpcrl eval`` sets it."""
     account: SlurmWord | None = None
     """Account to charge. None: ``SBATCH_ACCOUNT`` or ``SLURM_ACCOUNT`` of the environment, else the profile's."""
     qos: SlurmWord | None = None

@@ -15,6 +15,9 @@ FailurePolicy = Literal["zero", "exclude"]
 """How samples that failed count: with the reward 0, or not at all (``evaluation.failures`` of a recipe)."""
 
 
+_TOLERANCE = 1e-9
+
+
 class ScoredSample(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of a prompt.
 
@@ -102,13 +105,13 @@ def summarise(
     every = [sample for each in by_prompt.values() for sample in each]
     counted = [_rewards(each, failures) for each in by_prompt.values()]
     counted = [rewards for rewards in counted if rewards]
-    passes = [(len(rewards), sum(reward >= pass_reward for reward in rewards)) for rewards in counted]
+    passes = [(len(rewards), sum(_passes(reward, pass_reward) for reward in rewards)) for rewards in counted]
     return SampleSummary(
         prompts=len(by_prompt),
         samples=len(every),
         failed=sum(sample.reward is None for sample in every),
         truncated=sum(sample.truncated for sample in every),
-        passed=sum(sample.reward is not None and sample.reward >= pass_reward for sample in every),
+        passed=sum(sample.reward is not None and _passes(sample.reward, pass_reward) for sample in every),
         pass_reward=pass_reward,
         failures=failures,
         mean=estimate([sum(rewards) / len(rewards) for rewards in counted], seed=seed),
@@ -116,6 +119,11 @@ def summarise(
             each: estimate([pass_at_k(n, c, each) for n, c in passes if n >= each], seed=seed) for each in pass_ks(k)
         },
     )
+
+
+def _passes(reward: float, pass_reward: float) -> bool:
+    # a reward of several parts that are all right may miss their sum by a rounding
+    return reward >= pass_reward - _TOLERANCE
 
 
 def _rewards(samples: Sequence[ScoredSample], failures: FailurePolicy) -> list[float]:

@@ -40,7 +40,7 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
     elif role in _BESIDE:
         threads, key = 1, "hpcrl"
     variables = {"OMP_NUM_THREADS": EnvValue(str(threads), key)}
-    if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload == "roles":
+    if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload != "probe":
         variables |= _sourced(vllm_variables(recipe, gpus=engine_gpus(recipe, cluster, role) > 0), "hpcrl")
     if role is Role.TRAINER and recipe.trainer.deterministic:
         # what cuBLAS computes in depends on which buffer is free, unless there are as many as streams
@@ -49,7 +49,11 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
         variables |= _sourced(ROUTER_VARIABLES, "hpcrl")
     if isinstance(cluster, SlurmCluster):
         beside_trainer = role in (Role.STORE, Role.ROUTER)
-        partition = cluster.partition_name(Role.TRAINER if beside_trainer else role)
+        first = Role.TRAINER
+        if recipe.job.payload == "evaluation":  # which has no trainer: what would be beside it is beside the engines
+            first = Role.ENGINE if recipe.engine.prefill is None else Role.PREFILL
+            beside_trainer |= role is Role.ORCHESTRATOR and not cluster.orchestrator_apart
+        partition = cluster.partition_name(first if beside_trainer else role)
         source = f"cluster.partitions.{partition}.node"
         node = cluster.partitions[partition].node
         if role is Role.TRAINER and node.gpus:

@@ -40,7 +40,7 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
         The interpreter cannot try them.
     """
     wanted = [each for each in recipe.value.environments if isinstance(each, HostedEnv) and each.try_before_submit]
-    if not wanted or recipe.value.job.payload != "roles":
+    if not wanted or recipe.value.job.payload == "probe":
         return []
     if reason := hidden_reason(plan, site, what="they"):
         return [f"{_NOT_HERE}: {reason}"]

@@ -26,8 +26,11 @@ def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[
         *engines,
         *_router(recipe, cluster, run_name),
         _orchestrator(recipe, cluster, run_name, inference),
-        _trainer(recipe, cluster, run_name),
     ]
+    if recipe.job.payload == "evaluation":
+        groups[-1] = _as_evaluation(groups[-1])
+    else:
+        groups.append(_trainer(recipe, cluster, run_name))
     backend = recipe.engine.backend
     given = [{"python": cluster.python_of(group.role, backend=backend), "secrets": cluster.secrets} for group in groups]
     groups = [group.model_copy(update=update) for group, update in zip(groups, given, strict=True)]
@@ -171,6 +174,8 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
         "--weight-min-bandwidth-mib-s": f"{handoff.min_bandwidth_mib_s:g}",
         "--weight-read-streams": str(handoff.read_streams),
     }
+    if recipe.job.payload == "evaluation":
+        flags["--weight-version"] = "0"  # nobody hands it another version
     if handoff.node_cache is not None:
         flags["--weight-node-cache"] = handoff.node_cache
         flags["--weight-node-cache-bytes"] = str(int(handoff.node_cache_gib * (1 << 30)))
@@ -250,6 +255,18 @@ def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool
         restart=config.restart,
         max_restarts=config.max_restarts,
         restart_window_s=config.restart_window_s,
+    )
+
+
+def _as_evaluation(orchestrator: RoleGroup) -> RoleGroup:
+    """In its place, what evaluates the model that engines have loaded; its end is that of the run."""
+    return orchestrator.model_copy(
+        update={
+            "command": tuple(module_command("{python}", "hpcrl.rollouts.evaluating")),
+            "ports": 1,
+            "ready": FileProbe(),
+            "policy": orchestrator.policy.model_copy(update={"ends_run": True}),
+        }
     )
 
 

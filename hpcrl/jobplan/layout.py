@@ -26,9 +26,10 @@ class Demand(NamedTuple):
 
 
 def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
-    """Nodes by role, the trainer first: its first node is the one that the supervisor runs on."""
+    """Nodes by role, the trainer first: its first node is the one that the supervisor runs on. An evaluation has no
+    trainer, and the engines come first."""
     engine = recipe.engine
-    wanted = [(Role.TRAINER, 1, recipe.trainer.nodes)]
+    wanted = [] if recipe.job.payload == "evaluation" else [(Role.TRAINER, 1, recipe.trainer.nodes)]
     if engine.prefill is None and engine.decode is None and engine.placement == "apart":
         wanted.append((Role.ENGINE, engine.replicas, engine.nodes))
     for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):

@@ -60,7 +60,7 @@ def check_compiler(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile) -> 
         A local trainer on processors has no C++ compiler.
     """
     trainers = [group for group in plan.groups if group.role is Role.TRAINER]
-    if not recipe.value.trainer.memory.compile or not trainers or recipe.value.job.payload != "roles":
+    if not recipe.value.trainer.memory.compile or not trainers or recipe.value.job.payload == "probe":
         return []
     key, hint = "trainer.memory.compile", "install it, or set trainer.memory.compile: false"
     if plan.layout.components and plan.layout.components[trainers[0].component].gpus_per_node:

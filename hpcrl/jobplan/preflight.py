@@ -143,7 +143,7 @@ def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     UsageError
         The interpreter of engines cannot load vLLM and hpcrl, or does not answer.
     """
-    if recipe.value.engine.backend != "vllm" or recipe.value.job.payload != "roles":
+    if recipe.value.engine.backend != "vllm" or recipe.value.job.payload == "probe":
         return []
     notes, asked = [], dict[str, list[RoleGroup]]()
     for group in plan.groups:
@@ -185,7 +185,7 @@ def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     ConfigError
         It is not.
     """
-    if recipe.value.job.payload != "roles":
+    if recipe.value.job.payload == "probe":
         return []
     dynamo = recipe.value.engine.router.kind == "dynamo"
     package, distribution = ("dynamo.llm", "ai-dynamo-runtime") if dynamo else ("vllm_router", "vllm-router")

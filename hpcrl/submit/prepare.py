@@ -200,7 +200,7 @@ def examine(
         plan = prepared.plan
         assert plan is not None
         problems.of(lambda: check_secrets(plan, site))
-        if programs and loaded.value.job.payload == "roles":
+        if programs and loaded.value.job.payload != "probe":
             notes += _try_programs(problems, loaded, site, plan)
             if not model.problems:
                 notes += (
@@ -222,7 +222,7 @@ def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: P
     problems = _Problems(recipe)
     problems.of(lambda: check_secrets(plan, site))
     notes: list[str] = []
-    if recipe.value.job.payload == "roles":
+    if recipe.value.job.payload != "probe":
         notes += _try_programs(problems, recipe, site, plan)
         model_dir = Path(recipe.value.model.path)
         if problems.of(lambda: check_model(recipe, model_dir, weights=False)) is not None:
@@ -248,7 +248,7 @@ def _try_programs(
 
 def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace, site: Loaded[ClusterProfile]) -> ModelReport:
     """What is wrong with the start model; a job of small programs needs none."""
-    if loaded.value.job.payload != "roles":
+    if loaded.value.job.payload == "probe":
         return ModelReport()
     directory = _model_dir(resolved, place)
     if place.source is not None:

@@ -97,6 +97,7 @@ LINES: dict[str, list[list[str]]] = {
     ],
     "site bundle": [["site", "bundle", "--role", "env", "-o", "no-such-directory/bundle.tar"]],
     "site first-run": [["site", "first-run", "new"], ["site", "first-run", "new", "--from", "nowhere"]],
+    "eval": [["eval", "mine.yaml", "--samples", "2"], ["eval", "RUN"]],
     "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
     "devcluster up": [["devcluster", "up", "--nodes", "0"]],
     **{

@@ -162,6 +162,8 @@ def _enough_replicas(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     for key, _role, replicas, _nodes in _engine_groups(recipe):
         if replicas < least:
             yield "job.min_replicas", f"{least} is more than {key}.replicas, which is {replicas}"
+    if recipe.job.payload == "evaluation":
+        yield "job.layout", "an evaluation has engines that stay"
     if recipe.job.payload == "probe":
         yield "job.layout", "the payload probe counts ranks that start together; elastic replicas come as they can"
 

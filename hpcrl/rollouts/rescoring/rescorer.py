@@ -23,6 +23,7 @@ from hpcrl.rollouts.environments import (
     Outcome,
     Prompt,
     Reply,
+    Split,
     build_environments,
     hosted,
     prompt_of,
@@ -32,6 +33,7 @@ from hpcrl.rollouts.environments.rewards.answers import AnswerCheck
 from hpcrl.rollouts.environments.rewards.judge import Judge
 from hpcrl.rollouts.environments.rewards.processes import CheckerError
 from hpcrl.rollouts.rescoring.stored import StoredReplies, UnknownRewardError
+from hpcrl.rollouts.sampling.held_out import HeldOutTask
 from hpcrl.rollouts.sampling.seeding import stable_hash
 
 __all__ = ["Rescorer", "StoredPolicy"]
@@ -84,6 +86,7 @@ class Rescorer:
             An environment or a checker cannot be made.
         """
         self._seed, self._replies = recipe.seed, replies
+        self._split: Split = "heldout" if recipe.job.payload == "evaluation" else "train"
         configs = [_changed(config, rewards) for config in recipe.environments if config.name in names]
         self._needs_answer = AnswerCheck(rewards).needed
         self._judge = Judge("given", rewards, processes=_PROCESSES) if rewards else None
@@ -144,7 +147,7 @@ class Rescorer:
         prompt = await self._prompt(environment, entry.prompt_index)
         replies = self._replies.read(held, prompt)
         if entry.environment in self._own:
-            policy = StoredPolicy(replies, seed=stable_hash("rollout", self._seed, entry.group, entry.member))
+            policy = StoredPolicy(replies, seed=self._rollout_seed(environment, held))
             return prompt, replies, checked_outcome(await environment.rollout(prompt, policy))
         assert self._judge is not None
         if self._needs_answer:
@@ -156,13 +159,23 @@ class Rescorer:
         }
         return prompt, replies, checked_outcome(await self._judge.judge(replies[-1], "", row))
 
+    def _rollout_seed(self, environment: Environment, held: Held) -> int:
+        """Return the seed that the rollout had."""
+        entry = held.entry
+        if self._split == "heldout":
+            return HeldOutTask(environment, entry.prompt_index, entry.member, self._seed).rollout_seed
+        return stable_hash("rollout", self._seed, entry.group, entry.member)
+
     async def _prompt(self, environment: Environment, index: int) -> Prompt:
         key = (environment.name, index)
         if key not in self._prompts:
             if len(self._prompts) >= _PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
-            self._prompts[key] = asyncio.create_task(_train_prompt(environment, index))
+            self._prompts[key] = asyncio.create_task(self._made_prompt(environment, index))
         return await self._prompts[key]
+
+    async def _made_prompt(self, environment: Environment, index: int) -> Prompt:
+        return await prompt_of(environment, self._split, index)
 
     async def aclose(self) -> None:
         """End the processes of environments and checkers."""
@@ -173,10 +186,6 @@ class Rescorer:
     def _close_judge(self) -> None:
         if self._judge is not None:
             self._judge.close()
-
-
-async def _train_prompt(environment: Environment, index: int) -> Prompt:
-    return await prompt_of(environment, "train", index)
 
 
 def _changed(config: EnvironmentConfig, rewards: Sequence[RewardConfig]) -> EnvironmentConfig:

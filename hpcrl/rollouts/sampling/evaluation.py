@@ -28,7 +28,7 @@ from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Evaluator", "PastEvaluations", "evaluated_sets", "evaluated_versions", "held_out_sets"]
+__all__ = ["Evaluator", "PastEvaluations", "all_failed", "evaluated_sets", "evaluated_versions", "held_out_sets"]
 
 _log = logging.getLogger(__name__)
 _Number = TypeVar("_Number", int, float)
@@ -218,11 +218,11 @@ class Evaluator:
         told = told_failures([(task.environment.name, error) for task, error in errors])
         if not finished and not self._one_worked:
             # what never worked is a mistake that people want to hear of before the queue has cost them a night
-            raise _all_failed(version, errors)
+            raise all_failed(version, errors)
         self._one_worked = True
         rewards = self._rewards(finished, errors)
         if not rewards:
-            _log.warning("%s: it has no reward", _all_failed(version, errors))
+            _log.warning("%s: it has no reward", all_failed(version, errors))
             self._events.emit(
                 "evaluation.none_finished",
                 version=version,
@@ -269,7 +269,7 @@ class Evaluator:
         return rewards
 
 
-def _all_failed(version: int, errors: Sequence[tuple[HeldOutTask, Exception]]) -> HpcrlError:
+def all_failed(version: int, errors: Sequence[tuple[HeldOutTask, Exception]]) -> HpcrlError:
     """What an evaluation in which nothing was finished fails with: the environment's own exception, where it is one."""
     what = f"none of the {len(errors)} rollouts that evaluate version {version} was finished"
     for _, error in errors:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,11 +43,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldOutTask:
-    """One sample of a held-out prompt."""
+    """One sample of a held-out prompt; ``seed`` other than 0 gives other draws."""
 
     environment: Environment
     index: int
     sample: int = 0
+    seed: int = 0
+
+    @property
+    def rollout_seed(self) -> int:
+        """The seed of the rollout: of environment, prompt, sample and ``seed`` alone, for every version the same."""
+        # the first sample has the seed that it had when there was one
+        more = (self.sample, self.seed) if self.seed else (self.sample,) if self.sample else ()
+        return stable_hash("heldout", self.environment.name, self.index, *more)
 
 
 class HeldOutRollout(NamedTuple):
@@ -60,8 +68,6 @@ class HeldOutRollout(NamedTuple):
 async def roll_out(sampler: Sampler, task: HeldOutTask) -> HeldOutRollout | Exception:
     """Roll out one sample, or return why it failed.
 
-    The seed depends on environment, prompt and sample alone: every version gets the same draws.
-
     Raises
     ------
     HpcrlError
@@ -69,13 +75,11 @@ async def roll_out(sampler: Sampler, task: HeldOutTask) -> HeldOutRollout | Exce
     """
     started = time.monotonic()
     environment, index, sample = task.environment, task.index, task.sample
-    # the first sample has the name and the seed that it had when there was one
     more = (sample,) if sample else ()
     session = sampler.pool.session("-".join(map(str, ("heldout", environment.name, index, *more))))
-    seed = stable_hash("heldout", environment.name, index, *more)
     try:
         prompt = await prompt_of(environment, "heldout", index)
-        conversation = Conversation(sampler, session, seed=seed, tools=prompt.tools)
+        conversation = Conversation(sampler, session, seed=task.rollout_seed, tools=prompt.tools)
         outcome = checked_outcome(await environment.rollout(prompt, conversation))
     except EngineError as error:
         _log.warning("a held-out rollout failed: %s", error)
@@ -222,7 +226,7 @@ async def roll_out_all(
     tasks: Sequence[HeldOutTask],
     *,
     at_once: int,
-    each: Callable[[HeldOutTask, HeldOutRollout | Exception], Any] = lambda task, result: None,
+    each: Callable[[HeldOutTask, HeldOutRollout | Exception], Awaitable[None]] | None = None,
 ) -> list[HeldOutRollout | Exception]:
     """Roll out tasks, at most ``at_once`` at a time, and return their results in order; ``each`` is told of one."""
     limit = asyncio.Semaphore(at_once)
@@ -230,7 +234,8 @@ async def roll_out_all(
     async def one(task: HeldOutTask) -> HeldOutRollout | Exception:
         async with limit:
             result = await roll_out(sampler, task)
-        each(task, result)
+            if each is not None:
+                await each(task, result)
         return result
 
     return await asyncio.gather(*map(one, tasks))

@@ -1,0 +1,237 @@
+"""``hpcrl eval``: evaluate a model by itself, with intervals and pass@k."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrl.cli.options import JsonOption, SetOption
+from hpcrl.cli.output import json_text, say, screen, table_console
+from hpcrl.cli.selection import RunsRootOption, ask_slurm, find, profile_roots, runs_root
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpcrl.runs.rundir import RunDir
+    from hpcrl.submit.evaluation import EvaluationRequest
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|RUN|MODEL",
+            help="A recipe, whose start model is evaluated; a run, of which a version is; or the directory of a model.",
+        ),
+    ],
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="RECIPE", help="Where environments and engines of MODEL stand.")
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option("--version", metavar="N", min=0, help="Of RUN; the newest full one by default.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", "-k", metavar="K", min=1, help="Samples of each prompt.")] = 1,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", metavar="N", min=1, help="Held-out prompts; by default as the recipe.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", help="0 is greedy. Default: 0 for one sample, that of training for several."
+        ),
+    ] = None,
+    environments: Annotated[
+        list[str] | None,
+        typer.Option("--environment", "-e", metavar="NAME", help="Only this environment. Repeatable."),
+    ] = None,
+    pass_reward: Annotated[
+        float, typer.Option("--pass-reward", metavar="REWARD", help="A sample passes from this reward on.")
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="SEED", min=0, help="Of samples and intervals; default: the recipe's."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Also write the result there, as JSON.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", metavar="NAME", help="Cluster profile; by default local, or that of RUN."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the new run.")] = None,
+    overrides: SetOption = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start it, and do not wait; `hpcrl eval` of the new run shows the result.")
+    ] = False,
+    as_json: JsonOption = False,
+    root: RunsRootOption = None,
+) -> None:
+    """Evaluate a model on held-out prompts: mean reward and pass@k by environment, with 95 % intervals.
+
+    It is a run of its own with engines and without a trainer, on this machine or as a job. Its rollouts are in its
+    ledger (`hpcrl rollouts ls`). One that was interrupted goes on with `hpcrl resume`. Of a run that was an evaluation
+    the result is shown.
+
+    Exit code: 0 completed, 1 failed, 130 cancelled.
+    """
+    from pathlib import Path
+
+    from hpcrl.errors import UsageError
+    from hpcrl.submit.evaluation import EvaluationRequest, is_model, is_recipe, newest_weights
+
+    file = None if output is None else Path(output)
+    if file is not None and file.exists():
+        raise UsageError(f"{file} exists already\n    hint: --output with another name")
+    request = EvaluationRequest(
+        samples=samples,
+        prompts=prompts,
+        temperature=temperature,
+        environments=tuple(environments or ()),
+        pass_reward=pass_reward,
+        seed=seed,
+    )
+    given, from_run, more = target, None, list(overrides or ())
+    if is_model(target):
+        if recipe is None:
+            raise UsageError(
+                f"{target} is a model, and a recipe says on what it is evaluated\n    hint: --recipe RECIPE"
+            )
+        given, more = recipe, [*more, f"model.path={Path(target).resolve()}"]
+    elif recipe is not None:
+        raise UsageError(f"{target} is no directory of a model, to which --recipe belongs\n    hint: leave it out")
+    elif not is_recipe(target):
+        found = find(target, root)
+        if found.recipe().job.payload == "evaluation":
+            raise typer.Exit(_finish(found, file, as_json=as_json, new=False))
+        given, from_run = str(found.recipe_path), newest_weights(found, version)
+        cluster = cluster or str(found.cluster_path)
+    if version is not None and from_run is None:
+        raise UsageError(f"--version is of a run, and {target} is none\n    hint: leave it out")
+    run = _start(given, cluster or "local", more, request, name=name, from_run=from_run, root=root)
+    if detach:
+        say(run.name)
+        say(f"  hpcrl eval {run.name}\n  hpcrl cancel {run.name}", err=True)
+        return
+    raise typer.Exit(_finish(run, file, as_json=as_json, new=True))
+
+
+def _start(
+    recipe: str,
+    cluster: str,
+    overrides: list[str],
+    request: EvaluationRequest,
+    *,
+    name: str | None,
+    from_run: str | None,
+    root: str | None,
+) -> RunDir:
+    """Submit the run that evaluates."""
+    import os
+    from pathlib import Path
+
+    from hpcrl.cli.progress import working
+    from hpcrl.cli.submit import refuse_what_cannot_start
+    from hpcrl.config.load import load_recipe
+    from hpcrl.submit.evaluation import evaluation_name, evaluation_settings
+    from hpcrl.submit.new_run import submit_new
+    from hpcrl.submit.prepare import prepare
+    from hpcrl.submit.submission import create_run
+
+    with working("looking whether it would start"):
+        settings = [*overrides, *evaluation_settings(recipe, overrides, request)]
+        prepared = prepare(
+            recipe,
+            cluster,
+            settings,
+            environ=os.environ,
+            cwd=Path.cwd(),
+            name=name or evaluation_name(load_recipe(recipe, overrides).value),
+            root=lambda profile: runs_root(root, profile),
+            from_run=from_run,
+            roots=profile_roots if root is None else None,
+        )
+    for note in prepared.notes:
+        say(f"note: {note}", err=True)
+    plan = prepared.planned()
+    ask_slurm()
+    refuse_what_cannot_start(plan, prepared.profile)
+    provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
+    if prepared.source is not None:
+        say(f"taking the weights of {prepared.source.origin}", err=True)
+        provenance["model.path"] = f"--from {from_run}"
+    made = create_run(prepared.resolved, prepared.profile, plan, provenance=provenance, source=prepared.source)
+    submit_new(made)
+    say(f"submitted {plan.run} in {made.run.path}", err=True)
+    return made.run
+
+
+def _finish(run: RunDir, output: Path | None, *, as_json: bool, new: bool) -> int:
+    """Wait for the end of an evaluation and show its result; returns the exit code."""
+    from hpcrl.errors import ExitCode, RunFailedError
+    from hpcrl.fs import atomic_write
+    from hpcrl.runs.evaluation_result import read_result
+    from hpcrl.runs.record import RunRecord
+    from hpcrl.runs.registry import reference
+    from hpcrl.runs.status import RunState
+    from hpcrl.runs.views.follow import follow
+    from hpcrl.submit.submission import interrupt
+
+    submissions = RunRecord.read(run).submissions
+    before = submissions[-1].after_attempt if submissions else 0
+    # who only looks at an evaluation does not end it
+    stop = (lambda count: interrupt(run, count)) if new else None
+    view = follow(run, screen(err=True), on_interrupt=stop, after_attempt=before)
+    if view.state is not RunState.COMPLETED:
+        named = reference(run)
+        say(f"  hpcrl why {named}\n  hpcrl resume {named}", err=True)
+        if view.state is RunState.CANCELLED:
+            return ExitCode.CANCELLED
+        return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED
+    result = read_result(run)
+    if result is None:
+        raise RunFailedError(f"{run.name} has completed, and left no result in {run.path}")
+    if output is not None:
+        atomic_write(output, f"{json_text(result)}\n".encode())
+    if as_json:
+        say(json_text(result))
+    else:
+        _print(result)
+    return ExitCode.OK
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    ks = sorted(result["pass_at"], key=int)
+    for column in ("environment", "prompts", "samples", "reward", *(f"pass@{k}" for k in ks), "truncated", "failed"):
+        table.add_column(column, justify="left" if column == "environment" else "right", no_wrap=True)
+    rows = list(result["by_env"].items())
+    if len(rows) > 1:
+        rows.append(("all", result))
+    for name, found in rows:
+        means = [found["mean"], *(found["pass_at"][k] for k in ks)]
+        counts = (f"{found[key]:,}" for key in ("prompts", "samples"))
+        table.add_row(name, *counts, *map(_interval, means), f"{found['truncated']:,}", f"{found['failed']:,}")
+    table_console().print(table)
+    how = "greedy" if not result["temperature"] else f"temperature {result['temperature']:g}"
+    failures = "0" if result["failures"] == "zero" else "nothing"
+    say(f"{how}; passed from reward {result['pass_reward']:g} on; failed ones count as {failures}", err=True)
+
+
+def _interval(mean: dict[str, Any]) -> str:
+    from hpcrl.runs.views.words import number
+
+    if mean["value"] is None:
+        return "-"
+    if mean["low"] is None:
+        return number(mean["value"])
+    return f"{number(mean['value'])} [{number(mean['low'])}, {number(mean['high'])}]"

@@ -1,0 +1,1 @@
+"""An evaluation by itself: engines, and no trainer."""

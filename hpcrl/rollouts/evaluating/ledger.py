@@ -1,0 +1,106 @@
+"""The ledger of an evaluation: a group for each prompt, a member for each of its samples."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, read_entries
+from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.dock.ledger.payload import read_payload
+from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.errors import CheckpointError
+from hpcrl.rollouts.records import decode_rollout, encode_rollout
+from hpcrl.rollouts.sampling.held_out import HeldOutRollout, HeldOutTask
+
+__all__ = ["SampleLedger"]
+
+_log = logging.getLogger(__name__)
+
+
+class SampleLedger:
+    """Samples that are done, of this attempt and of those before it."""
+
+    def __init__(self, rollouts_dir: Path, tasks: Sequence[HeldOutTask], *, attempt: int, limit_s: float) -> None:
+        """Read what earlier attempts have done, and begin a file of entries.
+
+        Parameters
+        ----------
+        tasks:
+            All samples, those of a prompt in a row.
+        limit_s:
+            How long a filesystem that refuses for a while is tried again, in seconds.
+
+        Raises
+        ------
+        CheckpointError
+            What is there cannot be read.
+        OSError
+            The filesystem refused.
+        """
+        prompts = list(dict.fromkeys((task.environment.name, task.index) for task in tasks))
+        self._groups = {prompt: number for number, prompt in enumerate(prompts)}
+        self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=0, limit_s=limit_s)
+        self._left = dict.fromkeys(self._groups.values(), 0)
+        for task in tasks:
+            self._left[self._group(task)] += 1
+        try:
+            self._replay = Replay(read_entries(self._log.ledger_dir))
+        except ValueError as error:
+            self._log.close()
+            raise CheckpointError(f"the ledger of rollouts cannot be read: {error}") from error
+
+    def _group(self, task: HeldOutTask) -> int:
+        return self._groups[task.environment.name, task.index]
+
+    def done(self, tasks: Sequence[HeldOutTask], *, stop_token_ids: Collection[int]) -> dict[int, HeldOutRollout]:
+        """Return the samples that earlier attempts have done, by their position in ``tasks``."""
+        found: dict[int, HeldOutRollout] = {}
+        for position, task in enumerate(tasks):
+            group = self._group(task)
+            held = self._replay.find(group, task.sample)
+            if held is None or held.state is not State.WAITING:
+                continue
+            try:
+                rollout = decode_rollout(read_payload(self._log.payload_dir, held.entry.payload))
+            except (OSError, ValueError) as error:
+                _log.warning("rollout %d/%d is made again: %s", group, task.sample, error)
+                again = Dropped(group=group, members=[task.sample], why="its columns cannot be read", again=True)
+                self._log.append(again)
+                continue
+            cut = int(rollout.token_ids[-1]) not in stop_token_ids
+            found[position] = HeldOutRollout(rollout, cut)
+            self._left[group] -= 1
+        return found
+
+    async def finished(self, task: HeldOutTask, result: HeldOutRollout | Exception) -> None:
+        """Write a sample; returns when it is durable. One that failed is not written, and is made again by a resume."""
+        group = self._group(task)
+        if isinstance(result, HeldOutRollout):
+            rollout = result.rollout
+
+            def entry(place: PayloadPlace) -> Entry:
+                return Finished(
+                    group=group,
+                    member=task.sample,
+                    environment=task.environment.name,
+                    prompt_index=task.index,
+                    reward=rollout.reward,
+                    tokens=len(rollout.token_ids),
+                    sampled_tokens=rollout.sampled_tokens,
+                    first_version=rollout.first_version,
+                    last_version=rollout.last_version,
+                    ended_s=rollout.ended_s,
+                    payload=place,
+                )
+
+            await asyncio.wrap_future(self._log.finish(*encode_rollout(rollout), entry))
+            self._left[group] -= 1
+        if not self._left[group]:
+            self._log.append(Kept(group=group))
+
+    def close(self) -> None:
+        """Write what was begun, and end."""
+        self._log.close()

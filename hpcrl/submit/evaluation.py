@@ -1,0 +1,119 @@
+"""From a recipe to a run that only evaluates: engines, and no trainer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.config.load import load_recipe
+from hpcrl.config.recipe import Recipe
+from hpcrl.config.resources import find_recipe
+from hpcrl.errors import ConfigError, HandoffError, UsageError
+from hpcrl.jobplan import default_run_name
+from hpcrl.runs.registry import reference
+from hpcrl.runs.rundir import RunDir
+from hpcrl.weights.store import HandoffStore
+
+__all__ = ["EvaluationRequest", "evaluation_name", "evaluation_settings", "is_model", "is_recipe", "newest_weights"]
+
+_SET = "eval"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """What is to be evaluated of a recipe; None: what the recipe says.
+
+    Attributes
+    ----------
+    environments:
+        Names; empty: all of them.
+    temperature:
+        By default 0 for one sample of a prompt, and that of training for several.
+    """
+
+    samples: int = 1
+    prompts: int | None = None
+    temperature: float | None = None
+    environments: tuple[str, ...] = ()
+    pass_reward: float = 1.0
+    seed: int | None = None
+
+
+def is_model(text: str) -> bool:
+    """Return whether a text names the directory of a model."""
+    return Path(text).is_dir() and (Path(text) / "config.json").is_file()
+
+
+def is_recipe(text: str) -> bool:
+    """Return whether a text names a recipe: a file, or a packaged one."""
+    try:
+        find_recipe(text)
+    except ConfigError:
+        return Path(text).suffix in (".yaml", ".yml")
+    return True
+
+
+def evaluation_settings(recipe: str, overrides: Sequence[str], request: EvaluationRequest) -> list[str]:
+    """Return settings (``--set``) that make of a recipe one that only evaluates.
+
+    Raises
+    ------
+    ConfigError
+        The recipe cannot be read.
+    """
+    value = load_recipe(recipe, overrides).value
+    chosen = len(request.environments or value.environments)
+    greedy = 0.0 if request.samples == 1 else value.rollouts.sampling.temperature
+    config = {
+        "name": _SET,
+        "environments": list(request.environments) or None,
+        "prompts": max(value.evaluation.prompts, chosen) if request.prompts is None else request.prompts,
+        "samples": request.samples,
+        "temperature": greedy if request.temperature is None else request.temperature,
+        "pass_reward": request.pass_reward,
+    }
+    settings = ["job.payload=evaluation", f"evaluation.sets={json.dumps([config])}"]
+    if request.seed is not None:
+        settings.append(f"seed={request.seed}")
+    return settings + _own_nodes(value)
+
+
+def _own_nodes(recipe: Recipe) -> list[str]:
+    """There is no trainer whose nodes engines could share, and no engine that comes later."""
+    found = [] if recipe.engine.placement == "apart" else ["engine.placement=apart"]
+    if recipe.job.layout == "elastic":
+        found += ["job.layout=auto", "job.min_replicas=1"]
+    return found
+
+
+def evaluation_name(recipe: Recipe) -> str:
+    """Return the name of a run that evaluates, by the recipe and the time."""
+    return default_run_name(recipe.model_copy(update={"name": f"{recipe.name[:30]}-eval"}), time.time())
+
+
+def newest_weights(run: RunDir, version: int | None) -> str:
+    """Return what ``--from`` calls the weights of a run: a version, or the newest full one, or the newest checkpoint.
+
+    Raises
+    ------
+    UsageError
+        It has neither.
+    """
+    if version is not None:
+        return f"{run.path}@v{version}"
+    store = HandoffStore(run.weights_dir)
+    for number in reversed(store.versions()):
+        try:
+            if store.open(number).manifest.kind == "full":
+                return f"{run.path}@v{number}"
+        except HandoffError:
+            continue  # it was collected meanwhile, or is damaged: an older one is as good as a checkpoint
+    if not any(run.checkpoints_dir.glob("step-*")):
+        raise UsageError(
+            f"{run.name} has no full version and no checkpoint whose weights could be evaluated\n"
+            f"    hint: hpcrl weights ls {reference(run)}; its start model: hpcrl eval {run.recipe_path}"
+        )
+    return str(run.path)
