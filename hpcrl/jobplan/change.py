@@ -14,7 +14,7 @@ from hpcrl.errors import ConfigError, Finding
 __all__ = ["change_recipe"]
 
 #: what the numbers in a checkpoint mean: with another value they would mean something else
-_FIXED = ("name", "seed", "model", "environments", "rollouts.group_size")
+_FIXED = ("name", "seed", "model", "environments", "rollouts.group_size", "sft")
 #: what the recipe's job says instead of the site (`hpcrl.config.joined`)
 _CHARGES = ("job.account", "job.qos", "job.reservation", "job.partition")
 

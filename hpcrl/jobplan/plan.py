@@ -35,7 +35,12 @@ def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
         each.model_copy(update=_absolute_files(each, cwd)) if isinstance(each, DatasetEnv) else each
         for each in recipe.environments
     )
-    return recipe.model_copy(update={"model": model, "environments": environments})
+    changed: dict[str, object] = {"model": model, "environments": environments}
+    if recipe.sft is not None:
+        given = {"data": recipe.sft.data, "held_out_data": recipe.sft.held_out_data}
+        files = {key: str(absolute_path(path, cwd)) for key, path in given.items() if path is not None}
+        changed["sft"] = recipe.sft.model_copy(update=files)
+    return recipe.model_copy(update=changed)
 
 
 def _absolute_files(environment: DatasetEnv, cwd: Path) -> dict[str, str]:
