@@ -26,6 +26,7 @@ from hpcrl.cli import (
     rollouts,
     runs,
     scale,
+    sft,
     shell,
     simulate,
     site_environments,
@@ -70,6 +71,7 @@ def _options(
 
 for module in (
     submit,
+    sft,
     resume,
     cancel,
     scale,

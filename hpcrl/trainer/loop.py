@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
+from hpcrl.trainer.batch.source import Batches, OtherSide
 from hpcrl.trainer.determinism import settle_determinism
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
@@ -95,27 +96,6 @@ def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
             if is_lost_rank(error):
                 raise PeerLostError(f"another rank of the trainer went away: {error}") from error
             raise
-
-
-class Batches(Protocol):
-    """The batches of one rank."""
-
-    def take(self, step: int) -> BatchShard:
-        """Return the shard of ``step``."""
-        ...
-
-    def close(self) -> None:
-        """Ask for nothing more."""
-        ...
-
-
-class OtherSide(Protocol):
-    """What the loop tells and asks whoever makes its batches; see `hpcrl.dock.client.DockClient`."""
-
-    def published(self, version: int) -> None: ...
-    def snapshot(self, step: int) -> bytes: ...
-    def finish(self, version: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,13 @@ class ConversationBatches:
             micro_batches=[
                 self._micro_batch(step, [sequences[number] for number in numbers]) for numbers in layout[self._rank]
             ],
-            stats=BatchStats.of_tokens(sum(lengths), sampled=trained),
+            stats=msgspec.structs.replace(
+                BatchStats.of_tokens(sum(lengths), sampled=trained),
+                # there are no rewards, and nobody has sampled these tokens: not known, in place of 0
+                reward_mean=math.nan,
+                reward_std=math.nan,
+                staleness_mean=math.nan,
+            ),
         )
 
     def _micro_batch(self, step: int, sequences: Sequence[int]) -> MicroBatch:

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.runs.role import RoleContext
-from hpcrl.trainer.loop import Batches, OtherSide, Trainer, run_trainer
+from hpcrl.trainer.batch.source import Batches, OtherSide
+from hpcrl.trainer.loop import Trainer, run_trainer
 from hpcrl.trainer.publish.sync import LastVersionSync, WeightSync
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
