@@ -1,4 +1,4 @@
-"""Supervised runs by the command line: to the end, cancelled and resumed, and what is refused before anything starts."""
+"""Supervised runs by the command line: to the end, cancelled and resumed, and what is refused at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_the_example_is_learned_and_its_version_is_a_start_model(lab: Lab) -> No
     assert "28 conversations for training, 2 held out; 160 steps" in said
     metrics = read_metrics(run)
     assert [record.step for record in metrics] == list(range(1, 161))
-    assert metrics[-1].loss < 0.3 < 1.0 < metrics[0].loss
+    assert metrics[0].loss > 1.0
+    assert metrics[-1].loss < 0.3
     assert observe(run).state is RunState.COMPLETED
     assert {component.role for component in observe(run).components} == {"trainer"}
     # the epochs of the data are the steps of the run, for everybody who reads its recipe

@@ -209,7 +209,7 @@ class RenderedConversations:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise CheckpointError(
                 f"the rendered conversations in {directory} cannot be read: {error}\n"
-                "    hint: bring them back, or begin anew from the newest checkpoint's weights: hpcrl sft ... --from"
+                "    hint: bring them back, or begin a new run with the weights of the newest checkpoint (--from)"
             ) from error
         self.digest, self.counts, self.notes = manifest.digest, manifest.counts, manifest.notes
         self._rows, self.lengths, self.trained, held_out = (table[:, column] for column in range(_COLUMNS))
