@@ -62,8 +62,10 @@ def check_conversations(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
-    """Return a recipe with the steps that its epochs take."""
-    return recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
+    """Return a recipe with the steps that its epochs take in place of them, which a resume may change."""
+    assert recipe.sft is not None
+    trainer = recipe.trainer.model_copy(update={"steps": steps})
+    return recipe.model_copy(update={"trainer": trainer, "sft": recipe.sft.model_copy(update={"epochs": None})})
 
 
 def _finding(recipe: Loaded[Recipe], found: dict[str, Any]) -> Finding:

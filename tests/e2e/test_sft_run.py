@@ -37,7 +37,9 @@ def test_the_example_is_learned_and_its_version_is_a_start_model(lab: Lab) -> No
     assert observe(run).state is RunState.COMPLETED
     assert {component.role for component in observe(run).components} == {"trainer"}
     # the epochs of the data are the steps of the run, for everybody who reads its recipe
-    assert run.recipe().trainer.steps == 160
+    recipe = run.recipe()
+    assert recipe.sft is not None
+    assert (recipe.trainer.steps, recipe.sft.epochs) == (160, None)
     assert f"loss {metrics[-1].loss:.4f}" in lab.hpcrl("status", "whole").stdout
     assert "the run completed" in lab.hpcrl("why", "whole").stdout
     assert "epoch" in lab.hpcrl("checkpoint", "show", "whole").stdout

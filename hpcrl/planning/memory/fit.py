@@ -286,7 +286,9 @@ def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealP
     # an engine of one process has one node, wherever that is
     ranks, replicas = recipe.trainer.ranks, recipe.engine_nodes or recipe.engine.replicas
     engine = _embedded(recipe, facts).total
-    terms = [Term("trainer ranks", peak.total * ranks, "peak · ranks", {"peak": peak.total, "ranks": ranks})]
+    terms: list[Term | None] = [
+        Term("trainer ranks", peak.total * ranks, "peak · ranks", {"peak": peak.total, "ranks": ranks})
+    ]
     if recipe.sft is None:
         terms.append(Term("engines", engine * replicas, "engine · replicas", {"engine": engine, "replicas": replicas}))
         terms += orchestrator_terms(facts, recipe)

@@ -13,6 +13,7 @@ from supervised_lab import begin_attempt, conversations, sft_recipe, write_lines
 from trainer_testing import run_ranks, write_model_dir, write_recipe
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
+from hpcrl.config.lora import LoraConfig
 from hpcrl.errors import CheckpointError, ConfigError, UsageError
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.runs.events import read_events
@@ -120,6 +121,17 @@ def test_two_ranks_train_on_the_batches_of_one(tmp_path, model_dir, data):
     assert [r.sampled_tokens for r in found] == [r.sampled_tokens for r in wanted]
     assert found[0].held_out_loss is None
     assert [r.held_out_loss for r in found[1:]] == pytest.approx([r.held_out_loss for r in wanted[1:]], rel=1e-4)
+
+
+def test_adapters_learn_conversations(tmp_path, model_dir, data):
+    recipe = sft_recipe(model_dir, data, steps=12)
+    trainer = recipe.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=8)})
+    recipe = recipe.model_copy(update={"trainer": trainer})
+    run = RunDir(tmp_path / "run")
+    run_to(run, recipe, 6)
+    found = run_to(run, recipe, 12)
+    assert found[-1].loss < found[0].loss
+    assert HandoffStore(run.weights_dir).open(12).manifest.kind == "lora"
 
 
 def test_epochs_end_the_run(tmp_path, model_dir, data):
