@@ -10,6 +10,7 @@ conversation; each turn is trained in one of them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ TrainOn = Literal["assistant", "last", "all"]
 """See ``sft.train_on``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LEADING_THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+_PROOFS = 16
+"""Times that a rendering has to have the same ids in parts as as a whole, until it is encoded in parts alone."""
 _NO_END = -1
 """Is the id of no token."""
 
@@ -76,6 +79,7 @@ class ConversationRenderer:
     def __post_init__(self) -> None:
         self.ends |= {self.tokenizer.eos_token_id}
         self._closing: dict[str, int] = {}
+        self._agreed: float = 0
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[SaidTokens]:
         """Return the sequences of a conversation, in the order of its turns.
@@ -118,8 +122,10 @@ class ConversationRenderer:
             before = self._continued(ids, text, opening)
             if before is None:
                 sequences.append(SaidTokens(ids, said))
-                ids, said, before = [], [], self.tokenizer.encode_rendered(opening)
-            turn, text = self._turn(before, opening, messages[: number + 1], tools, messages[number + 1 : number + 2])
+                ids, said, text, before = [], [], "", self.tokenizer.encode_rendered(opening)
+            rendered = self._rendered(messages[: number + 1], tools, prompt=False)
+            turn = self._turn(before, opening, rendered, self._continued(ids, text, rendered))
+            turn, text = self._ended(turn, rendered, message, messages[number + 1 : number + 2])
             said = said + [False] * (len(before) - len(said)) + [True] * len(turn)
             ids = before + turn
         sequences.append(SaidTokens(ids, said))
@@ -130,40 +136,48 @@ class ConversationRenderer:
             sequence.said[0] = False  # nothing comes before it that could predict it
         return sequences
 
-    def _continued(self, ids: list[int], text: str, opening: Rendered) -> list[int] | None:
-        """Return the ids of ``opening`` that continue ``ids``, which are those of ``text``; None where it does not."""
-        whole = self.tokenizer.encode_rendered(opening)
+    def _continued(self, ids: list[int], text: str, rendered: Rendered) -> list[int] | None:
+        """Return the ids of a rendering that continues ``ids``, which are those of ``text``; None where it does not.
+
+        Encoding everything again with each turn would take a time that grows with the square of the turns. What follows
+        an end marker is encoded by itself, once that has proved to be the same with this tokenizer and template.
+        """
+        if not rendered.text.startswith(text):
+            return None
+        rest = self.tokenizer.encode_rendered(rendered[len(text) :])
+        if not ids or self._agreed >= _PROOFS:
+            return ids + rest
+        whole = self.tokenizer.encode_rendered(rendered)
+        if whole == ids + rest:
+            self._agreed += 1
+            return whole
+        self._agreed = -math.inf
         if whole[: len(ids)] == ids:
             return whole
-        if not opening.text.startswith(text):
-            return None
-        # a token may reach across the place where a turn began or ended; what was said stays as it was
-        found = ids + self.tokenizer.encode_rendered(opening[len(text) :])
-        return found if self._text(found) == self._text(whole) else None
+        # a token reaches across the place where a turn began or ended; what was said stays as it was
+        return ids + rest if self._text(ids + rest) == self._text(whole) else None
 
-    def _turn(
-        self,
-        before: list[int],
-        opening: Rendered,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        following: Sequence[Message],
-    ) -> tuple[list[int], str]:
-        """Return the ids that the assistant says in the last message, and the text of the conversation up to there.
-
-        The end marker is one of them. ``before`` are the ids of ``opening``.
-        """
-        rendered = self._rendered(messages, tools, prompt=False)
-        found = self._continued(before, opening.text, rendered)
-        if found is None:
+    def _turn(self, before: list[int], opening: Rendered, rendered: Rendered, whole: list[int] | None) -> list[int]:
+        """Return the ids that follow ``before``, those of ``opening``, in a rendering of the ids ``whole``."""
+        if whole is not None and whole[: len(before)] == before:
+            return whole[len(before) :]
+        # a token may reach from the prompt into the reply; the model begins behind whole tokens
+        turn = self.tokenizer.encode_rendered(rendered[len(opening.text) :])
+        extends = rendered.text.startswith(opening.text)
+        if whole is None or not extends or self._text(before + turn) != self._text(whole):
             raise ValueError(
                 "the chat template does not render a reply as an extension of its generation prompt, which ends "
                 f"with {opening.text[-40:]!r}; variables of the template may change that (model.chat.variables)"
             )
-        turn = found[len(before) :]
+        return turn
+
+    def _ended(
+        self, turn: list[int], rendered: Rendered, message: Message, following: Sequence[Message]
+    ) -> tuple[list[int], str]:
+        """Return a turn up to and with its end marker, and the text of the conversation up to there."""
         ends = [place for place, token in enumerate(turn) if token in self.ends]
         if not ends:
-            closing = self._closing_token(messages[-1], following)
+            closing = self._closing_token(message, following)
             return [*turn, closing], rendered.text + self._text([closing])
         # templates may add a line break behind the end marker; the model never says it
         return turn[: ends[-1] + 1], rendered.text.removesuffix(self._text(turn[ends[-1] + 1 :]))

@@ -249,3 +249,17 @@ def test_end_markers_of_the_model_directory_count(tmp_path: Path) -> None:
     renderer = make_conversation_renderer(path, ChatConfig(), train_on="assistant", thinking="keep")
     (found,) = renderer.render(TALK)
     assert found.ids[-1] == tokenizer.id_of("<|eot|>")
+
+
+@pytest.mark.parametrize("pattern", [LLAMA_WORDS, ""])
+def test_rendering_in_parts_changes_nothing(tmp_path: Path, pattern: str) -> None:
+    tokenizer = ChatTokenizer(write_tokenizer(tmp_path / "model", LLAMA, "<|eot|>", pattern))
+    long = [{"role": role, "content": f"{role} {i}\n\n {i}"} for i in range(30) for role in ("user", "assistant")]
+    renderer = ConversationRenderer(tokenizer)
+    first, *others = (renderer.render(long) for _ in range(4))
+    assert all(other == first for other in others)
+    texts = [
+        tokenizer.decode(ids, skip_special_tokens=False)
+        for ids in (first[0].ids, of_transformers(tmp_path / "model", long)[0])
+    ]
+    assert texts[0] == texts[1]
