@@ -108,8 +108,8 @@ class ConversationRenderer:
 
     def _render_all(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[SaidTokens]:
         if self.train_on == "all":
-            ids = self._ids(messages, tools, prompt=False)
-            return [SaidTokens(ids, [number > 0 for number in range(len(ids))])]
+            everything = self._ids(messages, tools, prompt=False)
+            return [SaidTokens(everything, [number > 0 for number in range(len(everything))])]
         sequences: list[SaidTokens] = []
         ids: list[int] = []
         said: list[bool] = []

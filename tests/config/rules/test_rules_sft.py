@@ -61,8 +61,8 @@ def test_all_rules_are_tried() -> None:
 
 def test_settings_of_engines_are_not_asked_for() -> None:
     # a rollout of engine.max_model_len tokens would not fit
-    assert findings("trainer.micro_batch_tokens=256") == []
-    assert findings("trainer.micro_batch_tokens=256", recipe="quickstart") != []
+    assert findings("trainer.micro_batch_tokens=64", "sft.max_len=64") == []
+    assert findings("trainer.micro_batch_tokens=64", recipe="quickstart") != []
 
 
 def test_a_recipe_without_conversations_needs_environments() -> None:
