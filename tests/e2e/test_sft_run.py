@@ -46,7 +46,11 @@ def test_the_example_is_learned_and_its_version_is_a_start_model(lab: Lab) -> No
     # what it has learned begins other runs
     version = HandoffStore(run.weights_dir).open(160).path
     lab.hpcrl("submit", "quickstart", "--dry-run", "--set", f"model.path={version}")
-    again = [part for s in ("trainer.steps=1", f"model.path={lab.model}") for part in ("--set", s)]
+    again = [
+        part
+        for s in ("trainer.steps=1", "trainer.optimizer.warmup_steps=0", f"model.path={lab.model}")
+        for part in ("--set", s)
+    ]
     lab.hpcrl("sft", RECIPE, "--name", "again", "--from", "whole", "--follow", *again)
     assert read_metrics(RunDir(lab.runs_root / "again"))[0].loss < 0.5
 

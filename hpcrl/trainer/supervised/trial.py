@@ -70,6 +70,10 @@ def _look(recipe: Recipe) -> dict[str, Any]:
         ConversationOrder(kept_rows, reader.train, config, seed=recipe.seed)
     steps = run_steps(recipe.trainer.steps, reader.train, config)
     epoch = steps_of_epoch(reader.train, config)
+    if recipe.trainer.optimizer.warmup_steps >= steps:
+        what = f"{recipe.trainer.optimizer.warmup_steps} steps of warm-up in a run of {steps} (sft.epochs)"
+        hint = "lower it, or raise sft.epochs or trainer.steps"
+        raise ConfigError([Finding("recipe", "trainer.optimizer.warmup_steps", what, hint)])
     seen = "" if rendered == total else f" (of {rendered:,} that were rendered)"
     notes = [
         f"{reader.train:,} conversations for training, {reader.held_out:,} held out; {steps:,} steps, "

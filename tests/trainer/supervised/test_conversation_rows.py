@@ -135,6 +135,11 @@ def test_a_trial_says_what_the_run_will_be(tmp_path):
     assert found["notes"][-1] == "conversations longer than sft.max_len (64): 1 are dropped and 0 truncated"
     cut = check(sft_recipe(model_dir, data, steps=100, over_long="truncate"))
     assert cut["notes"][-1] == "conversations longer than sft.max_len (64): 0 are dropped and 1 truncated"
+    recipe = sft_recipe(model_dir, data, steps=100, epochs=1)
+    optimizer = recipe.trainer.optimizer.model_copy(update={"warmup_steps": 3})
+    trainer = recipe.trainer.model_copy(update={"optimizer": optimizer})
+    (problem,) = check(recipe.model_copy(update={"trainer": trainer}))["findings"]
+    assert problem["what"] == "3 steps of warm-up in a run of 3 (sft.epochs)"
     (model_dir / "tokenizer.json").unlink()
     (problem,) = check(sft_recipe(model_dir, data, steps=100))["findings"]
     assert problem["key"] == "model.path"
