@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from lab import Lab
-from patience import wait_for
+from lab import HPCRL, ROOT, Lab
+from patience import patience, wait_for
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.events import read_events
@@ -84,6 +87,32 @@ def test_bad_data_is_refused_before_anything_starts(lab: Lab, tmp_path: Path) ->
     _, said = sft(lab, "bad", "sft.max_len=5", check=False)
     assert "none of 30 conversations has at most 5 tokens" in said
     assert not run.path.exists()
+
+
+def test_an_interrupt_while_data_is_read_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
+    data = tmp_path / "talks.jsonl"
+    os.mkfifo(data)
+    command = [
+        HPCRL,
+        "sft",
+        RECIPE,
+        "--name",
+        "stopped",
+        "--set",
+        f"model.path={lab.model}",
+        "--set",
+        f"sft.data={data}",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=lab.env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    # opened by both: somebody reads it
+    with data.open("w"):
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60 * patience())
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert not (lab.runs_root / "stopped").exists()
 
 
 def test_recipes_without_conversations_and_with_rollouts_are_refused(lab: Lab) -> None:

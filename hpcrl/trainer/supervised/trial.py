@@ -7,6 +7,7 @@ first ones and some of the others rendered. `hpcrl.jobplan.conversation_trial` c
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,4 +97,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # a Ctrl-C is of the command that waits for this, and which says so
+    with suppress(KeyboardInterrupt):
+        main()
