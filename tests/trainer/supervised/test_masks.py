@@ -263,3 +263,21 @@ def test_rendering_in_parts_changes_nothing(tmp_path: Path, pattern: str) -> Non
         for ids in (first[0].ids, of_transformers(tmp_path / "model", long)[0])
     ]
     assert texts[0] == texts[1]
+
+
+def test_a_vocabulary_that_marks_beginnings_is_encoded_as_a_whole(tmp_path: Path) -> None:
+    """Of one with blanks as a character (SentencePiece) the beginning of a text has one that its middle has not."""
+    path = write_tokenizer(tmp_path / "model", CHATML, "<|im_end|>")
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    letters = sorted({*json.dumps([TALK, SPECIAL]), "▁", "\n"})
+    tokenizer.train_from_iterator([letters], trainers.BpeTrainer(initial_alphabet=letters, vocab_size=len(letters)))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.save(str(path / "tokenizer.json"))
+    renderer = ConversationRenderer(ChatTokenizer(path))
+    ids, said = of_transformers(path, TALK)
+    for _ in range(20):
+        (found,) = renderer.render(TALK)
+        assert found.ids == ids[: len(found.ids)]
+        assert found.said == said[: len(found.said)]
