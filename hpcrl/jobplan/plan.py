@@ -170,10 +170,14 @@ def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Containe
     for what, path in zip(("the runs root", "paths.cache", "paths.scratch", "model.path"), own, strict=True):
         if path is not None:
             check_mounted(path, what)
+    data = [] if recipe.sft is None else [recipe.sft.data, recipe.sft.held_out_data]
+    read = [path for path in data if path is not None]
+    for path in read:
+        check_mounted(path, "the data of sft")
     for name, path in cluster.secrets.items():
         check_mounted(path, f"the file of secret {name}")
     mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
-    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys(cluster.secrets.values())]
+    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys((*read, *cluster.secrets.values()))]
     return Container(
         kind=settings.kind,
         image=settings.image,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -185,10 +186,11 @@ class TrainerPolicy:
         return self._replay and every > 0 and step % every == 0
 
     @torch.no_grad()
-    def held_out_loss(self, shard: BatchShard) -> Tensor:
+    def held_out_loss(self, shard: BatchShard, on_progress: Callable[[], None]) -> Tensor:
         """Return the sum of the cross entropy over this rank's tokens of a shard, and their number: ``[2]`` float64.
 
-        All ranks call it together; on ranks that share a context each counts its own tokens.
+        All ranks call it together; on ranks that share a context each counts its own tokens. ``on_progress`` is called
+        after each micro-batch.
         """
         context = self.parallel.mesh.get_optional_mesh("cp")
         found = torch.zeros(2, dtype=torch.float64)
@@ -199,6 +201,7 @@ class TrainerPolicy:
             logprobs = self._logprobs(batch.to(self.parallel.device))
             if batch.num_trained:
                 found += torch.tensor([-float(logprobs.double().sum()), len(logprobs)], dtype=torch.float64)
+            on_progress()
         return found
 
     def _logprobs(self, batch: TokenBatch) -> Tensor:

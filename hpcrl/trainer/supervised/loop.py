@@ -85,7 +85,8 @@ class SupervisedTrainer(Trainer):
         if not due or not self._has_held_out:
             return None
         with clock.phase("held_out"):
-            found = self.parallel.world.sum(policy.held_out_loss(self._conversations.held_out()))
+            shard = self._conversations.held_out()
+            found = self.parallel.world.sum(policy.held_out_loss(shard, self._still_waiting))
         loss, tokens = float(found[0] / found[1]), int(found[1])
         self._emit("trainer.held_out_loss", step=step, loss=loss, tokens=tokens)
         return loss
