@@ -54,8 +54,13 @@ EXCEPTIONS = {
     "__main__": {"hpcrl.cli.main"},
     # the simulator decides by the scheduler's own policy and account, which import nothing else
     "simulation": {"hpcrl.rollouts.sampling.policy", "hpcrl.rollouts.sampling.staleness"},
-    # the warm-up takes demonstrations from the environments of the recipe
-    "trainer": {"hpcrl.rollouts.environments"},
+    # the warm-up takes demonstrations from the environments of the recipe; supervised training reads rows of data as
+    # environments do, knows end markers of turns as the renderer does, and packs as the orchestrator does
+    "trainer": {
+        "hpcrl.rollouts.environments",
+        "hpcrl.rollouts.rendering.formats",
+        "hpcrl.rollouts.batches.packing",
+    },
 }
 #: public classes of one name in two modules, with the reason; a reader of any other knows which one is meant
 TWINS = {

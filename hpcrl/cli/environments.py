@@ -78,6 +78,10 @@ def _wanted(recipe: Recipe, name: str | None) -> list[str]:
     from hpcrl.errors import UsageError
 
     names = [each.name for each in recipe.environments]
+    if recipe.sft is not None:
+        raise UsageError(
+            "a supervised run (sft) has no environments\n    hint: hpcrl sft RECIPE --dry-run reads its data"
+        )
     if name is not None and name not in names:
         raise UsageError(f"the recipe has no environment {name!r}\n    hint: it has {', '.join(names)}")
     return names if name is None else [name]

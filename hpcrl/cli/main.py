@@ -30,6 +30,7 @@ from hpcrl.cli import (
     rollouts,
     runs,
     scale,
+    sft,
     shell,
     simulate,
     site_environments,
@@ -75,6 +76,7 @@ def _options(
 
 for module in (
     submit,
+    sft,
     resume,
     wait,
     cancel,

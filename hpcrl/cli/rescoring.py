@@ -83,15 +83,16 @@ def rescore(
 
 def _ask(run: RunDir, request: dict[str, Any]) -> dict[str, Any]:
     from hpcrl.errors import ConfigError, Finding, UsageError
-    from hpcrl.jobplan.orchestrator_python import ask_orchestrator_python, hidden_reason, orchestrator_python
     from hpcrl.jobplan.packages import check_trial_packages
+    from hpcrl.jobplan.role_python import ask_role_python, hidden_reason, role_python
 
     plan, site = run.plan(), run.cluster()
     if reason := hidden_reason(plan, site, what="environments"):
         raise UsageError(f"rewards cannot be computed here: {reason}\n    hint: do it on a node of the run's cluster")
-    check_trial_packages(plan, orchestrator_python(plan))
-    doing = "compute rewards"
-    answer = ask_orchestrator_python(_MODULE, request=request, plan=plan, site=site, doing=doing, timeout_s=None)
+    check_trial_packages(plan, role_python(plan))
+    answer = ask_role_python(
+        _MODULE, request=request, plan=plan, site=site, doing="compute rewards", timeout_s=None, slow_hint=""
+    )
     if findings := answer.get("findings"):
         raise ConfigError([Finding(run.name, f["key"], f["what"], f["hint"]) for f in findings])
     if error := answer.get("error"):

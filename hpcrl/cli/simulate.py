@@ -88,6 +88,8 @@ def simulate(
     from hpcrl.simulation import simulate as simulate_scenario
 
     checked, where = load_for_planning(recipe, cluster, overrides)
+    if checked.value.sft is not None:
+        raise UsageError("a supervised run (sft) has a trainer alone: there are no rollouts to simulate")
     say_refusals(checked, where)
     loaded, site = checked.value, where.value
     with working("predicting how long things take"):

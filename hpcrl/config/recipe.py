@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
@@ -26,6 +27,7 @@ from hpcrl.config.lora import LoraConfig
 from hpcrl.config.precision import PrecisionConfig
 from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig
 from hpcrl.config.sampling import EvaluationSampling, SamplingConfig
+from hpcrl.config.sft import SftColumns, SftConfig
 from hpcrl.config.supervision import (
     EnginePolicyConfig,
     OrchestratorPolicyConfig,
@@ -62,6 +64,8 @@ __all__ = [
     "RolePolicyConfig",
     "RolloutConfig",
     "SamplingConfig",
+    "SftColumns",
+    "SftConfig",
     "SupervisionConfig",
     "TrainerConfig",
     "TrainerMemoryConfig",
@@ -354,7 +358,10 @@ class Recipe(StrictModel):
     """Seed of data order, sampling and initial weights."""
     model: ModelConfig
     """The policy."""
-    environments: Annotated[tuple[EnvironmentConfig, ...], Field(min_length=1, strict=False)]
+    sft: SftConfig | None = None
+    """Supervised training on conversations in place of rollouts: `hpcrl sft`. Such a run has a trainer alone, and no
+    ``environments``, ``rollouts``, ``engine`` and ``evaluation``."""
+    environments: Annotated[tuple[EnvironmentConfig, ...], Field(strict=False)]
     """Where rollouts come from."""
     rollouts: RolloutConfig = RolloutConfig()
     """What is rolled out."""
@@ -377,11 +384,28 @@ class Recipe(StrictModel):
     supervision: SupervisionConfig = SupervisionConfig()
     """What happens when a replica fails or hangs."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_rollouts(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("sft") is not None:
+            return {"environments": (), **given}
+        return given
+
+    @field_validator("environments", mode="after")
+    @classmethod
+    def _has_environments(
+        cls, environments: tuple[EnvironmentConfig, ...], info: ValidationInfo
+    ) -> tuple[EnvironmentConfig, ...]:
+        # where `sft` itself is wrong it is not known, and that alone is told
+        if not environments and info.data.get("sft", 0) is None:
+            raise PydanticCustomError("no_environments", "there must be at least 1 environment")
+        return environments
+
     @property
     def engine_nodes(self) -> int:
         """Nodes of all engines on a cluster; a local run has one, whatever this says. On the trainer's node they have
         none of their own."""
-        if self.engine.placement != "apart":
+        if self.engine.placement != "apart" or self.sft is not None:
             return 0
         sides = [side for side in (self.engine.prefill, self.engine.decode) if side is not None]
         return sum(side.replicas * side.nodes for side in sides) or self.engine.replicas * self.engine.nodes

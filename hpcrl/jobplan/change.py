@@ -14,7 +14,9 @@ from hpcrl.errors import ConfigError, Finding
 __all__ = ["change_recipe"]
 
 #: what the numbers in a checkpoint mean: with another value they would mean something else
-_FIXED = ("name", "seed", "model", "environments", "rollouts.group_size")
+_FIXED = ("name", "seed", "model", "environments", "rollouts.group_size", "sft")
+#: settings of `sft` that no number in a checkpoint depends on
+_FREE_OF_SFT = ("epochs", "evaluate_every_steps", "check_before_submit", "check_timeout_s")
 #: what the recipe's job says instead of the site (`hpcrl.config.joined`)
 _CHARGES = ("job.account", "job.qos", "job.reservation", "job.partition")
 
@@ -54,4 +56,6 @@ def _taken_back(old: Any, new: Any) -> bool:
 
 
 def _value(recipe: Recipe, key: str) -> Any:
+    if key == "sft" and recipe.sft is not None:
+        return recipe.sft.model_dump(exclude=set(_FREE_OF_SFT))
     return reduce(getattr, key.split("."), recipe)

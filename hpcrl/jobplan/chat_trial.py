@@ -9,8 +9,8 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding
-from hpcrl.jobplan.orchestrator_python import ask_orchestrator_python, hidden_reason, orchestrator_python
 from hpcrl.jobplan.packages import check_trial_packages
+from hpcrl.jobplan.role_python import ask_role_python, hidden_reason, role_python
 
 __all__ = ["check_chat_format"]
 
@@ -41,14 +41,15 @@ def check_chat_format(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, 
     """
     if reason := hidden_reason(plan, site, what="conversations"):
         return [f"the chat format of the model was not tried: {reason}"]
-    check_trial_packages(plan, orchestrator_python(plan))
-    answer = ask_orchestrator_python(
+    check_trial_packages(plan, role_python(plan))
+    answer = ask_role_python(
         _MODULE,
         request={"recipe": recipe.value.model_dump(mode="json"), "model_dir": str(model_dir)},
         plan=plan,
         site=site,
         doing="try the chat format of the model",
         timeout_s=_TIMEOUT_S,
+        slow_hint="look whether the model's directory can be read quickly",
     )
     if found := answer["findings"]:
         raise ConfigError([Finding(recipe.where(f["key"]), f["key"], f["what"], f["hint"]) for f in found])

@@ -12,9 +12,9 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
-from hpcrl.jobplan.orchestrator_python import ask_orchestrator_python, hidden_reason, orchestrator_python
 from hpcrl.jobplan.packages import check_trial_packages
 from hpcrl.jobplan.plan import absolute_paths
+from hpcrl.jobplan.role_python import ask_role_python, hidden_reason, role_python
 
 __all__ = ["check_environments", "try_environment"]
 
@@ -44,7 +44,7 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
         return []
     if reason := hidden_reason(plan, site, what="they"):
         return [f"{_NOT_HERE}: {reason}"]
-    check_trial_packages(plan, orchestrator_python(plan))
+    check_trial_packages(plan, role_python(plan))
     timeout_s = _START_S + sum(each.start_timeout_s for each in wanted)
     answer = _ask("check", {}, recipe, plan, site, timeout_s=timeout_s)
     if answer["findings"]:
@@ -67,7 +67,7 @@ def try_environment(
     """
     if reason := hidden_reason(plan, site, what="they"):
         raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or on a node")
-    check_trial_packages(plan, orchestrator_python(plan))
+    check_trial_packages(plan, role_python(plan))
     answer = _ask("try", {"name": name, "task": task}, recipe, plan, site, timeout_s=timeout_s)
     if answer.get("findings"):
         raise ConfigError(_findings(recipe, answer, site))
@@ -96,7 +96,7 @@ def _ask(
     what: str, request: dict[str, Any], recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, *, timeout_s: float
 ) -> dict[str, Any]:
     resolved = absolute_paths(recipe.value, Path.cwd())
-    return ask_orchestrator_python(
+    return ask_role_python(
         _MODULE,
         what,
         request={"recipe": resolved.model_dump(mode="json"), **request},
@@ -104,4 +104,5 @@ def _ask(
         site=site,
         doing="try the environments",
         timeout_s=timeout_s,
+        slow_hint="look at what they wait for, or raise start_timeout_s",
     )

@@ -19,18 +19,21 @@ __all__ = ["make_groups"]
 
 def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
     """All groups of a run, with default places."""
-    engines = _engines(recipe, cluster, run_name)
-    inference = tuple(group.role for group in engines)
-    groups = [
-        *_store(recipe, cluster, run_name),
-        *engines,
-        *_router(recipe, cluster, run_name),
-        _orchestrator(recipe, cluster, run_name, inference),
-    ]
-    if recipe.job.payload == "evaluation":
-        groups[-1] = _as_evaluation(groups[-1])
+    if recipe.sft is not None:
+        groups = [_trainer(recipe, cluster, run_name)]
     else:
-        groups.append(_trainer(recipe, cluster, run_name))
+        engines = _engines(recipe, cluster, run_name)
+        inference = tuple(group.role for group in engines)
+        groups = [
+            *_store(recipe, cluster, run_name),
+            *engines,
+            *_router(recipe, cluster, run_name),
+            _orchestrator(recipe, cluster, run_name, inference),
+        ]
+        if recipe.job.payload == "evaluation":
+            groups[-1] = _as_evaluation(groups[-1])
+        else:
+            groups.append(_trainer(recipe, cluster, run_name))
     backend = recipe.engine.backend
     given = [{"python": cluster.python_of(group.role, backend=backend), "secrets": cluster.secrets} for group in groups]
     groups = [group.model_copy(update=update) for group, update in zip(groups, given, strict=True)]

@@ -30,6 +30,8 @@ def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
     trainer, and the engines come first."""
     engine = recipe.engine
     wanted = [] if recipe.job.payload == "evaluation" else [(Role.TRAINER, 1, recipe.trainer.nodes)]
+    if recipe.sft is not None:
+        return [Demand(role, replicas, nodes, cluster.partition_name(role)) for role, replicas, nodes in wanted]
     if engine.prefill is None and engine.decode is None and engine.placement == "apart":
         wanted.append((Role.ENGINE, engine.replicas, engine.nodes))
     for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):
@@ -45,8 +47,9 @@ def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, st
     if recipe.job.layout != "auto":
         return recipe.job.layout, "the recipe says so"
     wanted = demands(recipe, cluster)
-    if recipe.engine.shares_node and len(wanted) == 1:
-        return "single", "trainer and engines share one node"
+    if len(wanted) == 1 and (recipe.sft is not None or recipe.engine.shares_node):
+        alone = recipe.sft is not None
+        return "single", "a supervised run has a trainer alone" if alone else "trainer and engines share one node"
     if len({demand.partition for demand in wanted}) > 1:
         return "hetjob", "roles have different partitions"
     if len({demand.replicas * demand.nodes for demand in wanted}) == 1:

@@ -11,6 +11,7 @@ from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts
+from hpcrl.config.rules.sft import concerns
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.models.adapting import lora_problems
 from hpcrl.models.facts import ModelFacts
@@ -44,6 +45,7 @@ def check_model_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], f
         Finding(_where(recipe, cluster, key), key, f"{what} [{rule.name}]", rule.hint)
         for rule in MODEL_RULES
         for key, what in rule.check(recipe.value, cluster.value, facts)
+        if concerns(recipe.value, key)
     ]
     if found:
         raise ConfigError(found)
@@ -220,7 +222,10 @@ def _adapters_fit(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Confl
 
 
 def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
-    length, most = recipe.engine.max_model_len, facts.max_position_embeddings
+    most = facts.max_position_embeddings
+    if recipe.sft is not None and recipe.sft.max_len > most:
+        yield "sft.max_len", f"{recipe.sft.max_len} is more than the {most} positions of {facts.name}"
+    length = recipe.engine.max_model_len
     if length > most:
         yield "engine.max_model_len", f"{length} is more than the {most} positions of {facts.name}"
 
@@ -345,8 +350,8 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "context-in-model",
-        "The engine's context is within the model's positions.",
-        "lower engine.max_model_len, or choose a model with more positions",
+        "The engine's context, and conversations of supervised training, are within the model's positions.",
+        "lower engine.max_model_len or sft.max_len, or choose a model with more positions",
         _context_in_model,
     ),
     ModelRule(

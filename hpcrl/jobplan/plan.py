@@ -35,7 +35,12 @@ def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
         each.model_copy(update=_absolute_files(each, cwd)) if isinstance(each, DatasetEnv) else each
         for each in recipe.environments
     )
-    return recipe.model_copy(update={"model": model, "environments": environments})
+    changed: dict[str, object] = {"model": model, "environments": environments}
+    if recipe.sft is not None:
+        given = {"data": recipe.sft.data, "held_out_data": recipe.sft.held_out_data}
+        files = {key: str(absolute_path(path, cwd)) for key, path in given.items() if path is not None}
+        changed["sft"] = recipe.sft.model_copy(update=files)
+    return recipe.model_copy(update=changed)
 
 
 def _absolute_files(environment: DatasetEnv, cwd: Path) -> dict[str, str]:
@@ -165,10 +170,14 @@ def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Containe
     for what, path in zip(("the runs root", "paths.cache", "paths.scratch", "model.path"), own, strict=True):
         if path is not None:
             check_mounted(path, what)
+    data = [] if recipe.sft is None else [recipe.sft.data, recipe.sft.held_out_data]
+    read = [path for path in data if path is not None]
+    for path in read:
+        check_mounted(path, "the data of sft")
     for name, path in cluster.secrets.items():
         check_mounted(path, f"the file of secret {name}")
     mounts = [f"{path}:{path}" for path in dict.fromkeys(own) if path is not None]
-    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys(cluster.secrets.values())]
+    mounts += [f"{path}:{path}:ro" for path in dict.fromkeys((*read, *cluster.secrets.values()))]
     return Container(
         kind=settings.kind,
         image=settings.image,

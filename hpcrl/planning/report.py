@@ -172,6 +172,8 @@ def make_outlook(
         )
     elif isinstance(facts, str):
         because = facts
+    elif recipe.sft is not None:
+        because = "times are not forecast of a supervised run (sft)"
     else:
         layout = planned_layout(recipe, cluster, facts)
     slots = _slots(recipe, memory, workload)
@@ -181,7 +183,7 @@ def make_outlook(
         if layout is not None and isinstance(cluster, SlurmCluster) and not isinstance(facts, str):
             whole = forecast(recipe, facts, layout, site_rates(cluster, own), workload=rollouts, slots=slots)
         loop, tables = (None, {}) if whole is None else (whole.loop, dict(whole.tables))
-        measured = own.measured_for(recipe.name, cluster.name)
+        measured = own.measured_for(recipe.name, cluster.name) if recipe.sft is None else None
         if measured is not None:
             tables["trainer"] = measured_trainer(recipe, measured, rollouts)
             loop = measured_loop(recipe, measured, rollouts)
@@ -191,7 +193,7 @@ def make_outlook(
     if found.whole is not None:
         lacking = tuple(dict.fromkeys((*found.whole.missing, *lacking)))
         because = f"the cluster profile lacks {', '.join(lacking)}" if found.whole.missing else ""
-    if calibration.measured_for(recipe.name, cluster.name) is not None:
+    if recipe.sft is None and calibration.measured_for(recipe.name, cluster.name) is not None:
         because = ""
     return Outlook(
         recipe,

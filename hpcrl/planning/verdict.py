@@ -105,6 +105,8 @@ def _unknown(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
 
 def _forecast_is_due(outlook: Outlook) -> bool:
     """Machines without GPUs have no forecast, and are told so in place of times (a measured run makes one)."""
+    if outlook.recipe.sft is not None:
+        return False
     return isinstance(outlook.cluster, SlurmCluster) and node_hardware(outlook.cluster, Role.TRAINER).gpus > 0
 
 

@@ -101,6 +101,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         ``publish``, ``checkpoint``, ``other``.
     rollouts:
         The orchestrator's counters at the time of the batch.
+    held_out_loss:
+        Token mean of the cross entropy on held-out conversations after the step, in nats (supervised runs); None where
+        it was not computed.
     """
 
     time_s: float
@@ -138,6 +141,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts_digest: str | None = None
     skipped: bool = False
     nonfinite_tokens: int = 0
+    held_out_loss: float | None = None
     reward_count: int = 0
     reward_count_by_env: dict[str, int] = {}
     reward_count_by_part: dict[str, int] = {}

@@ -26,6 +26,7 @@
       submitit/                               pickles and logs of submitit and the supervisor
       weights/v000012/                        hand-offs
       checkpoints/step-000010/                joint checkpoints
+      sft/                                    conversations of a supervised run as tokens; written by trainer rank 0
       rollouts/                               consumed rollouts, for people
       rollouts/ledger/  rollouts/payload/     what became of each finished rollout, and its arrays
 """

@@ -34,6 +34,7 @@ from hpcrl.jobplan import (
     with_model_of,
 )
 from hpcrl.jobplan.chat_trial import check_chat_format
+from hpcrl.jobplan.conversation_trial import ConversationReport, check_conversations, with_steps
 from hpcrl.jobplan.environment_trial import check_environments
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
 from hpcrl.jobplan.start_model import ModelReport, check_model, report_model
@@ -202,10 +203,14 @@ def examine(
         problems.of(lambda: check_secrets(plan, site))
         if programs and loaded.value.job.payload != "probe":
             notes += _try_programs(problems, loaded, site, plan)
-            if not model.problems:
+            if not model.problems and loaded.value.sft is None:
                 notes += (
                     problems.of(lambda: check_chat_format(loaded, plan, site.value, _model_dir(resolved, place))) or ()
                 )
+            report = _conversations(problems, loaded, site, plan)
+            notes += report.notes
+            if report.steps is not None:
+                prepared = replace(prepared, resolved=with_steps(prepared.resolved, report.steps))
     return replace(prepared, problems=tuple(problems.found), notes=tuple(notes))
 
 
@@ -244,6 +249,20 @@ def _try_programs(
     yield from problems.of(lambda: check_compiler(loaded, plan, site.value)) or ()
     if packages is not None:  # the same interpreter could only say the same once more
         yield from problems.of(lambda: check_engine_flags(loaded, plan)) or ()
+
+
+def _conversations(
+    problems: _Problems, loaded: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan
+) -> ConversationReport:
+    """Read the data of a supervised run, where the model and an interpreter are there to render it with."""
+    found = [ConversationReport()]
+
+    def look() -> None:
+        found[0] = check_conversations(loaded, plan, site.value)
+
+    if not any(each.key == "model.path" or each.key.startswith("cluster.") for each in problems.found):
+        problems.of(look)
+    return found[0]
 
 
 def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace, site: Loaded[ClusterProfile]) -> ModelReport:

@@ -19,8 +19,12 @@ def main(context: RoleContext) -> None:
     bound_kernel_caches()
     with lasting_imports():
         from hpcrl.trainer.loop import train  # noqa: PLC0415 - imports torch
+        from hpcrl.trainer.supervised.loop import train_supervised  # noqa: PLC0415
 
-    train(context)
+    if context.run.recipe().sft is None:
+        train(context)
+    else:
+        train_supervised(context)
 
 
 if __name__ == "__main__":

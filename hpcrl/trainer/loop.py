@@ -29,6 +29,7 @@ from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
+from hpcrl.trainer.batch.source import Batches, OtherSide
 from hpcrl.trainer.determinism import settle_determinism
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
@@ -49,7 +50,7 @@ from hpcrl.trainer.step.record import Update, step_record
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.store import HandoffStore
 
-__all__ = ["train"]
+__all__ = ["Trainer", "run_trainer", "train"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,18 @@ _ON_RECORD_S = 2.0
 
 
 def train(context: RoleContext) -> None:
-    """Run the trainer role to the last step of the recipe. Every rank calls it.
+    """Run the trainer role of a run with rollouts to the last step of the recipe. Every rank calls it.
+
+    Raises
+    ------
+    ConfigError, PeerLostError, HpcrlError, OSError, ValueError
+        See `run_trainer`.
+    """
+    run_trainer(context, Trainer)
+
+
+def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
+    """Run a trainer of some ``kind`` to the last step of the recipe. Every rank calls it.
 
     Raises
     ------
@@ -79,7 +91,7 @@ def train(context: RoleContext) -> None:
     with distributed(timeout_s=recipe.collective_timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
         settle_determinism(parallel.device, wanted=recipe.trainer.deterministic)
         try:
-            Trainer(context, recipe, parallel).run()
+            kind(context, recipe, parallel).run()
         except RuntimeError as error:
             if is_lost_rank(error):
                 raise PeerLostError(f"another rank of the trainer went away: {error}") from error
@@ -95,18 +107,7 @@ class Trainer:
         self.model_dir = Path(recipe.model.path)
         self.arch = load_arch(self.model_dir)
         self.store = HandoffStore(context.run.weights_dir)
-        if recipe.rollouts.warehouse.backend == "mooncake":
-            load_client()  # not first when the first batch is there
-        self.dock = DockClient(
-            context.endpoints().one("orchestrator"),
-            credentials=context.credentials,
-            wait_timeout_s=recipe.wait_for_batch_s,
-            on_wait=self._still_waiting,
-            on_disk=self._read_from_disk,
-            sharing=_sharing(recipe),
-        )
-        data = parallel.data
-        self.batches = BatchFetcher(self.dock, rank=data.rank, world_size=data.size, last_step=recipe.trainer.steps)
+        self.dock, self.batches = self._batch_source()
         self._readers = ReaderWatch(self.store.root, expiry_s=recipe.handoff.lease_timeout_s)
         self.sync = self._weight_sync()
         self._events: EventWriter | None = None
@@ -115,6 +116,21 @@ class Trainer:
         claim = partial(CheckpointWriter.claim, context.run.checkpoints_dir, context.attempt)
         self.checkpoints = parallel.world.on_leader(claim, "claiming the ledger of checkpoints")
         self.saver = CheckpointSaver(self.checkpoints, parallel.world, recipe.checkpoint, self._emit)
+
+    def _batch_source(self) -> tuple[OtherSide, Batches]:
+        """Return the dock, and what fetches batches from it."""
+        recipe, data = self.recipe, self.parallel.data
+        if recipe.rollouts.warehouse.backend == "mooncake":
+            load_client()  # not first when the first batch is there
+        dock = DockClient(
+            self.context.endpoints().one("orchestrator"),
+            credentials=self.context.credentials,
+            wait_timeout_s=recipe.wait_for_batch_s,
+            on_wait=self._still_waiting,
+            on_disk=self._read_from_disk,
+            sharing=_sharing(recipe),
+        )
+        return dock, BatchFetcher(dock, rank=data.rank, world_size=data.size, last_step=recipe.trainer.steps)
 
     def _weight_sync(self) -> WeightSync:
         recipe = self.recipe
@@ -127,12 +143,15 @@ class Trainer:
                 on_wait=self._still_waiting,
             )
             return SwapSync(self.parallel, engines, dtype=getattr(torch, recipe.engine.dtype), emit=self._emit)
-        lora = recipe.trainer.lora
+        return FileSync(self._publisher(), self.parallel.world, self._emit)
+
+    def _publisher(self) -> Publisher:
+        recipe, lora = self.recipe, self.recipe.trainer.lora
         new_publisher: Callable[..., Publisher] = Publisher
         if lora is not None:
             canary = CanaryMaker(recipe, self.arch, self.parallel)
             new_publisher = partial(AdapterPublisher, lora=lora, canary=canary)
-        publisher = new_publisher(
+        return new_publisher(
             self.store,
             self.parallel,
             arch=self.arch,
@@ -145,7 +164,6 @@ class Trainer:
             on_wait=self._still_waiting,
             on_refused=lambda words: self._emit("trainer.version_refused", what=words),
         )
-        return FileSync(publisher, self.parallel.world, self._emit)
 
     def run(self) -> None:
         """Restore, train, finish."""
@@ -173,6 +191,7 @@ class Trainer:
             kernels=policy.kernels,
             deterministic=self.recipe.trainer.deterministic,
         )
+        self._begin(policy, step)
         try:
             while step < self.recipe.trainer.steps:
                 step += 1
@@ -188,6 +207,13 @@ class Trainer:
             self.saver.leave(_LEAVE_S)
             raise
         self._emit("trainer.finished", version=step)
+
+    def _begin(self, policy: TrainerPolicy, step: int) -> None:
+        """Do what must be done before the step after ``step``. All ranks call it."""
+
+    def _held_out_loss(self, policy: TrainerPolicy, step: int, clock: PhaseClock) -> float | None:
+        """Return the loss on held-out data after ``step``; None where it is not computed. All ranks call it."""
+        return None
 
     @contextmanager
     def _outputs(self) -> Iterator[MetricsWriter | None]:
@@ -252,6 +278,7 @@ class Trainer:
             tokens = policy.forward_backward(shard).reduce(parallel.world)
         with clock.phase("optimizer"):
             update = self._update(policy, step, nonfinite_tokens=tokens.nonfinite_tokens)
+        held_out_loss = self._held_out_loss(policy, step, clock)
         with clock.phase("publish"):
             self.sync.publish(policy, step, self.dock.published)
 
@@ -263,6 +290,7 @@ class Trainer:
                 step=step,
                 update=update,
                 phases_s=clock.seconds(),
+                held_out_loss=held_out_loss,
             )
 
         due, urgent = self._checkpoint_due(step)

@@ -28,9 +28,16 @@ environments:
   - {name: reverse, kind: words, task: reverse}
   - {name: own, kind: custom, factory: "nowhere:Env"}
 """
+TALKS = """
+name: talks
+model: {path: model}
+sft: {data: talks.jsonl}
+trainer: {steps: 2}
+"""
 #: command lines by command; RUN is a run that has ended
 LINES: dict[str, list[list[str]]] = {
     "submit": [["submit", "mine.yaml", "--dry-run"], ["submit", "mine.yaml"]],
+    "sft": [["sft", "talks.yaml", "--dry-run"], ["sft", "talks.yaml"], ["sft", "mine.yaml"]],
     "resume": [["resume", "RUN"]],
     "wait": [["wait", "RUN"], ["wait", "RUN", "--running", "--timeout", "1"]],
     "cancel": [["cancel", "RUN"]],
@@ -139,6 +146,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     log.close()
     write_tiny_model(base / "model")
     (base / "mine.yaml").write_text(RECIPE)
+    (base / "talks.yaml").write_text(TALKS)
+    (base / "talks.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
     lines = [[word.replace("RUN", "night-1") for word in line] for each in LINES.values() for line in each]
     (base / "lines.json").write_text(json.dumps(lines))
     (base / "site").mkdir()

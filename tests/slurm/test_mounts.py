@@ -56,3 +56,15 @@ def test_what_is_mounted_beside_it(container: dict[str, object], name: str, what
 def test_without_a_container_any_name_will_do(name: str, tmp_path: Path, monkeypatch) -> None:
     plan, _ = plan_for("quickstart", "devcluster", run_dir=Path("/runs/a,b/c:d/night-1"))
     assert launch(plan, CWD / name).argv
+
+
+@SITES
+def test_conversations_of_a_supervised_run_are_mounted(container: dict[str, object]) -> None:
+    example = str(Path(__file__).parents[2] / "docs/examples/conversations/recipe.yaml")
+    words = ["sft.data=/shared/talks.jsonl", "sft.held_out_share=null", "sft.held_out_data=/shared/held-out.jsonl"]
+    plan, _ = plan_for(example, "devcluster", *words, container=container)
+    assert plan.container is not None
+    names = ("talks.jsonl", "held-out.jsonl")
+    assert {f"/shared/{name}:/shared/{name}:ro" for name in names} <= set(plan.container.mounts)
+    with pytest.raises(UsageError, match=r"the data of sft.* separates mounts"):
+        plan_for(example, "devcluster", "sft.data=/shared/a,b.jsonl", container=container)

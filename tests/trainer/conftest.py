@@ -8,6 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-_ROOMS = ("batch", "memory", "parallel", "publish", "state", "step", "warmup")
+_ROOMS = ("batch", "memory", "parallel", "publish", "state", "step", "supervised", "warmup")
 
 sys.path += [str(Path(__file__).parent / room) for room in _ROOMS]

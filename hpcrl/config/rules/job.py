@@ -19,6 +19,8 @@ ONE_NODE = "local-is-one-node"
 def _engine_groups(recipe: Recipe) -> list[tuple[str, str, int, int]]:
     """Key, role, replicas and nodes of one replica."""
     engine = recipe.engine
+    if recipe.sft is not None:
+        return []
     sides = [("prefill", engine.prefill), ("decode", engine.decode)]
     groups = [(f"engine.{name}", name, side.replicas, side.nodes) for name, side in sides if side is not None]
     return groups or [("engine", "engine", engine.replicas, engine.nodes)]
@@ -28,7 +30,8 @@ def _placed_groups(recipe: Recipe, cluster: SlurmCluster) -> list[tuple[str, str
     """Key, role, replicas and nodes of one replica, of all roles that have nodes."""
     engines = _engine_groups(recipe) if recipe.engine.placement == "apart" else []
     groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *engines]
-    return [*groups, *([("orchestrator", "orchestrator", 1, 1)] if cluster.orchestrator_apart else [])]
+    apart = cluster.orchestrator_apart and recipe.sft is None
+    return [*groups, *([("orchestrator", "orchestrator", 1, 1)] if apart else [])]
 
 
 def _prefill_and_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:

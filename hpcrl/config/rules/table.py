@@ -23,6 +23,7 @@ from hpcrl.config.rules.parallel import PARALLEL_RULES
 from hpcrl.config.rules.quantization import QUANTIZATION_RULES
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.rules.sampling import SAMPLING_RULES
+from hpcrl.config.rules.sft import SFT_RULES, concerns
 from hpcrl.config.rules.shared_node import SHARED_NODE_RULES
 from hpcrl.config.rules.site import SITE_RULES
 from hpcrl.config.rules.store import STORE_RULES
@@ -73,7 +74,12 @@ def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, plan
     # rules of recipe and site build on a profile that is right in itself
     check_cluster(cluster)
     rules = [rule for rule in RULES if not (planning and rule.submit_only)]
-    conflicts = [(rule, key, what) for rule in rules for key, what in rule.check(recipe.value, cluster.value)]
+    conflicts = [
+        (rule, key, what)
+        for rule in rules
+        for key, what in rule.check(recipe.value, cluster.value)
+        if concerns(recipe.value, key)
+    ]
     if any(rule.name == ONE_NODE for rule, _, _ in conflicts):
         conflicts = [conflict for conflict in conflicts if conflict[0].name not in _OF_THE_MACHINE]
     found = [
@@ -135,7 +141,7 @@ def _adaptive(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _micro_batch_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     tokens, length = recipe.trainer.micro_batch_tokens, recipe.engine.max_model_len
-    if tokens < length:
+    if recipe.sft is None and tokens < length:
         yield "trainer.micro_batch_tokens", f"{tokens} cannot hold one rollout of max_model_len {length}"
 
 
@@ -245,7 +251,7 @@ def _schedule_fits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _port_range(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     engine = recipe.engine
     sides = [side.replicas for side in (engine.prefill, engine.decode) if side is not None]
-    needed = (sum(sides) or engine.replicas) + 2
+    needed = (sum(sides) or engine.replicas) + 2 if recipe.sft is None else 1
     available = cluster.ports.last - cluster.ports.first + 1
     if available < needed:
         yield "cluster.ports.last", f"the range holds {max(0, available)} ports, the run needs {needed}"
@@ -254,7 +260,7 @@ def _port_range(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 def _process_limit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if not isinstance(cluster, LocalCluster):
         return
-    processes = recipe.trainer.ranks + recipe.engine.replicas + 1
+    processes = recipe.trainer.ranks + (recipe.engine.replicas + 1 if recipe.sft is None else 0)
     if processes > cluster.max_processes:
         yield "cluster.max_processes", f"the run has {processes} processes, the cluster allows {cluster.max_processes}"
 
@@ -366,4 +372,5 @@ RULES: tuple[Rule, ...] = (
     *ENGINE_RULES,
     *COLOCATED_RULES,
     *SHARED_NODE_RULES,
+    *SFT_RULES,
 )

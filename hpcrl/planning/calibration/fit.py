@@ -47,8 +47,10 @@ def calibrate(run: RunDir, facts: ModelFacts | None) -> Calibration:
     Raises
     ------
     UsageError
-        The run has too few steps.
+        The run has too few steps, or no rollouts.
     """
+    if run.recipe().sft is not None:
+        raise UsageError(f"{run.name} is a supervised run (sft): it says nothing of rollouts and engines")
     steps = read_metrics(run)[_SKIPPED_STEPS:]
     if len(steps) < _MIN_STEPS:
         raise UsageError(

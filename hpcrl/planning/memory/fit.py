@@ -121,6 +121,8 @@ def memory_report(
     """
     if isinstance(cluster, LocalCluster):
         return MemoryReport((_local(recipe, cluster, facts, real),))
+    if recipe.sft is not None:
+        return MemoryReport(_trainer_places(recipe, cluster, facts, real))
     places = (*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts))
     return MemoryReport(_one_host(places, recipe.engine.replicas) if recipe.engine.shares_node else places)
 
@@ -286,10 +288,11 @@ def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealP
     # an engine of one process has one node, wherever that is
     ranks, replicas = recipe.trainer.ranks, recipe.engine_nodes or recipe.engine.replicas
     engine = _embedded(recipe, facts).total
-    terms = (
-        Term("trainer ranks", peak.total * ranks, "peak · ranks", {"peak": peak.total, "ranks": ranks}),
-        Term("engines", engine * replicas, "engine · replicas", {"engine": engine, "replicas": replicas}),
-        *orchestrator_terms(facts, recipe),
-    )
+    terms: list[Term | None] = [
+        Term("trainer ranks", peak.total * ranks, "peak · ranks", {"peak": peak.total, "ranks": ranks})
+    ]
+    if recipe.sft is None:
+        terms.append(Term("engines", engine * replicas, "engine · replicas", {"engine": engine, "replicas": replicas}))
+        terms += orchestrator_terms(facts, recipe)
     capacity = None if cluster.memory_gib is None else round(cluster.memory_gib * GIB)
     return RoleMemory(Role.TRAINER, "host", Ledger.of(f"training ({peak.name})", terms), capacity)

@@ -62,7 +62,8 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         share = recipe.handoff.delta_max_share
         yield Term("changes of a delta", round(images.value / m.images * share), "V / N · delta_max_share · ranks")
     yield checkpoint_term(facts, m, ranks_here=per_node)
-    yield from orchestrator_terms(facts, recipe)
+    if recipe.sft is None:
+        yield from orchestrator_terms(facts, recipe)
     yield Term("page cache of a hand-off", images.value // m.images, "V / N · ranks", {}, "assumed", counts=False)
 
 

@@ -129,12 +129,14 @@ def run_search(
     Raises
     ------
     UsageError
-        The cluster has no nodes to search over.
+        The cluster has no nodes to search over, or the run has a trainer alone.
     UnknownSizesError
         The model's sizes are not known.
     ConfigError
         The cluster profile lacks a number.
     """
+    if recipe.sft is not None:
+        raise UsageError("a supervised run (sft) has a trainer alone: there are no engines to share nodes with")
     if not isinstance(cluster, SlurmCluster):
         raise UsageError(
             f"{cluster.name} is no Slurm site: there are no nodes to split\n"

@@ -238,6 +238,9 @@ def _orchestrator(entry: CheckpointEntry) -> dict[str, Any]:
     """What the orchestrator goes on with. Its bytes belong to `hpcrl.rollouts.state`; here they are only counted."""
     try:
         state = msgspec.msgpack.decode(entry.orchestrator_state())
+        if state.get("kind") == "sft":
+            # a supervised run has no orchestrator, and its trainer says where it stands in the data
+            return {"epoch": state["epoch"] + 1, "conversations_per_step": state["conversations_per_step"]}
         # since format 3 the ledger of rollouts has them, and the state only says: index, environment, prompt, count
         groups = [len(group["rollouts"]) for group in state["finished"]]
         groups += [count for _, _, _, count in state.get("logged", [])]
@@ -247,5 +250,5 @@ def _orchestrator(entry: CheckpointEntry) -> dict[str, Any]:
             "finished_groups": len(groups),
             "finished_rollouts": sum(groups),
         }
-    except (msgspec.DecodeError, CheckpointError, LookupError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, CheckpointError, LookupError, AttributeError, TypeError, ValueError) as error:
         return {"problem": f"{type(error).__name__}: {error}"}

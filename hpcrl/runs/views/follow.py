@@ -17,6 +17,7 @@ from hpcrl.runs.run_progress import Progress, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.failures import failure_warnings, heldout_words, mean_words, set_words
 from hpcrl.runs.views.liveview import ROOMS, render
+from hpcrl.runs.views.supervised import is_supervised, step_words
 from hpcrl.runs.views.usage import Usage, read_usage
 from hpcrl.runs.views.words import duration, number, staleness
 
@@ -174,6 +175,11 @@ def _step_line(record: StepRecord, progress: Progress) -> str:
     left = f"  left {duration(progress.eta_s)}" if record is progress.last and progress.eta_s is not None else ""
     skipped = "  SKIPPED: its gradient was not finite" if record.skipped else ""
     routes = "" if record.routing_mismatch is None else f"  routes {record.routing_mismatch:.1e}"
+    if is_supervised(record):
+        return (
+            f"step {record.step}/{progress.total_steps}  {step_words(record)}"
+            f"  {number(record.tokens_per_s, ',.0f')} tokens/s  {seconds:.1f} s{left}{skipped}"
+        )
     own = record.mismatch_kl_by_lag.get("0")
     lag = "" if own is None else f" (lag 0 {own:.1e})"
     return (

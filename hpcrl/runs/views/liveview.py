@@ -20,6 +20,7 @@ from hpcrl.runs.run_progress import Progress
 from hpcrl.runs.status import ReplicaJob, RunState
 from hpcrl.runs.views.failures import failed_heldout, failure_lines, failure_warnings, heldout_words, set_words
 from hpcrl.runs.views.fleet_table import fleet_table
+from hpcrl.runs.views.supervised import is_supervised, loss_rows, loss_text, losses_table
 from hpcrl.runs.views.usage import Usage
 from hpcrl.runs.views.waiting import waiting_words
 from hpcrl.runs.views.words import PHASES, duration, number, staleness, state_text
@@ -85,9 +86,12 @@ def render(
     """
     parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
     if progress.last is not None:
-        parts += [_measurements(progress, progress.last), *_set_lines(progress), _phases(progress.last), Text()]
+        parts += [_measurements(progress, progress.last, metrics), *_set_lines(progress)]
+        parts += [_phases(progress.last), Text()]
         if room.steps:
-            parts += [_steps_table(metrics[-room.steps :], progress), Text()]
+            newest = metrics[-room.steps :]
+            table = losses_table(newest) if is_supervised(progress.last) else _steps_table(newest, progress)
+            parts += [table, Text()]
     elif progress.evaluations:
         parts += [Text(f"held-out reward {heldout_words(progress.evaluations[0])} before the first step")]
         parts += [*_set_lines(progress), Text()]
@@ -195,8 +199,9 @@ def _set_lines(progress: Progress) -> list[Text]:
     ]
 
 
-def _measurements(progress: Progress, last: StepRecord) -> Text:
-    text = Text.assemble("reward ", (number(last.reward_mean), "bold"))
+def _measurements(progress: Progress, last: StepRecord, metrics: list[StepRecord]) -> Text:
+    supervised = is_supervised(last)
+    text = loss_text(metrics or [last]) if supervised else Text.assemble("reward ", (number(last.reward_mean), "bold"))
     if last.reward_count:
         text.append(f" of {last.reward_count:,}")
     if progress.evaluations:
@@ -206,7 +211,8 @@ def _measurements(progress: Progress, last: StepRecord) -> Text:
         text.append(f" of {newest.count:,}" if newest.count else "")
         text.append(failed_heldout(newest))
         text.append(f" after step {newest.version} (start {number(first.reward)}{failed_heldout(first, short=True)})")
-    text.append(f"   {staleness(last, progress)}")
+    if not supervised:
+        text.append(f"   {staleness(last, progress)}")
     text.append(f"   {number(last.tokens_per_s, ',.0f')} tokens/s")
     if progress.checkpoint_step is not None:
         text.append(f"   checkpoint at step {progress.checkpoint_step}")
@@ -322,7 +328,10 @@ def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, pic
     if progress.skipped_steps:
         which = f"{progress.skipped_steps}, the last one step {progress.last_skipped_step}: gradients were not finite"
         table.add_row("skipped steps", Text(which, style="yellow"))
-    if metrics:
+    if metrics and is_supervised(metrics[-1]):
+        for name, words in loss_rows(metrics):
+            table.add_row(name, words)
+    elif metrics:
         seconds = sum(sum(record.phases_s.values()) for record in metrics)
         waiting = sum(record.phases_s.get("wait_batch", 0.0) for record in metrics)
         known = [record.staleness_mean for record in metrics if math.isfinite(record.staleness_mean)]

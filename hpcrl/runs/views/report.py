@@ -16,6 +16,7 @@ from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.run_progress import Evaluation, Progress, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.failures import failure_lines, heldout_words
+from hpcrl.runs.views.supervised import draw_losses, draw_rates, is_supervised
 from hpcrl.runs.views.words import PHASES, duration, number
 
 __all__ = ["REPORT_NAME", "write_report"]
@@ -29,6 +30,7 @@ _COLOURS = {
     "publish": "#CC79A7",
     "swap": "#009E73",
     "checkpoint": "#F0E442",
+    "held_out": "#009E73",
     "other": "#BBBBBB",
 }
 _INK, _FAINT, _TRAIN, _HELD_OUT = "#333333", "#9AA5B1", "#0072B2", "#D55E00"
@@ -67,8 +69,12 @@ def write_report(run: RunDir, path: Path | None = None) -> Path:
     path = run.path / REPORT_NAME if path is None else path
     figure = Figure(figsize=(10, 10.5), dpi=140, layout="constrained")
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 2.4))
-    _draw_reward(axes[0], metrics, progress)
-    _draw_staleness(axes[1], metrics, run.recipe().rollouts.max_off_policy_steps)
+    if is_supervised(metrics[-1]):
+        draw_losses(axes[0], metrics, train=_TRAIN, held_out=_HELD_OUT)
+        draw_rates(axes[1], metrics, train=_TRAIN)
+    else:
+        _draw_reward(axes[0], metrics, progress)
+        _draw_staleness(axes[1], metrics, run.recipe().rollouts.max_off_policy_steps)
     _draw_phases(axes[2], metrics)
     for axis in axes:
         _tidy(axis)

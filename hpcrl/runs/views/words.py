@@ -35,6 +35,7 @@ PHASES = {
     "publish": ("publish", "magenta"),
     "swap": ("swap", "green"),
     "checkpoint": ("checkpoint", "yellow"),
+    "held_out": ("held-out loss", "green"),
     "other": ("other", "white"),
 }
 

@@ -17,7 +17,7 @@ from hpcrl.trainer.publish.publisher import Published, Publisher
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
 
-__all__ = ["FileSync", "WeightSync"]
+__all__ = ["FileSync", "LastVersionSync", "WeightSync"]
 
 _log = logging.getLogger(__name__)
 
@@ -110,3 +110,29 @@ class FileSync:
         if reason:
             _log.info("version %d is whole: %s", version, reason)
         self._emit("trainer.version_published", version=version, form=form, instead_of_delta=reason)
+
+
+class LastVersionSync(FileSync):
+    """Of a run without engines: the last version alone is written, for runs that begin with it."""
+
+    def __init__(
+        self, publisher: Publisher, ranks: Ranks, emit: Callable[..., Any], *, last: Callable[[], int]
+    ) -> None:
+        """As `FileSync`; ``last`` returns the number of the last version, from the first step on."""
+        super().__init__(publisher, ranks, emit)
+        self._last = last
+
+    def restored(self, policy: TrainerPolicy, step: int) -> None:
+        def withdraw() -> None:
+            if withdrawn := self._publisher.output.withdraw_after(step):
+                self._emit("trainer.versions_withdrawn", versions=withdrawn)
+
+        self._ranks.on_leader(withdraw, f"looking for versions after {step}")
+
+    def complete(self, policy: TrainerPolicy, step: int) -> None:
+        """Write the version of a run that has done all its steps, where it is not there."""
+        super().restored(policy, step)
+
+    def publish(self, policy: TrainerPolicy, version: int, announce: Callable[[int], None]) -> None:
+        if version == self._last():
+            super().publish(policy, version, announce)

@@ -22,7 +22,7 @@ from hpcrl.config.algorithm import KlConfig, LossConfig
 from hpcrl.modeling.exchange import sum_over
 from hpcrl.modeling.sums import add_rows, count_rows
 
-__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss"]
+__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss", "supervised_loss"]
 
 MAX_LOG_RATIO = 20.0
 """A ratio is ``e^20`` at most, as in verl: float32 ends at ``e^88``, and one such token would be the whole step."""
@@ -209,3 +209,25 @@ def policy_loss(
     if kl is not None:
         terms = terms + kl.coefficient * _divergence(tokens, log_ratio, kl)
     return PolicyLoss(terms.sum() / total_tokens, masked, log_ratio.detach())
+
+
+def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> PolicyLoss:
+    """Return the cross entropy of one micro-batch of conversations, as its share of the batch's token mean.
+
+    Parameters
+    ----------
+    logprobs:
+        ``[N]`` float32 with gradient: the trainer's log-probabilities of the trained tokens; N may be 0.
+    total_tokens:
+        Trained tokens of the whole batch, over all ranks and micro-batches.
+
+    Raises
+    ------
+    ValueError
+        ``total_tokens`` is not positive.
+    """
+    if total_tokens <= 0:
+        raise ValueError(f"total_tokens must be positive, it is {total_tokens}")
+    # no engine has sampled these tokens: there is no other distribution to compare with
+    unchanged = torch.zeros_like(logprobs, dtype=torch.float32, requires_grad=False)
+    return PolicyLoss(-logprobs.sum() / total_tokens, unchanged.bool(), unchanged)

@@ -35,7 +35,7 @@ from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.precision import apply_precision, find_precision
 from hpcrl.trainer.state.base_digest import base_digest
 from hpcrl.trainer.step.freezing import freeze_parameters
-from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
+from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss, supervised_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
@@ -201,6 +201,25 @@ class TrainerPolicy:
         every = self.recipe.trainer.replay_probe_steps
         return self._replay and every > 0 and step % every == 0
 
+    @torch.no_grad()
+    def held_out_loss(self, shard: BatchShard, on_progress: Callable[[], None]) -> Tensor:
+        """Return the sum of the cross entropy over this rank's tokens of a shard, and their number: ``[2]`` float64.
+
+        All ranks call it together; on ranks that share a context each counts its own tokens. ``on_progress`` is called
+        after each micro-batch.
+        """
+        context = self.parallel.mesh.get_optional_mesh("cp")
+        found = torch.zeros(2, dtype=torch.float64)
+        for micro_batch in shard.micro_batches:
+            batch = TokenBatch.from_wire(micro_batch, self.arch)
+            if context is not None:
+                batch = batch.cut(context.get_group(), self.recipe.trainer.parallelism.cp_scheme)
+            logprobs = logprobs_of(self.model, self.recipe, batch.to(self.parallel.device))
+            if batch.num_trained:
+                found += torch.tensor([-float(logprobs.double().sum()), len(logprobs)], dtype=torch.float64)
+            on_progress()
+        return found
+
     def _unreplayed(self, batch: TokenBatch) -> Tensor:
         """Log-ratio of each trained token where routers choose the experts."""
         return logprobs_of(self.model, self.recipe, batch) - batch.engine_logprobs
@@ -216,8 +235,11 @@ class TrainerPolicy:
         """The loss of one micro-batch, with the entropy of each trained token; ``total`` as in `policy_loss`."""
         config, chunk = self.recipe.algorithm.loss, self.recipe.trainer.memory.lm_head_chunk_tokens
         temperature, targets = self.recipe.rollouts.sampling.temperature, batch.targets
+        supervised = self.recipe.sft is not None
 
         def loss_at(logprobs: Tensor, rows: slice) -> PolicyLoss:
+            if supervised:
+                return supervised_loss(logprobs, total_tokens=total)
             engine, advantages = batch.engine_logprobs[rows], batch.advantages[rows]
             tokens = TrainedTokens(logprobs, engine, advantages, batch.sequences[rows], batch.rollouts, peers)
             if reference is not None:

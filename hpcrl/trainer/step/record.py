@@ -23,6 +23,7 @@ def step_record(
     step: int,
     update: Update,
     phases_s: dict[str, float],
+    held_out_loss: float | None = None,
 ) -> StepRecord:
     """Make the record of a step: its batch, its tokens, what the optimizer did, the phases so far."""
     measured = asdict(tokens)
@@ -49,5 +50,6 @@ def step_record(
         skipped=update is None,
         phases_s=phases_s,
         rollouts=stats.rollouts,
+        held_out_loss=held_out_loss,
         **measured,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from datetime import datetime
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.tokenizer import ChatTokenizer, Message
 from hpcrl.rollouts.environments import Environment
+from hpcrl.trainer.supervised.masks import ConversationRenderer
 
 __all__ = ["DemonstrationBatch", "DemonstrationSource", "render_demonstration"]
 
@@ -34,24 +34,12 @@ def render_demonstration(tokenizer: ChatTokenizer, messages: Sequence[Message]) 
         No message is the assistant's, or the template or tokenizer does not render a conversation as an
         extension of its beginning.
     """
-    ids: list[int] = []
-    said: list[bool] = []
-    now = datetime.now()
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = tokenizer.render_ids(messages[:i], add_generation_prompt=True, now=now)
-        after = tokenizer.render_ids(messages[: i + 1], add_generation_prompt=False, now=now)
-        # templates may add a line break behind the end token; the model never says it
-        while after and after[-1] != tokenizer.eos_token_id:
-            after.pop()
-        if before[: len(ids)] != ids or after[: len(before)] != before or len(after) == len(before):
-            raise ValueError("the chat template does not render a conversation as an extension of its beginning")
-        said += [False] * (len(before) - len(said)) + [True] * (len(after) - len(before))
-        ids = after
-    if not ids:
+    if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("a demonstration needs a message of the assistant")
-    return ids, said
+    sequences = ConversationRenderer(tokenizer).render(messages)
+    if len(sequences) > 1:
+        raise ValueError("the chat template does not render a conversation as an extension of its beginning")
+    return sequences[0].ids, sequences[0].said
 
 
 class DemonstrationBatch(NamedTuple):

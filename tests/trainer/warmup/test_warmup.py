@@ -78,7 +78,7 @@ def test_a_line_break_behind_the_end_token_is_not_learned(tokenizer, tmp_path):
 def test_templates_that_rewrite_the_past_are_refused(tmp_path):
     written = "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     tokenizer = with_template(tmp_path, f"{written}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}")
-    with pytest.raises(ValueError, match="extension of its beginning"):
+    with pytest.raises(ValueError, match="extension of its"):
         render_demonstration(tokenizer, TALK)
 
 

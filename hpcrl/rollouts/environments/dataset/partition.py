@@ -73,7 +73,7 @@ class _Reader:
 
     def __init__(self, config: DatasetEnv) -> None:
         self._config = config
-        self._problems = Problems(config.name)
+        self._problems = Problems(f"environments.{config.name}")
         self._entries: dict[Split, list[_Entry]] = {"train": [], "heldout": []}
         self._ids: dict[bytes, str] = {}
         self._others: dict[str, int] = {}

@@ -26,19 +26,23 @@ class BadRowError(ValueError):
 
 
 class Problems:
-    """Collects what is wrong with one environment's files."""
+    """Collects what is wrong with the files of one section of a recipe.
 
-    def __init__(self, environment: str) -> None:
-        self._environment = environment
+    Attributes
+    ----------
+    section:
+        Its key, for example ``environments.NAME``.
+    """
+
+    def __init__(self, section: str) -> None:
+        self.section = section
         self._found: list[Finding] = []
 
     def add(self, key: str, what: str, hint: str) -> None:
         """Keep one problem of the setting ``key`` (ConfigError with all of them where they are many)."""
-        self._found.append(Finding("recipe", f"environments.{self._environment}.{key}", what, hint))
+        self._found.append(Finding("recipe", f"{self.section}.{key}", what, hint))
         if len(self._found) == _MAX_PROBLEMS:
-            self._found.append(
-                Finding("recipe", f"environments.{self._environment}.{key}", "the rest was not looked at", "")
-            )
+            self._found.append(Finding("recipe", f"{self.section}.{key}", "the rest was not looked at", ""))
             raise ConfigError(self._found)
 
     def refuse(self) -> None:

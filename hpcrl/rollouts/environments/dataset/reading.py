@@ -10,17 +10,16 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 import msgspec
 
-from hpcrl.config.environments import DatasetEnv
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.installing import install_command
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, shown
 from hpcrl.screen_text import visible_line
 
-__all__ = ["SPLIT", "RawRow", "RowSource", "read_rows"]
+__all__ = ["SPLIT", "RawRow", "RowSettings", "RowSource", "read_rows"]
 
 SPLIT = "split"
 """Column of rows that ``datasets`` reads: the name of their split."""
@@ -75,7 +74,26 @@ class RowSource:
         return name if len(name) <= _SHOWN_NAME else f"…{name[-_SHOWN_NAME:]}"
 
 
-def read_rows(source: RowSource, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
+class RowSettings(Protocol):
+    """What a section of a recipe says of how rows are read.
+
+    Attributes
+    ----------
+    subset, revision:
+        Of a directory or data set that ``datasets`` reads.
+    split_column:
+        Column that says which rows are held out; needed where ``datasets`` finds several splits.
+    """
+
+    @property
+    def subset(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def split_column(self) -> str | None: ...
+
+
+def read_rows(source: RowSource, config: RowSettings, problems: Problems) -> Iterator[RawRow]:
     """Yield the rows of a source; rows that cannot be read go to ``problems``.
 
     Raises
@@ -85,24 +103,24 @@ def read_rows(source: RowSource, config: DatasetEnv, problems: Problems) -> Iter
     """
     path = Path(source.name)
     if source.on_hub or path.is_dir():
-        yield from _library_rows(source, config)
+        yield from _library_rows(source, config, problems)
         return
     readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows}
     if path.suffix not in (*readers, ".parquet"):
-        _refuse(source, config, f"{source.shown} has no suffix that is known", f"name a file with {_SUFFIXES}")
+        _refuse(source, problems, f"{source.shown} has no suffix that is known", f"name a file with {_SUFFIXES}")
     try:
         if path.suffix == ".parquet":
-            yield from _parquet_rows(source, config)
+            yield from _parquet_rows(source, problems)
             return
         with path.open("rb") as stream:
-            yield from readers[path.suffix](stream, source, config, problems)
+            yield from readers[path.suffix](stream, source, problems)
     except OSError as error:
         what = f"{source.shown} cannot be read: {error.strerror or error}"
         hint = "name a file that the node of the orchestrator sees" if isinstance(error, FileNotFoundError) else ""
-        _refuse(source, config, what, hint)
+        _refuse(source, problems, what, hint)
 
 
-def _json_rows(stream: BinaryIO, source: RowSource, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
+def _json_rows(stream: BinaryIO, source: RowSource, problems: Problems) -> Iterator[RawRow]:
     decoder = msgspec.json.Decoder()
     for number, line in enumerate(stream, 1):
         text = line.removeprefix(_BOM) if number == 1 else line
@@ -138,7 +156,7 @@ def _not_utf8(line: bytes) -> BadRowError:
     raise AssertionError("it is UTF-8")
 
 
-def _csv_rows(stream: BinaryIO, source: RowSource, config: DatasetEnv, problems: Problems) -> Iterator[RawRow]:
+def _csv_rows(stream: BinaryIO, source: RowSource, problems: Problems) -> Iterator[RawRow]:
     csv.field_size_limit(_MAX_FIELD)
 
     def lines() -> Iterator[str]:
@@ -169,7 +187,7 @@ def _csv_rows(stream: BinaryIO, source: RowSource, config: DatasetEnv, problems:
             header = fields
             if len({*header}) < len(header):
                 what = f"{source.shown}, line {begin}: a column stands there twice: {shown(','.join(header))}"
-                _refuse(source, config, what, "name each column once in the first line")
+                _refuse(source, problems, what, "name each column once in the first line")
         elif len(fields) != len(header):
             what = f"{len(fields)} fields, and the first line has {len(header)}: {shown(','.join(fields))}"
             problems.add(source.key, f"{source.shown}, line {begin}: {what}", "quote fields with commas in them")
@@ -177,12 +195,12 @@ def _csv_rows(stream: BinaryIO, source: RowSource, config: DatasetEnv, problems:
             yield RawRow(f"line {begin}", dict(zip(header, fields, strict=True)))
 
 
-def _parquet_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
+def _parquet_rows(source: RowSource, problems: Problems) -> Iterator[RawRow]:
     try:
         import pyarrow  # noqa: PLC0415 - an extra
         import pyarrow.parquet  # noqa: PLC0415
     except ImportError:
-        _refuse(source, config, "Parquet files need the Python module 'pyarrow'", install_command("export"))
+        _refuse(source, problems, "Parquet files need the Python module 'pyarrow'", install_command("export"))
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(source.name) as file:
@@ -191,16 +209,16 @@ def _parquet_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
                     number += 1
                     yield RawRow(f"row {number}", values)
     except pyarrow.ArrowException as error:
-        _refuse(source, config, f"{source.shown} is no Parquet file: {shown(str(error))}", "write it again")
+        _refuse(source, problems, f"{source.shown} is no Parquet file: {shown(str(error))}", "write it again")
 
 
-def _library_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
+def _library_rows(source: RowSource, config: RowSettings, problems: Problems) -> Iterator[RawRow]:
     """Read with ``datasets``: a directory, also one of ``save_to_disk``, or a data set of the hub."""
     try:
         import datasets  # noqa: PLC0415 - an extra, and large
     except ImportError:
         what = "directories and data sets of the hub need the Python module 'datasets'"
-        _refuse(source, config, what, install_command("datasets"))
+        _refuse(source, problems, what, install_command("datasets"))
     revision = config.revision if source.on_hub else None
     try:
         if not source.on_hub and (Path(source.name) / "state.json").exists():
@@ -212,10 +230,10 @@ def _library_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
     except Exception as error:  # noqa: BLE001 - the library raises errors of many others
         what = f"datasets cannot load {source.shown}: {type(error).__name__}: {shown(str(error))}"
         hint = "try it in Python: datasets.load_dataset(...); offline, load it into the cache on a node with a network"
-        _refuse(source, config, what, hint)
+        _refuse(source, problems, what, hint)
     if len(splits) > 1 and config.split_column is None:
         what = f"{source.shown} has the splits {', '.join(splits)}"
-        _refuse(source, config, what, "set split_column: split, with train_values and held_out_values")
+        _refuse(source, problems, what, "set split_column: split, with train_values and held_out_values")
     number = 0
     for split, rows in splits.items():
         for values in rows:
@@ -223,5 +241,5 @@ def _library_rows(source: RowSource, config: DatasetEnv) -> Iterator[RawRow]:
             yield RawRow(f"row {number}", {SPLIT: split, **values})
 
 
-def _refuse(source: RowSource, config: DatasetEnv, what: str, hint: str) -> NoReturn:
-    raise ConfigError([Finding("recipe", f"environments.{config.name}.{source.key}", what, hint)])
+def _refuse(source: RowSource, problems: Problems, what: str, hint: str) -> NoReturn:
+    raise ConfigError([Finding("recipe", f"{problems.section}.{source.key}", what, hint)])

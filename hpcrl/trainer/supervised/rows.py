@@ -1,0 +1,209 @@
+"""Conversations of the data of a supervised run, one after the other: each row is checked where it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from hpcrl.config.sft import SftConfig
+from hpcrl.errors import ConfigError, Finding
+from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, shown
+from hpcrl.rollouts.environments.dataset.reading import RawRow, RowSource, read_rows
+from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
+
+__all__ = ["SECTION", "ConversationReader", "DataConversation"]
+
+SECTION = "sft"
+"""The section of a recipe that mistakes are told of."""
+_SHARE_GPT = {"human": "user", "gpt": "assistant"}
+_HASHES = 1 << 64
+
+
+class DataConversation(NamedTuple):
+    """One row of the data.
+
+    Attributes
+    ----------
+    source, place:
+        The setting that names its file, and where it stands there, as ``line 17``.
+    messages, tools:
+        As plain data.
+    held_out:
+        It is not trained.
+    """
+
+    source: RowSource
+    place: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    held_out: bool
+
+
+class ConversationReader:
+    """Reads the data of one recipe, each file once.
+
+    Attributes
+    ----------
+    train, held_out:
+        Conversations so far.
+    other:
+        Rows so far with another value of ``split_column``.
+    repeated:
+        Rows for training so far that were left out, because their conversation is held out.
+    problems:
+        What is wrong with rows.
+    """
+
+    def __init__(self, config: SftConfig) -> None:
+        self._config = config
+        self.train = self.held_out = self.other = self.repeated = 0
+        self.problems = Problems(SECTION)
+        self._held_out_hashes: set[int] = set()
+
+    def read(self) -> Iterator[DataConversation]:
+        """Yield conversations: held-out ones of a file of their own first, others in the order of the data.
+
+        Raises
+        ------
+        ConfigError
+            Rows are wrong, or there is nothing to train on. With `Problems` many of them are named.
+        """
+        config = self._config
+        if config.held_out_data is not None:
+            yield from self._read(RowSource("held_out_data", config.held_out_data), held_out=True)
+        if config.hub is not None:
+            main = RowSource("hub", config.hub, on_hub=True)
+        else:
+            assert config.data is not None
+            main = RowSource("data", config.data)
+        yield from self._read(main, held_out=None)
+        self.problems.refuse()
+        if not self.train:
+            left = f" ({self.other} have another value of {config.split_column!r})" if self.other else ""
+            self._refuse(main, f"{main.shown} has no conversation to train on{left}")
+        wants = config.held_out_share is not None or config.held_out_data is not None or config.split_column is not None
+        if wants and not self.held_out:
+            self._refuse(main, f"no conversation of {main.shown} is held out")
+
+    def notes(self) -> list[str]:
+        """Return what was left out, a sentence each."""
+        notes = []
+        if self.other:
+            notes.append(f"{self.other} rows have another value of {self._config.split_column!r} and are left out")
+        if self.repeated:
+            notes.append(f"{self.repeated} rows for training are held-out conversations, too, and are left out")
+        return notes
+
+    def _refuse(self, source: RowSource, what: str) -> None:
+        hint = "look at the split of the data: split_column, train_values, held_out_values, held_out_share"
+        raise ConfigError([Finding("recipe", f"{SECTION}.{source.key}", what, hint)])
+
+    def _read(self, source: RowSource, *, held_out: bool | None) -> Iterator[DataConversation]:
+        """Read one file; ``held_out`` None: rows say themselves what they are for."""
+        for raw in read_rows(source, self._config, self.problems):
+            try:
+                messages, tools = self._conversation(raw)
+                apart = self._side(raw, messages) if held_out is None else held_out
+            except BadRowError as error:
+                self.problems.add(source.key, f"{source.shown}, {raw.place}: {error.what}", error.hint)
+                continue
+            if apart is None:
+                self.other += 1
+                continue
+            if apart:
+                self.held_out += 1
+            elif self._held_out_hashes and _hash(messages) in self._held_out_hashes:
+                self.repeated += 1
+                continue
+            else:
+                self.train += 1
+            if held_out:
+                self._held_out_hashes.add(_hash(messages))
+            yield DataConversation(source, raw.place, messages, tools, apart)
+
+    def _side(self, raw: RawRow, messages: list[dict[str, Any]]) -> bool | None:
+        """Return whether a row is held out; None: it is for nothing."""
+        config = self._config
+        if config.split_column is not None:
+            value = str(_column(raw.values, config.split_column, "split_column"))
+            return False if value in config.train_values else True if value in config.held_out_values else None
+        # by the conversation itself: a repeated one never is on both sides
+        return config.held_out_share is not None and _hash(messages) / _HASHES < config.held_out_share
+
+    def _conversation(self, raw: RawRow) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        columns = self._config.columns
+        if columns.prompt is None:
+            given = _messages(_column(raw.values, columns.messages, "columns.messages"), columns.messages, role="")
+        else:
+            prompt = _column(raw.values, columns.prompt, "columns.prompt")
+            completion = _column(raw.values, columns.completion, "columns.completion")
+            given = [
+                *_messages(prompt, columns.prompt, role="user"),
+                *_messages(completion, columns.completion, role="assistant"),
+            ]
+        tools = raw.values.get(columns.tools) if columns.tools is not None else None
+        try:
+            messages = plain_messages(given)
+            found = plain_tools(_list(tools, columns.tools) if tools else ())
+        except (TypeError, ValueError) as error:
+            raise BadRowError(str(error), "write messages as {role, content}, and tools as JSON schemas") from None
+        _check_assistant(messages)
+        if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": self._config.system})
+        return messages, found
+
+
+def _column(values: Mapping[str, Any], name: str, key: str) -> Any:
+    if name not in values:
+        there = ", ".join(map(shown, values))
+        raise BadRowError(f"it has no column {name!r}; it has {there}", f"set {SECTION}.{key} to the name of one")
+    return values[name]
+
+
+def _list(value: Any, column: str | None) -> Sequence[Any]:
+    """Return a list as it is, or the one that text of a CSV file has as JSON."""
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            raise BadRowError(f"{column} is no JSON list: {shown(value)}", "write a list of objects") from None
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise BadRowError(f"{column} is {type(value).__name__}, no list: {shown(value)}", "write a list of objects")
+    return value
+
+
+def _messages(value: Any, column: str, *, role: str) -> list[Any]:
+    """Return messages; where ``role`` is given, text is one message of that role."""
+    if role and isinstance(value, str):
+        return [{"role": role, "content": value}]
+    found = [_message(message) for message in _list(value, column)]
+    if not found:
+        raise BadRowError(f"{column} is empty", "remove the row")
+    return found
+
+
+def _message(given: Any) -> Any:
+    """Return a message with a role and a content, also of one with ``from`` and ``value``; else what was given."""
+    if not isinstance(given, Mapping):
+        return given
+    if "role" not in given and {"from", "value"} <= given.keys():
+        role = given["from"]
+        return {"role": _SHARE_GPT.get(role, role) if isinstance(role, str) else role, "content": given["value"]}
+    # Parquet files have every key in every row
+    return {key: value for key, value in given.items() if value is not None or key == "content"}
+
+
+def _check_assistant(messages: Sequence[Mapping[str, Any]]) -> None:
+    said = [message for message in messages if message["role"] == "assistant"]
+    if not said:
+        raise BadRowError("no message is the assistant's", "remove the row, or look at the roles of its messages")
+    for message in said:
+        if not message.get("content") and not message.get("tool_calls"):
+            raise BadRowError("a message of the assistant is empty", "remove the row, or write what is to be said")
+
+
+def _hash(messages: Sequence[Mapping[str, Any]]) -> int:
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(list(messages), order="deterministic"), seed=0)
