@@ -30,6 +30,7 @@ from engine_helpers import (
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.inference.embedded.engine.sampler import SamplingBatch, TokenSampler
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import parallelize_decoder
@@ -51,6 +52,8 @@ FLAGS = (
     *("--enable-scale-out", "--enforce-eager", "--enable-prompt-tokens-details", "--enable-return-routed-experts"),
     *("--weight-transfer-config", '{"backend": "hpcrl"}', "--served-model-name", SERVED_NAME),
     *("--worker-extension-cls", "hpcrl.inference.vllm.weights.StagingWorker"),
+    # as a plan has it
+    *("--logprobs-mode", "processed_logprobs"),
 )
 #: requests around an update, some more than run at once, and tokens of each: the pause comes with the first of them
 FLYING, TOKENS = 20, 600
@@ -135,6 +138,39 @@ def test_a_published_version_is_a_model_that_vllm_loads(server: Server) -> None:
     assert (handoff.manifest.format_version, handoff.manifest.kind) == (FORMAT_VERSION, "full")
     for seed in (11, 12, 13):
         assert error_against(server, server.model, seed=seed) < TOLERANCE
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
+def test_what_is_reported_is_of_what_tokens_were_drawn_from(server: Server, how: dict[str, Any]) -> None:
+    """The embedded engine's sampler keeps the same tokens: engines differ in nothing that held-out rollouts see."""
+    prompt, temperature = prompt_of(40, 7), 0.7
+    sampling = {"max_tokens": 20, "logprobs": 0, "seed": 1, "ignore_eos": True, "temperature": temperature, **how}
+    choice = server.generate(prompt, **sampling)["choices"][0]
+    token_ids = choice["token_ids"]
+    rows = forward(server.model, [*prompt, *token_ids])[0][len(prompt) - 1 : -1]
+    n, vocab = rows.shape
+    batch = SamplingBatch(
+        temperature=np.full(n, temperature, np.float32),
+        top_k=np.full(n, how.get("top_k", vocab)),
+        top_p=np.full(n, how.get("top_p", 1.0), np.float32),
+        min_p=np.full(n, how.get("min_p", 0.0), np.float32),
+        seed=np.arange(n),
+        positions=np.zeros(n, np.int64),
+        suppressed=[],
+        wants_logprobs=True,
+        num_top=vocab,
+    )
+    kept = TokenSampler(vocab, "processed_logprobs")(rows.clone(), batch)
+    assert kept.top_ids is not None
+    assert kept.top_logprobs is not None
+    wanted = [kept.top_logprobs[i][kept.top_ids[i] == token][0] for i, token in enumerate(token_ids)]
+    reported = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert reported == pytest.approx(wanted, abs=TOLERANCE)
+    whole = (rows / temperature).log_softmax(-1).gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    assert float((torch.tensor(reported) - whole).mean()) > 0.05  # what was left out is in none of them
 
 
 @pytest.mark.vllm
