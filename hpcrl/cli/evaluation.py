@@ -112,7 +112,7 @@ def evaluate(
         if found.recipe().job.payload == "evaluation":
             raise typer.Exit(_finish(found, file, as_json=as_json, new=False))
         given, from_run = str(found.recipe_path), newest_weights(found, version)
-        cluster = cluster or str(found.cluster_path)
+        cluster = cluster or found.cluster().name
     if version is not None and from_run is None:
         raise UsageError(f"--version is of a run, and {target} is none\n    hint: leave it out")
     run = _start(given, cluster or "local", more, request, name=name, from_run=from_run, root=root)
