@@ -85,7 +85,8 @@ def evaluate(
     from pathlib import Path
 
     from hpcrl.errors import UsageError
-    from hpcrl.submit.evaluation import EvaluationRequest, is_model, is_recipe, newest_weights
+    from hpcrl.runs.start.newest_weights import newest_weights
+    from hpcrl.submit.evaluation import EvaluationRequest, is_model, is_recipe
 
     file = None if output is None else Path(output)
     if file is not None and file.exists():
