@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["KIND_VARIABLE", "LAUNCH_DIR_VARIABLE", "RUN_DIR_VARIABLE", "RUN_ID_VARIABLE"]
+__all__ = ["KIND_VARIABLE", "LAUNCH_DIR_VARIABLE", "RUN_DIR_VARIABLE", "RUN_ID_VARIABLE", "START_WEIGHTS_VARIABLE"]
 
 RUN_ID_VARIABLE = "HPCRL_RUN_ID"
 """Marks every process of a run; its value is `hpcrl.runs.record.RunRecord.run_id`."""
@@ -12,3 +12,6 @@ RUN_DIR_VARIABLE = "HPCRL_RUN_DIR"
 """The run directory that a guard or a role works for."""
 LAUNCH_DIR_VARIABLE = "HPCRL_LAUNCH_DIR"
 """The same of submitit and the supervisor on this machine, which are no roles."""
+START_WEIGHTS_VARIABLE = "HPCRL_START_WEIGHTS"
+"""Set to 1 for engines of a run that only evaluates: they keep the weights that they have started with, and a label of
+these may be given without others."""

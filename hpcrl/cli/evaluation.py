@@ -85,7 +85,8 @@ def evaluate(
     from pathlib import Path
 
     from hpcrl.errors import UsageError
-    from hpcrl.submit.evaluation import EvaluationRequest, is_model, is_recipe, newest_weights
+    from hpcrl.runs.start.newest_weights import newest_weights
+    from hpcrl.submit.evaluation import EvaluationRequest, is_model, is_recipe
 
     file = None if output is None else Path(output)
     if file is not None and file.exists():
@@ -112,7 +113,7 @@ def evaluate(
         if found.recipe().job.payload == "evaluation":
             raise typer.Exit(_finish(found, file, as_json=as_json, new=False))
         given, from_run = str(found.recipe_path), newest_weights(found, version)
-        cluster = cluster or str(found.cluster_path)
+        cluster = cluster or found.cluster().name
     if version is not None and from_run is None:
         raise UsageError(f"--version is of a run, and {target} is none\n    hint: leave it out")
     run = _start(given, cluster or "local", more, request, name=name, from_run=from_run, root=root)

@@ -13,6 +13,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.jobplan.commands.router import ROUTER_VARIABLES
 from hpcrl.jobplan.commands.vllm import vllm_variables
+from hpcrl.marks import START_WEIGHTS_VARIABLE
 
 __all__ = ["EnvValue", "network_variables", "plain", "role_variables"]
 
@@ -42,6 +43,8 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
     variables = {"OMP_NUM_THREADS": EnvValue(str(threads), key)}
     if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload != "probe":
         variables |= _sourced(vllm_variables(recipe, gpus=engine_gpus(recipe, cluster, role) > 0), "hpcrl")
+    if role in _ENGINES and recipe.job.payload == "evaluation":
+        variables[START_WEIGHTS_VARIABLE] = EnvValue("1", "hpcrl")
     if role is Role.TRAINER and recipe.trainer.deterministic:
         # what cuBLAS computes in depends on which buffer is free, unless there are as many as streams
         variables["CUBLAS_WORKSPACE_CONFIG"] = EnvValue(":4096:8", "trainer.deterministic")

@@ -11,13 +11,10 @@ from pathlib import Path
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_recipe
-from hpcrl.errors import ConfigError, HandoffError, UsageError
+from hpcrl.errors import ConfigError
 from hpcrl.jobplan import default_run_name
-from hpcrl.runs.registry import reference
-from hpcrl.runs.rundir import RunDir
-from hpcrl.weights.store import HandoffStore
 
-__all__ = ["EvaluationRequest", "evaluation_name", "evaluation_settings", "is_model", "is_recipe", "newest_weights"]
+__all__ = ["EvaluationRequest", "evaluation_name", "evaluation_settings", "is_model", "is_recipe"]
 
 _SET = "eval"
 
@@ -92,28 +89,3 @@ def _own_nodes(recipe: Recipe) -> list[str]:
 def evaluation_name(recipe: Recipe) -> str:
     """Return the name of a run that evaluates, by the recipe and the time."""
     return default_run_name(recipe.model_copy(update={"name": f"{recipe.name[:30]}-eval"}), time.time())
-
-
-def newest_weights(run: RunDir, version: int | None) -> str:
-    """Return what ``--from`` calls the weights of a run: a version, or the newest full one, or the newest checkpoint.
-
-    Raises
-    ------
-    UsageError
-        It has neither.
-    """
-    if version is not None:
-        return f"{run.path}@v{version}"
-    store = HandoffStore(run.weights_dir)
-    for number in reversed(store.versions()):
-        try:
-            if store.open(number).manifest.kind == "full":
-                return f"{run.path}@v{number}"
-        except HandoffError:
-            continue  # it was collected meanwhile, or is damaged: an older one is as good as a checkpoint
-    if not any(run.checkpoints_dir.glob("step-*")):
-        raise UsageError(
-            f"{run.name} has no full version and no checkpoint whose weights could be evaluated\n"
-            f"    hint: hpcrl weights ls {reference(run)}; its start model: hpcrl eval {run.recipe_path}"
-        )
-    return str(run.path)

@@ -6,12 +6,14 @@ of each API server process, and knows the run from the environment that the supe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from hpcrl.credentials import Refusal
 from hpcrl.errors import RunDirError
 from hpcrl.inference.vllm.uvicorn_limits import limit_uvicorn
+from hpcrl.marks import START_WEIGHTS_VARIABLE
 from hpcrl.runs.refusals import gate_from_env
 
 __all__ = ["RunAccess", "RunAccessBehindRouter"]
@@ -48,6 +50,7 @@ class RunAccess:
                 "HPCRL_RUN_DIR is not set: this server would not know whom to answer\n"
                 "    hint: outside of a run leave --middleware away, and listen on 127.0.0.1"
             )
+        self._keeps_weights = os.environ.get(START_WEIGHTS_VARIABLE) == "1"
         # this layer is made before the server accepts connections
         limit_uvicorn(self._gate.pending)
 
@@ -61,7 +64,7 @@ class RunAccess:
         refusal = self._gate.refusal(
             method, scope["path"], authorization.decode("latin-1"), client[0], connection=client
         )
-        if refusal is None and scope["path"].rstrip("/").endswith(_LABEL_ALONE):
+        if refusal is None and not self._keeps_weights and scope["path"].rstrip("/").endswith(_LABEL_ALONE):
             refusal = Refusal(409, "label_alone", "a label changes together with the weights, by /finish_weight_update")
         if refusal is None:
             last = scope["type"] == "http" and self._gate.is_open(method, scope["path"])

@@ -32,6 +32,7 @@ from hpcrl.rollouts.sampling.held_out import (
     told_failures,
 )
 from hpcrl.runs.evaluation_result import result_path
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import RoleContext
 
 __all__ = ["EvaluationRun"]
@@ -136,6 +137,8 @@ class EvaluationRun:
             "seconds": time.monotonic() - began,
         }
         about = {"format_version": 1, "run": run.name, "recipe": self._recipe.name, "model": self._recipe.model.path}
+        if (origin := RunRecord.read(run).origin) is not None:
+            about["weights"] = str(origin)
         sampling = msgspec.to_builtins(self._recipe.rollouts.sampling.model_dump(mode="json"))
         await asyncio.to_thread(write_json, result_path(run), {**about, "sampling": sampling, **found})
         events = self._context.events()

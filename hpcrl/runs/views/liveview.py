@@ -95,6 +95,8 @@ def render(
     elif progress.evaluations:
         parts += [Text(f"held-out reward {heldout_words(progress.evaluations[0])} before the first step")]
         parts += [*_set_lines(progress), Text()]
+    elif progress.evaluation_sets:  # of a run that only evaluates
+        parts += [*_set_lines(progress), Text()]
     if view.components:
         parts.append(components_table(view) if room.roles else _components_line(view))
     waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the attempt before are gone
