@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -81,6 +80,15 @@ def test_a_model_comes_whole_and_once(hub: Hub, tmp_path: Path) -> None:
     assert len(hub.asked) == asked
     (found,) = list_models(tmp_path / "models")
     assert (found.name, found.family, found.commit, found.state) == ("owner/model", "qwen3_moe", COMMIT, "whole")
+
+
+def test_the_token_goes_to_the_hub_alone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large files come from a store elsewhere, to which the hub leads."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fetch(hub, tmp_path / "model")
+    assert {who for who, token in hub.tokens if token} == {"hub"}
+    assert ("store", "") in hub.tokens
+    assert ("hub", "Bearer hf_secret") in hub.tokens
 
 
 def test_what_is_left_out_comes_when_it_is_asked_for(hub: Hub, tmp_path: Path) -> None:
@@ -293,8 +301,5 @@ def test_ctrl_c_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert f"owner/model at commit {COMMIT[:12]}" in again.stdout
     assert content(tmp_path / "models/owner/model") == whole(hub)
-    listed = subprocess.run(
-        [*command[:4], "ls", "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    (found,) = json.loads(listed.stdout)["models"]
-    assert (found["name"], found["state"]) == ("owner/model", "whole")
+    (found,) = list_models(tmp_path / "models")
+    assert (found.name, found.state) == ("owner/model", "whole")
