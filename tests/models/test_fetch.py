@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,7 @@ def test_ctrl_c_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     while not hub.asked:
         assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     hub.held.set()
     said = process.communicate()[1]
