@@ -22,7 +22,7 @@ class Hub:
     files:
         Bytes by name.
     large:
-        Names of files that are stored by their SHA-256, as weights are.
+        Names of files that are listed by their SHA-256 and lie elsewhere, as weights do.
     listed:
         What the list of files says of one in place of the truth, by its name.
     cut_after:
@@ -38,7 +38,9 @@ class Hub:
     held:
         While it is cleared, files wait after their first bytes.
     asked:
-        Method, path and ``Range`` of all requests for files.
+        Name and ``Range`` of all requests for bytes of files.
+    tokens:
+        ``Authorization`` of requests for files, of the hub itself and of the store of large ones under another name.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class Hub:
         self.held = threading.Event()
         self.held.set()
         self.asked: list[tuple[str, str]] = []
+        self.tokens: list[tuple[str, str]] = []
         self.url = ""
 
     def describe(self, revision: str) -> dict[str, Any] | None:
@@ -98,7 +101,14 @@ def serve_hub() -> Iterator[Hub]:
                 else:
                     self._answer(200, json.dumps(described).encode(), {"Content-Type": "application/json"})
             elif found := re.fullmatch(rf"/owner/model/resolve/{hub.commit}/(.+)", self.path):
-                self._file(found[1])
+                hub.tokens.append(("hub", self.headers.get("Authorization", "")))
+                if found[1] in hub.large:
+                    self._answer(302, b"", {"Location": f"http://localhost:{self.server.server_address[1]}/{found[1]}"})
+                else:
+                    self._file(found[1])
+            elif self.path[1:] in hub.large:
+                hub.tokens.append(("store", self.headers.get("Authorization", "")))
+                self._file(self.path[1:])
             else:
                 self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
