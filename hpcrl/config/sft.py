@@ -16,8 +16,8 @@ class SftColumns(StrictModel):
 
     messages: str = "messages"
     """The conversation: a list of messages with ``role`` and ``content``, and where they have them ``tool_calls``,
-    ``tool_call_id``, ``name`` and ``reasoning_content``. Messages with ``from`` and ``value`` are read, too. Not read
-    where there is a ``prompt``."""
+    ``tool_call_id``, ``name`` and ``reasoning_content``. One of the assistant with ``weight: 0`` is context alone.
+    Messages with ``from`` and ``value`` are read, too. Not read where there is a ``prompt``."""
     prompt: str | None = None
     """In place of ``messages``: text of the user, or messages, that a completion follows."""
     completion: str = "completion"

@@ -35,8 +35,7 @@ def test_the_example_is_learned_and_its_version_is_a_start_model(lab: Lab) -> No
     assert "28 conversations for training, 2 held out; 160 steps" in said
     metrics = read_metrics(run)
     assert [record.step for record in metrics] == list(range(1, 161))
-    assert metrics[0].loss > 1.0
-    assert metrics[-1].loss < 0.3
+    assert metrics[-1].loss < metrics[0].loss / 3
     assert observe(run).state is RunState.COMPLETED
     assert {component.role for component in observe(run).components} == {"trainer"}
     # the epochs of the data are the steps of the run, for everybody who reads its recipe
@@ -55,13 +54,13 @@ def test_the_example_is_learned_and_its_version_is_a_start_model(lab: Lab) -> No
         for part in ("--set", s)
     ]
     lab.hpcrl("sft", RECIPE, "--name", "again", "--from", "whole", "--follow", *again)
-    assert read_metrics(RunDir(lab.runs_root / "again"))[0].loss < 0.5
+    assert read_metrics(RunDir(lab.runs_root / "again"))[0].loss < metrics[0].loss / 2
 
 
 def test_a_cancelled_run_is_resumed_where_it_was(lab: Lab) -> None:
     run, _ = sft(lab, "broken", "sft.epochs=null", "trainer.steps=100000", "checkpoint.every_steps=5")
     wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps(), 120, "checkpoint")
-    lab.hpcrl("cancel", "broken")
+    lab.hpcrl("cancel", "broken", "--yes")
     assert observe(run).state is RunState.CANCELLED
     saved = CheckpointLedger(run.checkpoints_dir).steps()[-1]
     lab.hpcrl("resume", "broken", "--set", f"trainer.steps={saved + 3}", "--follow")

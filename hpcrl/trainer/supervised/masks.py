@@ -126,12 +126,12 @@ class ConversationRenderer:
             rendered = self._rendered(messages[: number + 1], tools, prompt=False)
             turn = self._turn(before, opening, rendered, self._continued(ids, text, rendered))
             turn, text = self._ended(turn, rendered, message, messages[number + 1 : number + 2])
-            said = said + [False] * (len(before) - len(said)) + [True] * len(turn)
+            said = said + [False] * (len(before) - len(said)) + [_is_trained(message)] * len(turn)
             ids = before + turn
         sequences.append(SaidTokens(ids, said))
         if self.train_on == "last":
             end = len(ids) - len(turn)
-            sequences = [SaidTokens(ids, [number >= end for number in range(len(ids))])]
+            sequences = [SaidTokens(ids, [number >= end and said[number] for number in range(len(ids))])]
         for sequence in sequences:
             sequence.said[0] = False  # nothing comes before it that could predict it
         return sequences
@@ -229,6 +229,11 @@ def make_conversation_renderer(
     return ConversationRenderer(
         tokenizer, ends=frozenset(ends), variables=chat.variables, train_on=train_on, thinking=thinking
     )
+
+
+def _is_trained(message: Message) -> bool:
+    """Return whether a message of the assistant has a loss: those of the weight 0 are context alone."""
+    return bool(message.get("weight", 1))
 
 
 def _without_thinking(message: Message) -> Message:

@@ -203,6 +203,10 @@ def _check_assistant(messages: Sequence[Mapping[str, Any]]) -> None:
     for message in said:
         if not message.get("content") and not message.get("tool_calls"):
             raise BadRowError("a message of the assistant is empty", "remove the row, or write what is to be said")
+        if message.get("weight", 1) not in (0, 1):
+            raise BadRowError(f"the weight of a message is {shown(message['weight'])}", "write 0 (context alone) or 1")
+    if not any(message.get("weight", 1) for message in said):
+        raise BadRowError("all messages of the assistant have the weight 0", "remove the row")
 
 
 def _hash(messages: Sequence[Mapping[str, Any]]) -> int:

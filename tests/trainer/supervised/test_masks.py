@@ -188,6 +188,15 @@ def test_train_on_says_which_turns(tmp_path: Path) -> None:
     assert everything.said == [False, *[True] * (len(everything.ids) - 1)]
 
 
+def test_a_message_of_the_weight_0_is_context(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(write_tokenizer(tmp_path / "model", CHATML, "<|im_end|>"))
+    weighed = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
+    (found,) = ConversationRenderer(tokenizer).render(weighed)
+    (plain,) = ConversationRenderer(tokenizer).render(TALK)
+    assert found.ids == plain.ids
+    assert tokenizer.decode([t for t, f in zip(found.ids, found.said, strict=True) if f]) == "b"
+
+
 def test_arguments_as_text_are_read_as_objects(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(write_tokenizer(tmp_path / "model", CHATML, "<|im_end|>"))
     call = TOOLS[1]["tool_calls"][0]

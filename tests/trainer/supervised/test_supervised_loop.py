@@ -184,6 +184,8 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "c
         (GOOD + '{"messages": []}\n', {}, "line 2: messages is empty"),
         (GOOD + '{"messages": [{"role": "robot", "content": "x"}]}\n', {}, "line 2: message 0: its role is 'robot'"),
         (GOOD.replace('"y"', '""'), {}, "line 1: a message of the assistant is empty"),
+        (GOOD.replace('"y"', '"y", "weight": 0.5'), {}, "line 1: the weight of a message is 0.5"),
+        (GOOD.replace('"y"', '"y", "weight": 0'), {}, "line 1: all messages of the assistant have the weight 0"),
         ("", {}, "has no conversation to train on"),
         (GOOD, {"max_len": 4}, "none of 1 conversations has at most 4 tokens; the longest has"),
         (GOOD, {"held_out_share": 0.000001}, "no conversation of .* is held out"),
