@@ -74,7 +74,7 @@ def test_the_reference_run_with_replay_fits_with_room_for_fewer_rows() -> None:
     recipe = load_recipe("glm5_swe", replay).value
     (short,) = why_not(recipe, cluster, load_facts(recipe.model.path))
     assert (short.place.role, short.place.kind) == (Role.TRAINER, "host")
-    assert round(short.missing / GIB) == 271
+    assert round(short.missing / GIB) == 130
     (knob,) = [knob for knob in short.knobs if knob.changes[0][0] == "rollouts.routes_in_flight_gib"]
     found = {}
     limits = [f"rollouts.routes_in_flight_gib={gib}" for gib in (knob.changes[0][1], 180)]
