@@ -127,4 +127,4 @@ def test_a_plan_has_the_trainer_alone(lab: Lab) -> None:
     done = lab.hpcrl("plan", RECIPE, "--set", f"model.path={lab.model}", "--json")
     plan = json.loads(done.stdout)
     assert [group["role"] for group in plan["groups"]] == ["trainer"]
-    assert plan["forecast"]["starts"]["starts"] is True
+    assert plan["forecast"]["starts"]["ok"] is True
