@@ -16,15 +16,16 @@ def main(context: RoleContext) -> None:
     """Train (MissingExtraError where torch is not installed)."""
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
+    supervised = context.run.recipe().sft is not None
     bound_kernel_caches()
     with lasting_imports():
-        from hpcrl.trainer.loop import train  # noqa: PLC0415 - imports torch
-        from hpcrl.trainer.supervised.loop import train_supervised  # noqa: PLC0415
+        # both import torch
+        if supervised:
+            from hpcrl.trainer.supervised.loop import train_supervised as train  # noqa: PLC0415
+        else:
+            from hpcrl.trainer.loop import train  # noqa: PLC0415
 
-    if context.run.recipe().sft is None:
-        train(context)
-    else:
-        train_supervised(context)
+    train(context)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,13 @@ def test_trainer_and_engine_have_the_bound_before_torch(unset: None, monkeypatch
         return 0
 
     monkeypatch.setitem(sys.modules, "hpcrl.trainer.loop", SimpleNamespace(train=note))
+    monkeypatch.setitem(sys.modules, "hpcrl.trainer.supervised.loop", SimpleNamespace(train_supervised=note))
     monkeypatch.setitem(sys.modules, "hpcrl.inference.embedded.serving.process", SimpleNamespace(main=note))
-    trainer.main(None)  # type: ignore[arg-type]
+    for sft in (None, object()):
+        run = SimpleNamespace(recipe=lambda sft=sft: SimpleNamespace(sft=sft))
+        trainer.main(SimpleNamespace(run=run))  # type: ignore[arg-type]
     server.main()
-    assert seen == [["16", "16"]] * 2
+    assert seen == [["16", "16"]] * 3
 
 
 def test_what_the_environment_says_is_left(unset: None, monkeypatch: pytest.MonkeyPatch) -> None:
