@@ -20,7 +20,6 @@ from hpcrl.errors import UsageError
 from hpcrl.models import load_arch
 from hpcrl.models.tokenizer import ChatTokenizer, Message
 from hpcrl.rollouts.environments.base import Tool, ToolCall, tool_message
-from hpcrl.rollouts.rendering.formats import formats_of, make_parser
 from hpcrl.rollouts.rendering.renderer import Renderer
 
 __all__ = ["check_chat"]
@@ -67,10 +66,6 @@ def check_chat(recipe: Recipe, model_dir: Path) -> dict[str, Any]:
     else:
         rendered = trial.render(renderer)
         trial.compare(rendered, renderer.stop_token_ids, tokenizer, size=load_arch(model_dir).vocab_size)
-        # code of one's own may read calls; nobody else does
-        own = any(isinstance(each, CustomEnv) for each in recipe.environments)
-        if own and chat.format == "auto" and renderer.format is None:
-            trial.notes += _why_text_alone(model_dir, tokenizer)
     return {"findings": trial.findings, "notes": trial.notes}
 
 
@@ -106,7 +101,8 @@ class _Trial:
             except ValueError as error:
                 if kind is CalculatorEnv:
                     self.find(key, f"{what}, as environment {names[0]!r} needs it: {error}", _OTHER_TEMPLATE)
-                else:
+                elif renderer.format is not None:
+                    # code of one's own may do it; of a model without calls nobody expects it
                     self.notes.append(f"{what}; rollouts of environment {names[0]!r} fail where they need it: {error}")
         return ids
 
@@ -151,18 +147,6 @@ _ATTEMPTS: tuple[tuple[str, type, Callable[[Renderer], list[int]]], ...] = (
     ("tools cannot be used", CustomEnv, _use_tool),
 )
 """What cannot be done, the environments that do it or may, and how it is tried."""
-
-
-def _why_text_alone(model_dir: Path, tokenizer: ChatTokenizer) -> list[str]:
-    """Return why a model of a known family has none of the formats of that family, as one sentence or none."""
-    reasons = []
-    for name in formats_of(model_dir):
-        try:
-            make_parser(name, tokenizer, {})
-        except UsageError as error:
-            reasons.append(str(error).partition("\n")[0].removeprefix(f"{_FORMAT} "))
-    alone = f"replies are text alone, without thinking and tool calls ({_FORMAT}: auto)"
-    return [f"{alone}: {'; '.join(reasons)}"] if reasons else []
 
 
 def main() -> None:
