@@ -58,10 +58,20 @@ def ends_with_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def without_interruption() -> Iterator[None]:
-    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block is over: a submission is whole or not there."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block is over: a submission is whole or not there.
+
+    Processes that the block starts inherit that they are blocked: Ctrl-C in a terminal is for all of its group. The
+    signal of a process that has threads may go to another one, from which Python takes it to the main thread.
+    """
+    held, came = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}, list[int]()
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {one: signal.signal(one, lambda number, _: came.append(number)) for one in held} if main else {}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
     finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in came[:1]:
+            signal.raise_signal(number)

@@ -66,7 +66,7 @@ def test_the_start_model_of_a_recipe(lab: Lab, tmp_path: Path) -> None:
 
 def test_what_is_interrupted_goes_on(lab: Lab) -> None:
     """Samples that were made are not made again."""
-    sizes = ("--samples", "10", "--prompts", "100", "--set", "rollouts.max_in_flight=4")
+    sizes = ("--samples", "10", "--prompts", "100", "--set", "rollouts.max_in_flight=8")
     lab.hpcrl("eval", "quickstart", "--set", f"model.path={lab.model}", *sizes, "--name", "cut", "--detach")
     run = RunDir(lab.runs_root / "cut")
     wait_for(lambda: len(finished(run)) > 20, 120 * patience(), "some samples")

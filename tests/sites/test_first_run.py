@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -251,17 +252,29 @@ def test_a_time_limit_that_is_swallowed_comes_again(monkeypatch: pytest.MonkeyPa
     assert swallowed
 
 
-def test_an_interruption_waits_for_the_end_of_a_submission() -> None:
-    done = []
+@pytest.mark.parametrize("threads", [0, 1])
+def test_an_interruption_waits_for_the_end_of_a_submission(threads: int) -> None:
+    """Also where the signal goes to another thread, in which it is not held back."""
+    done, end = [], threading.Event()
+    others = [threading.Thread(target=end.wait) for _ in range(threads)]
+    for other in others:
+        other.start()
 
     def submit() -> None:
         with without_interruption():
             os.kill(os.getpid(), signal.SIGINT)
+            # a child would die of what is not held back
+            held = subprocess.run(["grep", "SigBlk", "/proc/self/status"], capture_output=True, text=True, check=True)
+            assert int(held.stdout.split()[1], 16) >> (signal.SIGINT - 1) & 1
             done.append("submitted")
 
     with pytest.raises(KeyboardInterrupt):
         submit()
     assert done == ["submitted"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    end.set()
+    for other in others:
+        other.join()
 
 
 def test_outside_of_the_main_thread_there_is_no_limit(trial: Trial) -> None:
