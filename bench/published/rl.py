@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from hpcrl.config.load import load_recipe
 from hpcrl.models import load_facts
 from hpcrl.planning.times.distributions import LogNormal, quantiles_of
 from hpcrl.planning.times.lengths import Quantiles
@@ -13,10 +14,10 @@ from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.work import pack_rows
-from hpcrl.planning.times.workload import EnvironmentLoad, Workload
-from published.cases import Case, cannot, rates, weights
+from hpcrl.planning.times.workload import EnvironmentLoad, Workload, resolve_workload
+from published.cases import Case, calibration, cannot, rates, weights
 
-__all__ = ["NemoRun", "estimate", "rl_steps"]
+__all__ = ["NemoRun", "estimate", "rl_steps", "swe_step"]
 
 SOURCE = "NeMo-RL docs/about/performance-summary.md, one-off asynchronous GRPO on OpenMathInstruct-2, H100, BF16, v0.7"
 SPREAD = 0.5
@@ -105,6 +106,50 @@ def rl_steps() -> Iterator[Case]:
             "; ".join(filter(None, (REASONS.get(run.model, ""), f"earlier releases: {before} s"))),
             cannot=tuple(missing),
         )
+
+    yield swe_step()
+
+
+SWE_SOURCE = "NeMo-RL docs/about/performance-summary.md, asynchronous GRPO on software engineering, H100"
+SWE_UNKNOWN = (
+    "turns, seconds of tools and of test suites, and how the 128 GPUs are split are not published: ours are those of "
+    "the workload swe, half of the GPUs serving, engines of two"
+)
+
+
+def swe_step() -> Case:
+    """Their published step of software engineering: 37.5 tokens a second and GPU are 65 rollouts of the mean length."""
+    model, gpus, rollouts, tokens, most = "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 128, 64, 31_600.0, 131_072
+    facts, own = load_facts(model), rates("H100")
+    lengths = with_mean(tokens, most, 0.6)
+    (swe,) = resolve_workload(load_recipe("glm5_swe").value, calibration()).environments
+    load = replace(swe, tokens=lengths, prompt_tokens=min(swe.prompt_tokens, lengths.values[0]))
+    nodes = gpus // 16
+    shape = TrainerShape(
+        nodes=nodes, gpus_per_node=8, context_parallel=8, expert_parallel=8, micro_batch_tokens=most, recompute="full"
+    )
+    update_s = weights(model) * UPDATE
+    loop = steady_state(
+        LoopInputs(
+            rollouts_per_step=rollouts,
+            group_size=8,
+            max_in_flight=2 * rollouts,
+            max_off_policy_steps=1,
+            ready_batches=1,
+            trainer_s=trainer_step(facts, shape, TrainerBatch(rollouts, lengths), own).known_seconds + update_s,
+            handoff_s=update_s,
+            pause_s=update_s,
+            serve=ServingFleet(
+                facts,
+                Workload((load,)),
+                EngineShape(replicas=nodes * 4, nodes=1, gpus_per_node=2, tensor_parallel=2, max_num_seqs=256),
+                own,
+            ),
+        )
+    )
+    what = "Nemotron-3-Nano, 128 H100, software engineering"
+    missing = tuple(cannot("trainer", "tp"))
+    return Case("rl step", what, "s a step", 430.0, loop.step_s, SWE_SOURCE, SWE_UNKNOWN, cannot=missing)
 
 
 def estimate(run: NemoRun, spread: float = SPREAD) -> LoopEstimate:
