@@ -50,3 +50,21 @@ def test_recipe_of_the_readme_is_good(tmp_path: Path) -> None:
 def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_every_page_is_in_the_index_and_every_link_leads_somewhere() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#:]+)\)", index)
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {target for target in targets if "/" not in target} == pages
+    for target in targets:
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_what_agents_are_told_is_there() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:hpcrl|tests|bench|recipes|clusters|templates)/[\w./]*|[A-Z]+\.md)`", text):
+        assert (ROOT / name).exists(), name
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
