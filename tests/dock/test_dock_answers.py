@@ -408,6 +408,6 @@ def test_places_that_cannot_be_read_are_no_shard() -> None:
         payload_dir="/runs/r",
     )
     damaged = msgspec.msgpack.decode(encode_shard(shard))
-    damaged["rank"] = "one"
-    with pytest.raises(ValueError, match="not a batch shard: Expected `int`"):
+    damaged["location"] = 7
+    with pytest.raises(ValueError, match=r"not a batch shard: .*\$\.location"):
         decode_answer(msgspec.msgpack.encode(damaged))

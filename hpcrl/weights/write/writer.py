@@ -95,7 +95,7 @@ class FileWriter:
         if whole and not self._write_direct(file, offset, data[:whole]):
             whole = 0
         if whole < data.nbytes:
-            _pwrite(self._open(file, self._cached, 0), data[whole:], offset + whole)
+            _pwrite(self._open(file, self._cached), data[whole:], offset + whole)
         return chunks
 
     def sync(self) -> None:
@@ -113,7 +113,7 @@ class FileWriter:
             self._direct = False
         return self._direct
 
-    def _open(self, file: str, opened: dict[str, int], flags: int) -> int:
+    def _open(self, file: str, opened: dict[str, int], flags: int = 0) -> int:
         if file not in opened:
             opened[file] = os.open(self._directory / file, os.O_WRONLY | os.O_CLOEXEC | flags)
             self._stack.callback(os.close, opened[file])
