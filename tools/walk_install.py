@@ -49,10 +49,10 @@ def main() -> int:
         subprocess.run(["debootstrap", "--variant=minbase", arguments.suite, str(place), MIRROR], check=True)
     prepare(place)
     lines = commands(without_vllm=arguments.without_vllm)
-    script = place / "root/walk.sh"
+    script = place / "walk.sh"
     script.write_text(traced(lines), encoding="utf-8")
     began = time.monotonic()
-    code = enter(place, ["bash", "/root/walk.sh"])
+    code = enter(place, ["bash", "/walk.sh"])
     print(
         f"\n{'walked' if code == 0 else f'ended with code {code}'} after {time.monotonic() - began:.0f} s", flush=True
     )
