@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from hpcrl.runs.observe import RunView
     from hpcrl.runs.rundir import RunDir
 
-__all__ = ["FollowOption", "InJobOption", "exit_code", "follow_or_tell", "tell_what_failed"]
+__all__ = [
+    "FollowOption",
+    "InJobOption",
+    "NewNameOption",
+    "QueueAnywayOption",
+    "exit_code",
+    "follow_or_tell",
+    "tell_what_failed",
+]
 
 FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Show progress until the run has ended; Ctrl-C cancels the run.")
@@ -25,6 +33,13 @@ InJobOption = Annotated[
     typer.Option(
         "--in-job", help="Run inside of the allocation of this shell (salloc), not in a job of its own; no requeue."
     ),
+]
+
+
+NewNameOption = Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")]
+
+QueueAnywayOption = Annotated[
+    bool, typer.Option("--queue-anyway", help="Submit also what Slurm could not start as things are.")
 ]
 
 

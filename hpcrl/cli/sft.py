@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hpcrl.cli.following import FollowOption, InJobOption
+from hpcrl.cli.following import FollowOption, InJobOption, NewNameOption, QueueAnywayOption
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
 from hpcrl.cli.selection import RunsRootOption
 
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 def sft(
     recipe: RecipeArgument,
     cluster: ClusterOption = "local",
-    name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")] = None,
+    name: NewNameOption = None,
     overrides: SetOption = None,
     from_run: Annotated[
         str | None,
@@ -32,9 +32,7 @@ def sft(
         bool, typer.Option("--dry-run", help="Read the data, show the plan and the commands; change nothing.")
     ] = False,
     in_job: InJobOption = False,
-    queue_anyway: Annotated[
-        bool, typer.Option("--queue-anyway", help="Submit also what Slurm could not start as things are.")
-    ] = False,
+    queue_anyway: QueueAnywayOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start supervised training on conversations: a run of a recipe with a section `sft`.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.following import FollowOption, InJobOption, follow_or_tell
+from hpcrl.cli.following import FollowOption, InJobOption, NewNameOption, QueueAnywayOption, follow_or_tell
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
 from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunsRootOption, ask_slurm, profile_roots, runs_root
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 def submit(
     recipe: RecipeArgument,
     cluster: ClusterOption = "local",
-    name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")] = None,
+    name: NewNameOption = None,
     overrides: SetOption = None,
     from_run: Annotated[
         str | None,
@@ -39,9 +39,7 @@ def submit(
     follow: FollowOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the commands; change nothing.")] = False,
     in_job: InJobOption = False,
-    queue_anyway: Annotated[
-        bool, typer.Option("--queue-anyway", help="Submit also what Slurm could not start as things are.")
-    ] = False,
+    queue_anyway: QueueAnywayOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Start a run of a recipe.

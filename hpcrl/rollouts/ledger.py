@@ -27,7 +27,15 @@ from hpcrl.errors import CheckpointError
 from hpcrl.rollouts.environments.base import Outcome
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
 from hpcrl.rollouts.lent import LentRollouts
-from hpcrl.rollouts.records import Group, Rollout, SavedGroup, StoredRollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.records import (
+    Group,
+    Rollout,
+    SavedGroup,
+    StoredRollout,
+    decode_rollout,
+    encode_rollout,
+    finished_entry,
+)
 from hpcrl.rollouts.sampling.data_order import GroupTask
 from hpcrl.rollouts.saved_turns import SavedTurn, decode_turn, encode_turn
 from hpcrl.rollouts.unneeded import UnneededColumns
@@ -281,18 +289,13 @@ class RolloutLedger:
         about, arrays = encode_rollout(rollout)
 
         def entry(place: PayloadPlace) -> Entry:
-            return Finished(
+            return finished_entry(
+                rollout,
+                place,
                 group=task.index,
                 member=rollout.member,
                 environment=task.environment.name,
                 prompt_index=task.prompt_index,
-                reward=rollout.reward,
-                tokens=len(rollout.token_ids),
-                sampled_tokens=rollout.sampled_tokens,
-                first_version=rollout.first_version,
-                last_version=rollout.last_version,
-                ended_s=rollout.ended_s,
-                payload=place,
             )
 
         # a rollout whose group is cancelled now is written all the same, before the entry that drops it

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hpcrl.decoding import prepared
 from hpcrl.dock.assemble import routes_of
 from hpcrl.dock.columns import decode_columns
-from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.ledger.entries import Finished, PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "decode_record",
     "decode_rollout",
     "encode_rollout",
+    "finished_entry",
 ]
 
 
@@ -198,6 +199,25 @@ class _About(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     ended_s: float
     turns: list[Turn]
+
+
+def finished_entry(
+    rollout: Rollout, payload: PayloadPlace, *, group: int, member: int, environment: str, prompt_index: int
+) -> Finished:
+    """Return the ledger's entry of a finished rollout whose columns lie in ``payload``."""
+    return Finished(
+        group=group,
+        member=member,
+        environment=environment,
+        prompt_index=prompt_index,
+        reward=rollout.reward,
+        tokens=len(rollout.token_ids),
+        sampled_tokens=rollout.sampled_tokens,
+        first_version=rollout.first_version,
+        last_version=rollout.last_version,
+        ended_s=rollout.ended_s,
+        payload=payload,
+    )
 
 
 def encode_rollout(rollout: Rollout) -> tuple[bytes, dict[str, NDArray[Any]]]:

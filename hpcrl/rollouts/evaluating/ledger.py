@@ -7,12 +7,12 @@ import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hpcrl.dock.ledger.entries import Dropped, Entry, Finished, Kept, PayloadPlace, read_entries
+from hpcrl.dock.ledger.entries import Dropped, Entry, Kept, PayloadPlace, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay, State
 from hpcrl.errors import CheckpointError
-from hpcrl.rollouts.records import decode_rollout, encode_rollout
+from hpcrl.rollouts.records import decode_rollout, encode_rollout, finished_entry
 from hpcrl.rollouts.sampling.held_out import HeldOutRollout, HeldOutTask
 
 __all__ = ["SampleLedger"]
@@ -82,18 +82,13 @@ class SampleLedger:
             rollout = result.rollout
 
             def entry(place: PayloadPlace) -> Entry:
-                return Finished(
+                return finished_entry(
+                    rollout,
+                    place,
                     group=group,
                     member=task.sample,
                     environment=task.environment.name,
                     prompt_index=task.index,
-                    reward=rollout.reward,
-                    tokens=len(rollout.token_ids),
-                    sampled_tokens=rollout.sampled_tokens,
-                    first_version=rollout.first_version,
-                    last_version=rollout.last_version,
-                    ended_s=rollout.ended_s,
-                    payload=place,
                 )
 
             await asyncio.wrap_future(self._log.finish(*encode_rollout(rollout), entry))
