@@ -240,7 +240,7 @@ class Server:
     def ok(self, path: str, body: Any = None) -> Any:
         """The answer of a call that has to succeed."""
         status, answer = self.call(path, body)
-        assert status == 200, (path, status, answer)
+        assert status == 200, f"{path}: {status} {answer}; log:\n{self.log.read_text(errors='replace')[-20_000:]}"
         return answer
 
     def generate(self, token_ids: Sequence[int], *, request: dict[str, Any] | None = None, **sampling: Any) -> Any:

@@ -27,7 +27,7 @@ from hpcrl.weights.store import HandoffStore
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LAYERS = 2
-#: what stands in ``config.json``; heads of a size that vLLM has on CPUs
+#: what stands in ``config.json``; heads of 32, the smallest that vLLM has on every kind of CPU
 COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": LAYERS,
@@ -46,7 +46,8 @@ SPARSE: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**COMMON, "intermediate_size": 128},
-    "qwen2": {**COMMON, "intermediate_size": 128},
+    # its heads have no size of their own: hidden size / heads
+    "qwen2": {**COMMON, "hidden_size": 128, "intermediate_size": 128},
     "llama": {
         **COMMON,
         "intermediate_size": 128,
