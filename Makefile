@@ -1,5 +1,5 @@
 # The commands of the README are `make quickstart`, `make demo` and `make test`. Each target sets up all it needs.
-.PHONY: quickstart demo test suite test-long test-nightly test-mutants test-all lint style types format docs wheel clean
+.PHONY: quickstart demo test suite test-long test-oldest-torch test-nightly test-mutants test-all lint style types format docs wheel clean
 .DELETE_ON_ERROR:
 
 BIN := .venv/bin
@@ -56,6 +56,13 @@ test-long:
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" $(PYTEST) $(PARALLEL) -m "(campaign or vllm or triton) and not nightly" --part $(PART) $(LONG_FILES)
 
+# what calls torch, with the oldest one that pyproject.toml allows in place of the pinned one
+OLDEST_TORCH_TESTS = tests/modeling tests/inference/embedded $(addprefix tests/trainer/,batch memory parallel publish state step)
+test-oldest-torch: WORKERS = 3
+test-oldest-torch:
+	@python3 tools/bootstrap.py all dev --oldest-torch
+	@PYTHONPATH="$(CURDIR)/.oldest-torch" HPCRL_TEST_TORCH=2.11.0 $(PYTEST) $(PARALLEL) -m "not triton" $(OLDEST_TORCH_TESTS)
+
 # whole runs with real vLLM that lose engines, sides and nodes, and `make demo`: minutes each, so not in every continuous
 # integration
 test-nightly:
@@ -99,4 +106,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-vllm .triton .chat-templates .deepep .reasoning-gym .smollm2 dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .triton .oldest-torch .chat-templates .deepep .reasoning-gym .smollm2 dist build .mypy_cache .ruff_cache .pytest_cache

