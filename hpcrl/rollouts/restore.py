@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,16 +15,64 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError, PeerLostError
 from hpcrl.rollouts.batches.warehouse import make_warehouse
+from hpcrl.rollouts.environments import Environment
+from hpcrl.rollouts.files import RolloutFiles
 from hpcrl.rollouts.ledger import RestoredRollouts, RolloutLedger
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.runs.role import RoleContext, restore_path
 
-__all__ = ["open_ledger", "restored_state", "take_up"]
+__all__ = ["RestoredAttempt", "open_ledger", "restore_attempt", "restored_state", "take_up"]
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredAttempt:
+    """What an attempt begins with."""
+
+    state: OrchestratorState
+    """The checkpoint's, with what finished after it."""
+    order: DataOrder
+    files: RolloutFiles
+    ledger: RolloutLedger
+    restart: list[GroupTask]
+    """Groups that have to be started again."""
+    found: RestoredRollouts
+    """What the ledger has of these."""
+
+
+async def restore_attempt(
+    context: RoleContext,
+    recipe: Recipe,
+    environments: Sequence[Environment],
+    *,
+    closing: contextlib.AsyncExitStack,
+) -> RestoredAttempt:
+    """Restore the checkpoint that the trainer restores, and go on with what the ledger has after it.
+
+    Parameters
+    ----------
+    closing:
+        Gets the end of the ledger.
+
+    Raises
+    ------
+    HpcrlError
+        See `restored_state` and `open_ledger`.
+    OSError
+        The filesystem refused.
+    """
+    state = await restored_state(context, recipe)
+    order = DataOrder(recipe, environments)
+    # first the fence: an orchestrator of an older attempt that is late must not write into the ledger
+    files = await asyncio.to_thread(RolloutFiles.claim, context.run.rollouts_dir, context.attempt)
+    ledger = await asyncio.to_thread(open_ledger, context, recipe, state.step)
+    closing.push_async_callback(asyncio.to_thread, ledger.close)
+    state, restart, found = await take_up(ledger, state, order)
+    return RestoredAttempt(state=state, order=order, files=files, ledger=ledger, restart=restart, found=found)
 
 
 async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorState:

@@ -25,11 +25,14 @@ from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.wire import BatchShard
 from hpcrl.gate import Gate
 from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
+from hpcrl.rollouts.environments import Environment
 from hpcrl.rollouts.orchestrator import Orchestrator
+from hpcrl.rollouts.parts import OrchestratorParts
 from hpcrl.rollouts.process import first_error
 from hpcrl.rollouts.records import Group, Rollout, decode_rollout
+from hpcrl.rollouts.restore import RestoredAttempt, restore_attempt
 from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import Event, read_events
@@ -46,7 +49,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, *, lost_after_s: float) -> None:
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
     monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3 * patience())
     monkeypatch.setattr(weight_updates, "_RETRY_S", 0.02)
-    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: lost_after_s)
+    monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: lost_after_s)
 
 
 def make_recipe(model_dir: Path, **changes: Any) -> Recipe:
@@ -131,10 +134,10 @@ class Loop:
         entry = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
         step = None if entry is None else entry.step
         RestoreDecision(step=step, verified="content", seconds=0.0, skipped=[]).write(restore_path(run, self.attempt))
-        context = RoleContext(run, attempt=self.attempt, role="orchestrator", replica=0, rank=0)
-        self.orchestrator = Orchestrator(context)
+        self.context = RoleContext(run, attempt=self.attempt, role="orchestrator", replica=0, rank=0)
+        self.orchestrator = Orchestrator(self.context)
         # a machine that is busy for a while is not what these tests are about
-        self.client = DockClient(url, credentials=context.credentials, wait_timeout_s=60.0, connect_timeout_s=5.0)
+        self.client = DockClient(url, credentials=self.context.credentials, wait_timeout_s=60.0, connect_timeout_s=5.0)
         self.work: asyncio.Task[None] | None = None
         self._writer: HandoffWriter | None = None
 
@@ -163,9 +166,26 @@ class Loop:
             await asyncio.to_thread(publish, self._writer, version, model, tensors=1, shards=1, words=1)
         await self.ask("published", version)
 
+    @property
+    def parts(self) -> OrchestratorParts:
+        """Parts of the orchestrator; InvalidStateError before it is restored."""
+        return self.orchestrator._built.result()
+
+    @property
+    def environments(self) -> Sequence[Environment]:
+        return self.orchestrator._environments
+
+    def is_restored(self) -> bool:
+        return self.orchestrator._built.done()
+
+    async def restore(self) -> RestoredAttempt:
+        """Restore the attempt here, in place of the orchestrator."""
+        async with contextlib.AsyncExitStack() as closing:
+            return await restore_attempt(self.context, self.recipe, self.environments, closing=closing)
+
     def last_groups(self) -> list[Group]:
         """What the last batch was made from."""
-        taken = self.orchestrator._scheduler._taken.find(self.orchestrator._batch_server.step)
+        taken = self.parts.scheduler._taken.find(self.parts.batch_server.step)
         assert taken is not None
         return taken.groups
 
@@ -233,8 +253,8 @@ async def running(
         if publish is not None:
             await loop.publish(publish)
             # it reads its ledger first; tests look at its parts
-            work, restored = loop.work, loop.orchestrator._restored
-            await loop.until(lambda: restored.is_set() or work.done())
+            work = loop.work
+            await loop.until(lambda: loop.is_restored() or work.done())
         yield loop
     finally:
         loop.work.cancel()

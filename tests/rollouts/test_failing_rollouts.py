@@ -104,7 +104,7 @@ async def test_a_poisoned_rollout_of_an_earlier_version_is_asked_for_again(
     with monkeypatch.context() as before:
         before.setattr(scheduler, "checked_outcome", unchecked)
         async with running(run, StubEngine()) as loop:
-            await loop.until(lambda: loop.orchestrator._counters.finished >= 16)
+            await loop.until(lambda: loop.parts.counters.finished >= 16)
     entries = [entry for entry in read_entries(run.rollouts_dir / "ledger") if isinstance(entry, Finished)]
     assert any(entry.reward is None for entry in entries)
     assert len(entries) >= 16  # none hides those behind it

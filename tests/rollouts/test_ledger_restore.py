@@ -41,7 +41,7 @@ async def test_what_finished_after_the_checkpoint_is_used_and_not_asked_for_agai
         await loop.train(1, 2)
         await loop.checkpoint(2)
         await loop.train(3, 3)
-        scheduler = loop.orchestrator._scheduler
+        scheduler = loop.parts.scheduler
         await loop.until(lambda: scheduler.account.capacity <= 0 and scheduler.in_flight == 0)
         # of groups that start with the next version one member in four never ends: they are cut in the middle
         engine.request_s = lambda number: 30.0 if number % 4 == 0 else 0.0
@@ -54,10 +54,10 @@ async def test_what_finished_after_the_checkpoint_is_used_and_not_asked_for_agai
     assert len(undone) == 32
     run.start_attempt()
     async with running(run, StubEngine(), publish=2) as loop:
-        await loop.until(loop.orchestrator._restored.is_set)
-        parts, state = loop.orchestrator._found.parts, loop.orchestrator._state
+        await loop.until(loop.is_restored)
+        parts, state = loop.parts.restored.found.parts, loop.parts.restored.state
         assert undone <= {(g.index, r.member) for g in state.finished for r in g.rollouts}
-        assert not {task.index for task in loop.orchestrator._restart} & {group.index for group in state.finished}
+        assert not {task.index for task in loop.parts.restored.restart} & {group.index for group in state.finished}
         shards = await loop.train(3, 6)
         assert max(shard.stats.staleness_max for shard in shards) <= 3
     after = replay_of(run)
@@ -96,7 +96,7 @@ async def test_a_checkpoint_says_which_groups_had_finished_and_has_none_of_them(
     run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
     async with running(run, StubEngine()) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
+        await loop.until(lambda: loop.parts.scheduler.account.batch_ready)
         state = await loop.checkpoint(1)
     assert state.finished == []
     assert len(state.logged) >= 4
@@ -106,8 +106,8 @@ async def test_a_checkpoint_says_which_groups_had_finished_and_has_none_of_them(
         path.unlink()
     run.start_attempt()
     async with running(run, StubEngine(), publish=1) as loop:
-        await loop.until(loop.orchestrator._restored.is_set)
-        assert {each.index for each in state.logged} <= {task.index for task in loop.orchestrator._restart}
+        await loop.until(loop.is_restored)
+        assert {each.index for each in state.logged} <= {task.index for task in loop.parts.restored.restart}
         await loop.train(2, 3)
 
 
@@ -115,8 +115,8 @@ async def test_a_checkpoint_of_an_earlier_format_brings_its_rollouts_into_the_le
     run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
     async with running(run, StubEngine()) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
-        state = loop.orchestrator._batch_server.snapshot(1)
+        await loop.until(lambda: loop.parts.scheduler.account.batch_ready)
+        state = loop.parts.batch_server.snapshot(1)
     payload = run.rollouts_dir / "payload"
     saved = [
         SavedGroup(
@@ -134,8 +134,8 @@ async def test_a_checkpoint_of_an_earlier_format_brings_its_rollouts_into_the_le
         path.unlink()
     run.start_attempt()
     loop = Loop(run, [StubEngine()])
-    ledger = open_ledger(loop.orchestrator._context, loop.recipe, old.step)
-    went_on = (await take_up(ledger, old, DataOrder(loop.recipe, loop.orchestrator._environments)))[0]
+    ledger = open_ledger(loop.context, loop.recipe, old.step)
+    went_on = (await take_up(ledger, old, DataOrder(loop.recipe, loop.environments)))[0]
     assert [group.index for group in went_on.finished] == [group.index for group in state.finished]
     await asyncio.to_thread(ledger.close)
     had = {(group.index, rollout.member) for group in old.saved for rollout in group.rollouts}
@@ -148,7 +148,7 @@ async def test_columns_that_are_damaged_start_again_alone(tmp_path: Path) -> Non
     run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
     async with running(run, StubEngine()) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
+        await loop.until(lambda: loop.parts.scheduler.account.batch_ready)
         await loop.checkpoint(1)
     held = next(iter(replay_of(run).waiting().values()))[1]
     path = run.rollouts_dir / "payload" / held.entry.payload.file
@@ -159,8 +159,8 @@ async def test_columns_that_are_damaged_start_again_alone(tmp_path: Path) -> Non
     unknown.write_bytes(b"of a writer that was killed before its first entry")
     run.start_attempt()
     async with running(run, StubEngine(), publish=1) as loop:
-        await loop.until(loop.orchestrator._restored.is_set)
-        assert [r.member for r in loop.orchestrator._found.parts[held.id[0]].rollouts] == [0, 2, 3]
+        await loop.until(loop.is_restored)
+        assert [r.member for r in loop.parts.restored.found.parts[held.id[0]].rollouts] == [0, 2, 3]
         assert path.exists()
         assert not unknown.exists()
         await loop.train(2, 4)
@@ -174,8 +174,7 @@ async def test_columns_that_no_checkpoint_needs_are_removed(tmp_path: Path) -> N
     run = make_run(tmp_path, rollouts={"max_off_policy_steps": 1})
     payload = run.rollouts_dir / "payload"
     async with running(run, StubEngine()) as loop:
-        await loop.until(lambda: loop.orchestrator._ledger is not None)
-        loop.orchestrator._ledger._log._payload._file_bytes = 1  # type: ignore[union-attr]
+        loop.parts.restored.ledger._log._payload._file_bytes = 1
         await loop.train(1, 8)
         early = {path.name for path in payload.iterdir()}
         await loop.checkpoint(8)

@@ -49,7 +49,7 @@ async def test_a_batch_is_handed_out_again_until_the_next_is_asked_for(tmp_path:
     async with running(make_run(tmp_path, trainer={"ranks": 2}), StubEngine()) as loop:
         with pytest.raises(PeerLostError, match=r"409.*rank 0 of 1 asked; the run has 2 data-parallel ranks"):
             await loop.ask("batch", 1, rank=0, world_size=1)
-        assert loop.orchestrator._batch_server.step == 0
+        assert loop.parts.batch_server.step == 0
         first = await loop.ask("batch", 1, rank=0, world_size=2)
         other = await loop.ask("batch", 1, rank=1, world_size=2)
         again = await loop.ask("batch", 1, rank=0, world_size=2)
@@ -116,7 +116,7 @@ async def test_rollouts_that_can_no_longer_be_used_are_aborted(tmp_path: Path) -
         assert max(shard.stats.staleness_max for shard in shards) <= 1
         assert shards[-1].stats.rollouts["cancelled_stale"] == 2
         assert shards[-1].stats.rollouts["dropped_stale"] == 6
-        assert loop.orchestrator._scheduler.account.running >= 0
+        assert loop.parts.scheduler.account.running >= 0
 
 
 async def test_an_update_in_flight_gives_rollouts_of_two_versions_that_say_so(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ async def test_versions_are_found_without_being_told(tmp_path: Path) -> None:
         loop.store.path_of(90).mkdir()  # a copy that goes on, or was given up: no version
         publish(loop.store, 1, model_directory(tmp_path / "start"))
         await loop.until(lambda: stub.version == "1")
-        assert loop.orchestrator._updater.announced == 1
+        assert loop.parts.updater.announced == 1
 
 
 async def test_asking_for_a_batch_says_what_is_published(tmp_path: Path) -> None:

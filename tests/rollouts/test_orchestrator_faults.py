@@ -19,7 +19,7 @@ from stub_engine import StubEngine
 from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.errors import FencedError, HpcrlError, PeerLostError
-from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.role import restore_path
@@ -31,7 +31,7 @@ async def test_failed_requests_go_elsewhere(tmp_path: Path) -> None:
     async with running(make_run(tmp_path), *stubs) as loop:
         (shard, *_) = await loop.train(1, 2)
         assert shard.stats.rollouts["dropped_engine"] == 0
-        await loop.until(lambda: loop.orchestrator._counters.engine_retries == 3)
+        await loop.until(lambda: loop.parts.counters.engine_retries == 3)
 
 
 async def test_requests_time_out_and_rollouts_are_dropped_with_a_count(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ async def test_requests_time_out_and_rollouts_are_dropped_with_a_count(tmp_path:
     rollouts = {"request_timeout_s": 0.2, "max_retries": 0}
     async with running(make_run(tmp_path, rollouts=rollouts), stub) as loop:
         shard = await loop.batch(1)
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         await loop.until(lambda: counters.dropped_engine == 6)
         # four of the first group, two of the second: that one goes on with two members
         assert counters.dropped_group == 0
@@ -52,7 +52,7 @@ async def test_a_group_with_one_member_left_is_replaced(tmp_path: Path) -> None:
     stub.fail = 3
     async with running(make_run(tmp_path, rollouts={"max_retries": 0}), stub) as loop:
         shard = await loop.batch(1)
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert (counters.dropped_engine, counters.dropped_group) == (3, 1)
         assert len(rollouts_of(shard)) == 16
 
@@ -62,9 +62,9 @@ async def test_what_a_failed_rollout_had_goes_at_once(tmp_path: Path) -> None:
     stub = StubEngine()
     stub.fail, stub.request_s = 2, 1.0
     async with running(make_run(tmp_path, rollouts={"max_retries": 0}), stub) as loop:
-        await loop.until(lambda: loop.orchestrator._counters.dropped_engine == 2)
-        groups = loop.orchestrator._scheduler._running.values()
-        assert sum(len(group.members) for group in groups) == loop.orchestrator._scheduler.in_flight > 0
+        await loop.until(lambda: loop.parts.counters.dropped_engine == 2)
+        groups = loop.parts.scheduler._running.values()
+        assert sum(len(group.members) for group in groups) == loop.parts.scheduler.in_flight > 0
         for group in groups:
             assert len(group.conversations) <= len(group.members)
             assert len(group.keepers) <= len(group.members)
@@ -72,7 +72,7 @@ async def test_what_a_failed_rollout_had_goes_at_once(tmp_path: Path) -> None:
 
 async def test_an_engine_that_goes_away_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
-    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 0.3)
+    monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: 0.3)
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
         await loop.batch(1)
@@ -126,7 +126,7 @@ async def test_a_trainer_of_an_older_attempt_gets_nothing_and_changes_nothing(tm
             with pytest.raises(FencedError, match="attempt 2 of the run, the request to attempt 1"):
                 await asyncio.to_thread(ask)
         assert loop.orchestrator._finished is None
-        assert loop.orchestrator._updater.announced == 0
+        assert loop.parts.updater.announced == 0
         stranger = DockClient(loop.dock_url, wait_timeout_s=10.0, connect_timeout_s=5.0)
         with pytest.raises(PeerLostError, match="401"):
             await asyncio.to_thread(stranger.finish, 1)

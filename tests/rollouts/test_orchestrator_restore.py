@@ -99,8 +99,8 @@ async def test_snapshot_and_restore_lose_and_repeat_nothing(tmp_path: Path) -> N
         await loop.train(4, 5)  # the abandoned future
     run.start_attempt()
     async with running(run, StubEngine(), publish=3) as loop:
-        await loop.until(loop.orchestrator._restored.is_set)
-        restored = [group.index for group in loop.orchestrator._state.finished]
+        await loop.until(loop.is_restored)
+        restored = [group.index for group in loop.parts.restored.state.finished]
         second = await loop.train(4, 6)
         evaluated = [event.data["version"] for event in loop.events("evaluation")]
     assert all(same(a, b) for a, b in zip([*first, *second], whole, strict=True))
@@ -112,16 +112,16 @@ async def test_finished_rollouts_survive_in_asynchronous_runs(tmp_path: Path) ->
     run = make_run(tmp_path, rollouts={"max_off_policy_steps": 3})
     async with running(run, StubEngine()) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._scheduler.account.batch_ready)
+        await loop.until(lambda: loop.parts.scheduler.account.batch_ready)
         await loop.checkpoint(2)
         # asked for ahead of a second snapshot of the same step: the batch counts as not consumed
-        taken = [g.index for g in loop.orchestrator._scheduler.pending(2).finished][:4]
+        taken = [g.index for g in loop.parts.scheduler.pending(2).finished][:4]
         await loop.batch(3)
         await loop.checkpoint(2)
     run.start_attempt()
     async with running(run, StubEngine(), publish=2) as loop:
-        await loop.until(loop.orchestrator._restored.is_set)
-        state = loop.orchestrator._state
+        await loop.until(loop.is_restored)
+        state = loop.parts.restored.state
         finished = [group.index for group in state.finished]
         assert set(taken) <= set(finished)
         assert not set(finished) & set(state.restart)
@@ -166,5 +166,4 @@ async def test_the_orchestrator_restores_what_the_trainer_says(tmp_path: Path) -
     run.start_attempt()
     loop = Loop(run, [engine])
     RestoreDecision(step=1, verified="content", seconds=0.0, skipped=[]).write(restore_path(run, loop.attempt))
-    await loop.orchestrator._restore()
-    assert loop.orchestrator._state.step == 1
+    assert (await loop.restore()).state.step == 1

@@ -56,8 +56,7 @@ async def killed_in_the_middle(run: RunDir, requests: int = 80) -> AsyncIterator
     engine = StubEngine(answer=in_turns)
     engine.request_s = lambda number: 0.0 if number <= requests else 60.0
     async with running(run, engine) as loop:
-        scheduler, ledger = loop.orchestrator._scheduler, loop.orchestrator._ledger
-        assert ledger is not None
+        scheduler = loop.parts.scheduler
         await loop.until(lambda: engine.in_flight == scheduler.in_flight > 0 and engine.started > requests)
         yield loop
         await asyncio.to_thread(shutil.copytree, run.rollouts_dir, run.path / "then")
@@ -95,10 +94,10 @@ async def test_a_rollout_goes_on_with_the_next_turn(tmp_path: Path, tool: Callab
     assert verdict.turns == sum(map(len, saved.values()))
     engine = StubEngine(answer=in_turns)
     async with running(run, engine) as loop:
-        order = DataOrder(loop.recipe, loop.orchestrator._environments)
+        order = DataOrder(loop.recipe, loop.environments)
         await loop.train(1, 2)
-        await loop.until(lambda: not loop.orchestrator._scheduler.in_flight)
-        counters = loop.orchestrator._counters
+        await loop.until(lambda: not loop.parts.scheduler.in_flight)
+        counters = loop.parts.counters
         assert (counters.turns_recalled, counters.turns_given_up) == (verdict.turns, 0)
     asked = [request["sampling_params"]["seed"] for request in engine.requests]
     finished = finished_of(run)
@@ -131,7 +130,7 @@ async def test_what_ends_in_order_keeps_the_turn_that_nobody_has_followed_yet(
     monkeypatch.setattr(Sandbox, "run", hang)
     run = new_run(tmp_path)
     async with running(run, StubEngine(answer=in_turns)) as loop:
-        scheduler = loop.orchestrator._scheduler
+        scheduler = loop.parts.scheduler
         await loop.until(lambda: sum(bool(k._due) for r in scheduler._running.values() for k in r.keepers) >= 8)
         waiting = scheduler.in_flight
     assert {len(each.turns) for each in replay_of(run).unfinished.values()} == {1}
@@ -148,8 +147,8 @@ async def test_an_environment_that_says_something_else_goes_on_from_there(
     tool("13")
     async with running(run, StubEngine(answer=in_turns)) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: not loop.orchestrator._scheduler.in_flight)
-        counters = loop.orchestrator._counters
+        await loop.until(lambda: not loop.parts.scheduler.in_flight)
+        counters = loop.parts.counters
         # the first turn follows the prompt, which is the same
         assert counters.turns_recalled == len(saved)
         assert counters.turns_given_up == sum(len(turns) - 1 for turns in saved.values())
@@ -176,7 +175,7 @@ async def test_a_turn_that_is_damaged_is_sampled_again_with_those_behind_it(
     assert f"turn 1 of rollout {each.turns[0].group}/{each.turns[0].member} was saved, and cannot be read" in problem
     async with running(run, StubEngine(answer=in_turns)) as loop:
         await loop.train(1, 1)
-        assert loop.orchestrator._counters.turns_given_up == len(each.turns) - 1
+        assert loop.parts.counters.turns_given_up == len(each.turns) - 1
     assert not replay_of(run).problems
 
 
@@ -187,8 +186,7 @@ async def test_columns_of_turns_go_with_their_rollouts(tmp_path: Path, tool: Cal
     # the second turn of one of the first rollouts
     engine.request_s = lambda number: 60.0 if number == 50 else 0.0
     async with running(run, engine) as loop:
-        assert loop.orchestrator._ledger is not None
-        loop.orchestrator._ledger._log._payload._file_bytes = 1
+        loop.parts.restored.ledger._log._payload._file_bytes = 1
         await loop.train(1, 3)
     entries = list(read_entries(run.rollouts_dir / "ledger"))
     turns = {entry.payload.file for entry in entries if isinstance(entry, TurnSaved)}

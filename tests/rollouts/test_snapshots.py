@@ -286,7 +286,7 @@ async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environme
     stub.request_s = lambda number: 0.0 if number <= 40 else 30.0
     async with running(run, stub) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: len(loop.orchestrator._scheduler._running) >= 2)
+        await loop.until(lambda: len(loop.parts.scheduler._running) >= 2)
         state = await loop.checkpoint(2)
     had = {each.index: each.environment for each in state.dealt}
     assert had
@@ -298,15 +298,15 @@ async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environme
 
     change([{**TWO[1], "weight": 1e-9}, TWO[0]])
     again = Loop(run, [stub])
-    await again.orchestrator._restore()
-    assert {task.index: task.environment.name for task in again.orchestrator._restart} == had
+    restored = await again.restore()
+    assert {task.index: task.environment.name for task in restored.restart} == had
     # what was not dealt out yet follows the new weights
-    assert {again.orchestrator._order.task(state.next_index + i).environment.name for i in range(50)} == {"a"}
+    assert {restored.order.task(state.next_index + i).environment.name for i in range(50)} == {"a"}
     used = {*had.values(), *(group.environment for group in state.finished)}
     change([{"name": "c", "kind": "words"}])
     gone = Loop(run, [stub])
     with pytest.raises(CheckpointError, match=f"no longer has: '{min(used)}' .*\n    hint: keep them"):
-        await gone.orchestrator._restore()
+        await gone.restore()
 
 
 async def test_a_build_that_fails_ends_the_orchestrator_with_its_reason(

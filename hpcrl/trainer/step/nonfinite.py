@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from hpcrl.config.recipe import NonFiniteConfig
+from hpcrl.config.trainer import NonFiniteConfig
 from hpcrl.dock.wire import BatchShard, MicroBatch
 from hpcrl.errors import HpcrlError, RunFailedError
 from hpcrl.modeling.blocks import local_part

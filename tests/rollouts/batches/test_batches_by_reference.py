@@ -50,15 +50,14 @@ async def test_rollouts_of_trained_steps_leave_memory_and_the_rest_at_the_end(tm
         assert set(loop.client.sources) == {"node"}
         size, steps = loop.recipe.rollouts.rollouts_per_step, 8
         assert loop.client.sources["node"] == size * steps
-        assert loop.orchestrator._ledger is not None
-        warehouse = loop.orchestrator._ledger.warehouse
+        warehouse = loop.parts.restored.ledger.warehouse
         assert warehouse is not None
         await loop.ask("trained", 8)
         # what waits, or is read, of the steps that the bound of staleness allows
         assert warehouse.figures().blocks <= 3 * size
         assert 0 < warehouse.figures().held_bytes < 4096 * size * 5
         size = loop.recipe.rollouts.group_size
-        for running_group in loop.orchestrator._scheduler._running.values():
+        for running_group in loop.parts.scheduler._running.values():
             assert len(running_group.conversations) + len(running_group.rollouts) <= size
     assert list(memory.iterdir()) == []
 
@@ -73,8 +72,7 @@ async def test_ranks_train_from_a_pool_and_from_disk_while_it_is_lost(
         await loop.train(1, 3)
         size, sources = loop.recipe.rollouts.rollouts_per_step, loop.client.sources
         assert sources == {"pool": 3 * size}
-        assert loop.orchestrator._ledger is not None
-        warehouse = loop.orchestrator._ledger.warehouse
+        warehouse = loop.parts.restored.ledger.warehouse
         assert isinstance(warehouse, MooncakeWarehouse)
         assert warehouse.figures().blocks <= 3 * size
         first = warehouse.master.pid
@@ -170,7 +168,7 @@ async def test_where_memory_is_full_whole_batches_wait_alone_and_the_run_goes_on
     )
     async with running(run, StubEngine()) as loop:
         await loop.train(1, 1)
-        scheduler = loop.orchestrator._scheduler
+        scheduler = loop.parts.scheduler
         await loop.until(lambda: scheduler.account.batch_ready and scheduler.in_flight == 0)
         waiting = scheduler.account.waiting
         await asyncio.sleep(0.3)

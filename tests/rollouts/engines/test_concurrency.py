@@ -175,7 +175,7 @@ async def test_in_a_run_the_limit_follows_the_engines(tmp_path: Path, monkeypatc
     one.slots = two.slots = 8
     rollouts = {"max_in_flight": 64, "max_off_policy_steps": 100, "adaptive_concurrency": {"enabled": enabled}}
     async with running(make_run(tmp_path, rollouts=rollouts), one, two) as loop:
-        scheduler = loop.orchestrator._scheduler
+        scheduler = loop.parts.scheduler
         await loop.train(1, 20)
         cuts = loop.events("rollouts.limit_cut")
         if not enabled:
@@ -188,7 +188,7 @@ async def test_in_a_run_the_limit_follows_the_engines(tmp_path: Path, monkeypatc
         await loop.train(21, 30)
         assert one.most_in_flight + two.most_in_flight <= 40
         assert f"hpcrl_rollouts_in_flight_limit {scheduler.limit}" in loop.orchestrator.metrics()
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert counters.dropped_engine + counters.dropped_group + counters.dropped_environment == 0
 
 
@@ -200,6 +200,6 @@ async def test_staleness_stays_the_upper_bound(tmp_path: Path, monkeypatch: Any)
     stub.request_s = 0.05
     async with running(make_run(tmp_path, rollouts=rollouts), stub) as loop:
         shards = await loop.train(1, 5)
-        assert loop.orchestrator._scheduler.limit == 32  # (1 + 1) * rollouts_per_step
+        assert loop.parts.scheduler.limit == 32  # (1 + 1) * rollouts_per_step
         assert stub.most_in_flight <= 32
         assert max(shard.stats.staleness_max for shard in shards) <= 1

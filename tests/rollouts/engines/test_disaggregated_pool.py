@@ -78,7 +78,7 @@ def kinds(loop: Loop, kind: str) -> list[str]:
 
 
 def dropped(loop: Loop) -> int:
-    counters = loop.orchestrator._counters
+    counters = loop.parts.counters
     return counters.dropped_engine + counters.dropped_environment + counters.dropped_group
 
 
@@ -86,7 +86,7 @@ async def test_prompts_go_to_prefill_and_answers_come_from_decode(tmp_path: Path
     prefill, decode = StubEngine(), StubEngine()
     async with sided(tmp_path, prefill, decode) as (loop, _):
         await loop.train(1, 5)
-        await loop.until(lambda: loop.orchestrator._pool.version == 5)
+        await loop.until(lambda: loop.parts.pool.version == 5)
         assert dropped(loop) == 0
         updated = {event.data["engine"] for event in loop.events("engine.weights_updated")}
         assert updated == {"prefill-0", "decode-0"}
@@ -104,7 +104,7 @@ async def test_new_rollouts_wait_until_both_sides_serve_one_version(tmp_path: Pa
     prefill, decode = StubEngine(), StubEngine()
     async with sided(tmp_path, prefill, decode) as (loop, _):
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         prefill.update_s = 1.5
         decode.requests.clear()
         await loop.publish(3)
@@ -232,7 +232,7 @@ async def test_a_prefill_engine_that_waits_for_its_kv_to_be_fetched_takes_weight
         await loop.train(1, 2)
         prefill.slow_pause = True
         await loop.train(3, 5)
-        await loop.until(lambda: loop.orchestrator._pool.version == 5)
+        await loop.until(lambda: loop.parts.pool.version == 5)
         assert prefill.unpaused.is_set()
         assert kinds(loop, "engine.away") == []
         assert dropped(loop) == 0

@@ -13,7 +13,7 @@ from harness import Loop, impatient, make_run, running
 from stub_engine import StubEngine
 
 from hpcrl.errors import PeerLostError
-from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.telemetry.counters import Counters
@@ -33,7 +33,7 @@ def kinds(loop: Loop, kind: str) -> list[str]:
 
 
 def dropped(loop: Loop) -> int:
-    counters = loop.orchestrator._counters
+    counters = loop.parts.counters
     return counters.dropped_engine + counters.dropped_environment + counters.dropped_group
 
 
@@ -89,7 +89,7 @@ async def test_an_engine_that_was_replaced_unseen_is_found(tmp_path: Path, monke
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
         await loop.train(1, 3)
-        await loop.until(lambda: loop.orchestrator._pool.version == 3 and stub.in_flight == 0)
+        await loop.until(lambda: loop.parts.pool.version == 3 and stub.in_flight == 0)
         await stub.restart()
         await loop.train(4, 6)
         assert kinds(loop, "engine.away") == ["engine-0"]
@@ -127,14 +127,14 @@ async def test_an_engine_that_computes_with_wrong_weights_serves_nothing(tmp_pat
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: loop.orchestrator._pool.version == 1)
+        await loop.until(lambda: loop.parts.pool.version == 1)
         one.wrong_weights = True
         await loop.publish(2)
         await loop.until(lambda: Complaint.read_all(loop.run, loop.attempt))
         (complaint,) = Complaint.read_all(loop.run, loop.attempt)
         assert (complaint.role, complaint.replica, complaint.wrong_weights) == ("engine", 0, True)
         assert "other weights than those of version 2" in complaint.message
-        engine = loop.orchestrator._pool.engines[0]
+        engine = loop.parts.pool.engines[0]
         assert one.version == "2"
         assert engine.version == -1
         asked = len(one.requests)
@@ -156,8 +156,8 @@ async def test_a_share_that_hangs_is_no_engine_that_is_lost(tmp_path: Path, monk
     stub = StubEngine()
     async with running(make_run(tmp_path, handoff={"update_timeout_s": 1.0}), stub) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: loop.orchestrator._pool.version == 1)
-        engine = loop.orchestrator._pool.engines[0]
+        await loop.until(lambda: loop.parts.pool.version == 1)
+        engine = loop.parts.pool.engines[0]
         incarnation = engine.incarnation
         stub.reads.clear()
         await loop.publish(2)
@@ -174,7 +174,7 @@ async def test_the_run_goes_on_without_an_engine_that_cannot_read_what_another_c
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         one.torn = True
         # more steps than rollouts of version 2 may be used for
         await loop.train(3, 9)
@@ -204,7 +204,7 @@ async def test_an_engine_that_is_only_slower_is_no_engine_that_fails(tmp_path: P
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)
-        await loop.until(lambda: loop.orchestrator._pool.version == 1)
+        await loop.until(lambda: loop.parts.pool.version == 1)
         one.reads.clear()
         await loop.publish(2)
         await loop.until(lambda: two.version == "2")
@@ -220,7 +220,7 @@ async def test_an_engine_that_is_only_slower_is_no_engine_that_fails(tmp_path: P
 
 async def test_without_any_engine_the_run_ends(tmp_path: Path, monkeypatch: Any) -> None:
     # longer than a busy machine may keep all of this waiting
-    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 2.0)
+    monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: 2.0)
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)
@@ -240,7 +240,7 @@ async def test_an_engine_comes_back_during_an_exact_evaluation(tmp_path: Path) -
     async with running(make_run(tmp_path, trainer={"steps": 2}), stub) as loop:
         await loop.train(1, 2)
         finish = asyncio.create_task(loop.ask("finish", 2))
-        await loop.until(lambda: loop.orchestrator._evaluator.busy and stub.in_flight > 0)
+        await loop.until(lambda: loop.parts.evaluator.busy and stub.in_flight > 0)
         await stub.restart()
         await asyncio.wait_for(finish, 15.0)
         (evaluation,) = [event for event in loop.events("evaluation") if event.data["version"] == 2]
@@ -281,12 +281,12 @@ async def test_an_engine_that_loads_slowly_is_not_said_to_be_left_behind(tmp_pat
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         two.reads.clear()
         for version in (3, 4):
             await loop.publish(version)
             await loop.until(lambda version=version: one.version == str(version))
         assert two.version == "2"
         two.reads.set()
-        await loop.until(lambda: loop.orchestrator._pool.version == 4)
+        await loop.until(lambda: loop.parts.pool.version == 4)
         assert loop.events("engine.away") == []

@@ -45,7 +45,7 @@ async def test_one_that_left_gets_nothing_new_and_no_rollout_is_dropped(tmp_path
         count = len(two.requests)
         await loop.train(3, 6)
         assert len(two.requests) == count
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert counters.dropped_engine + counters.dropped_environment == 0
 
 

@@ -16,7 +16,7 @@ from harness import Loop, make_run, running
 from numpy.typing import NDArray
 from stub_engine import EOS, StubEngine, encode
 
-from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation, SamplingParams
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
@@ -36,7 +36,7 @@ def going_on(token_ids: list[int], seed: int) -> list[int]:
 def quick(monkeypatch: Any) -> Iterator[None]:
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
     monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
-    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 20.0)
+    monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: 20.0)
     return
 
 
@@ -65,7 +65,7 @@ async def test_tokens_of_a_lost_engine_are_kept_where_they_arrived(tmp_path: Pat
         before = two.sampled
         await one.stop()
         batch = await loop.batch(1)
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert answers(loop) == [[*ALPHABET, EOS]] * 8
         assert (counters.dropped_engine, counters.dropped_environment, counters.dropped_group) == (0, 0, 0)
         assert batch.stats.staleness_max == 0
@@ -88,7 +88,7 @@ async def test_an_engine_that_was_not_seen_with_its_weights_is_not_believed(tmp_
         await loop.until(lambda: one.in_flight >= 4 and one.sampled >= 4 * 20)
         await one.stop()
         await loop.batch(1)
-        assert loop.orchestrator._counters.tokens_kept == 0
+        assert loop.parts.counters.tokens_kept == 0
         assert answers(loop) == [[*ALPHABET, EOS]] * 8
 
 

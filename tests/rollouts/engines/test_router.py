@@ -63,7 +63,7 @@ def kinds(loop: Loop, kind: str) -> list[str]:
 
 
 def dropped(loop: Loop) -> int:
-    counters = loop.orchestrator._counters
+    counters = loop.parts.counters
     return counters.dropped_engine + counters.dropped_environment + counters.dropped_group
 
 
@@ -88,7 +88,7 @@ async def test_new_rollouts_wait_until_all_engines_serve_one_version(tmp_path: P
     one, two = StubEngine(), StubEngine()
     async with routed(tmp_path, router, one, two) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         two.update_s = 1.0
         one.requests.clear()
         await loop.publish(3)
@@ -106,7 +106,7 @@ async def test_an_engine_that_falls_behind_gets_nothing_until_it_caught_up(tmp_p
     one, two = StubEngine(), StubEngine()
     async with routed(tmp_path, router, one, two) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         two.skip = 3
         await loop.publish(3)
         await loop.until(lambda: kinds(loop, "router.engine_removed") == ["engine-1"])
@@ -145,7 +145,7 @@ async def test_tokens_that_arrived_through_the_router_are_kept(tmp_path: Path, r
         cut = one.in_flight
         await one.stop()
         await loop.batch(1)
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert counters.tokens_kept >= 8 * cut
         said = {tuple(r.token_ids[r.sampled == 1].tolist()) for r in loop.last_rollouts()}
         assert said == {(*ALPHABET, EOS)}
@@ -186,7 +186,7 @@ async def test_ranks_of_a_wide_replica_are_behind_the_router_all_or_none(tmp_pat
         await loop.train(1, 6)
         # groups go to each of them, as to an engine of its own
         assert all(len(server.requests) > 5 for server in (*wide, single))
-        await loop.until(lambda: loop.orchestrator._pool.version == 6)
+        await loop.until(lambda: loop.parts.pool.version == 6)
         await wide[1].stop()
         await loop.until(lambda: kinds(loop, "router.engine_removed") == ["engine-0"], 30.0)
         await loop.until(lambda: not any(rank.in_flight for rank in wide))
@@ -253,6 +253,6 @@ async def test_a_cancelled_rollout_is_aborted_in_its_engine(tmp_path: Path, rout
     async with routed(tmp_path, router, stub) as loop:
         stub.request_s = 60.0
         await loop.until(lambda: stub.in_flight == loop.recipe.rollouts.max_in_flight)
-        await loop.orchestrator._scheduler.drain()
+        await loop.parts.scheduler.drain()
         await loop.until(lambda: stub.in_flight == 0)
         assert stub.aborted > 0

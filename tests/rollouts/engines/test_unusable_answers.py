@@ -244,7 +244,7 @@ async def test_an_engine_that_answers_nonsense_costs_no_rollout_and_is_complaine
     async with running(run_of_known_model(tmp_path), good, broken) as loop:
         await loop.batch(1)
         await loop.until(lambda: "engine-1" in complaints(loop))
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert counters.unusable_answers >= 4
         assert (counters.dropped_engine, counters.dropped_environment, counters.dropped_group) == (0, 0, 0)
         said = complaints(loop)
@@ -264,7 +264,7 @@ async def test_an_engine_that_cuts_each_answer_short_is_complained_about(tmp_pat
     async with running(run_of_known_model(tmp_path), good, broken) as loop:
         await loop.batch(1)
         await loop.until(lambda: "engine-1" in complaints(loop))
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert counters.unusable_answers >= 4
         assert (counters.dropped_engine, counters.dropped_environment, counters.dropped_group) == (0, 0, 0)
         assert "ended before the answer did" in complaints(loop)["engine-1"]
@@ -282,7 +282,7 @@ async def test_a_fleet_that_recovers_from_nonsense_goes_on(tmp_path: Path, quick
     async with running(run_of_known_model(tmp_path), StubEngine(answer=at_first)) as loop:
         batch = await loop.batch(1)
         assert batch is not None
-        assert loop.orchestrator._counters.unusable_answers > 4
+        assert loop.parts.counters.unusable_answers > 4
 
 
 class Front(RouterClient):

@@ -55,7 +55,7 @@ def kinds(loop: Loop, kind: str) -> list[str]:
 
 
 def dropped(loop: Loop) -> int:
-    counters = loop.orchestrator._counters
+    counters = loop.parts.counters
     return counters.dropped_engine + counters.dropped_environment + counters.dropped_group
 
 
@@ -83,7 +83,7 @@ async def test_ranks_change_their_weights_together_with_requests_in_flight(tmp_p
     two[2].update_s = 0.3  # one rank reads slowly: the others go on generating until it has read
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 6)
-        await loop.until(lambda: loop.orchestrator._pool.version == 6)
+        await loop.until(lambda: loop.parts.pool.version == 6)
         assert dropped(loop) == 0
         assert {event.data["engine"] for event in loop.events("engine.weights_updated")} == {"engine-0", "engine-1"}
     assert violations(one, two) == []
@@ -103,11 +103,11 @@ async def test_no_rank_stops_for_a_version_that_one_of_them_could_not_read(tmp_p
     ranks = stub_replica()
     async with running(make_run(tmp_path), ranks) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         stops, starts = [stop_count(rank) for rank in ranks], ranks[0].calls.count("start_weight_update")
         ranks[1].bad_reads = 2
         await loop.publish(3)
-        await loop.until(lambda: loop.orchestrator._pool.version == 3)
+        await loop.until(lambda: loop.parts.pool.version == 3)
         # two attempts ended before the freeze, the third was the only one that felt like an update
         assert [stop_count(rank) for rank in ranks] == [count + 1 for count in stops]
         assert ranks[0].calls.count("start_weight_update") == starts + 3
@@ -122,10 +122,10 @@ async def test_a_replica_stays_frozen_until_all_ranks_have_the_version(tmp_path:
         rank.request_s, rank.token_s = 0.02, 0.005
     async with running(make_run(tmp_path), ranks) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         ranks[1].fail_exchanges = 2
         await loop.train(3, 5)
-        await loop.until(lambda: loop.orchestrator._pool.version == 5)
+        await loop.until(lambda: loop.parts.pool.version == 5)
         # after the two that failed nobody went on
         assert [stop_count(rank) - rank.calls.count("resume") for rank in ranks] == [2, 2]
         assert dropped(loop) == 0
@@ -190,7 +190,7 @@ async def test_a_rank_with_other_weights_makes_the_whole_replica_begin_anew(tmp_
     ranks, other = stub_replica(), StubEngine()
     async with running(make_run(tmp_path), ranks, other) as loop:
         await loop.train(1, 2)
-        await loop.until(lambda: loop.orchestrator._pool.version == 2)
+        await loop.until(lambda: loop.parts.pool.version == 2)
         ranks[1].version = "initial"
         await loop.until(lambda: kinds(loop, "engine.away") == ["engine-0"])
         assert "'initial'" in loop.events("engine.away")[0].data["why"]

@@ -347,8 +347,8 @@ async def test_a_run_survives_the_death_of_an_environment(tmp_path: Path) -> Non
         assert shards[-1].stats.reward_by_env == {"mine": 1.0}
         (lost,) = loop.events("environment.lost")
         assert lost.data == {"environment": "mine", "why": "was killed by SIGKILL"}
-        assert loop.orchestrator._counters.dropped_environment > 0
-        pids = [environment._child.pid for environment in hosted(loop.orchestrator._environments)]
+        assert loop.parts.counters.dropped_environment > 0
+        pids = [environment._child.pid for environment in hosted(loop.environments)]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

@@ -81,12 +81,12 @@ async def test_a_run_that_was_killed_makes_the_batches_of_one_that_was_not(tmp_p
     run = new_run(tmp_path / "killed", "deterministic", bound)
     async with running(run, jittered(7)) as loop:
         made = await steps_of(loop, 1, 2, 7)
-        pool = loop.orchestrator._pool
+        pool = loop.parts.pool
         await loop.until(lambda: pool.version == 2)
         await loop.checkpoint(2)
         made_again = await steps_of(loop, 3, 3, 7)
         # what weights sample that are about to be withdrawn
-        scheduler = loop.orchestrator._scheduler
+        scheduler = loop.parts.scheduler
         await loop.until(lambda: scheduler.account.version == 3 and scheduler._policy.used_up)
     run.start_attempt()
     async with running(run, jittered(9), publish=2) as loop:
@@ -104,7 +104,7 @@ async def test_weights_are_taken_one_after_the_other_when_their_rollouts_have_en
     async with running(run, engine) as loop:
         await steps_of(loop, 1, 4, 3)
         # the trainer is ahead by what it may be; engines took each version in its turn
-        await loop.until(lambda: loop.orchestrator._pool.version == 4)
+        await loop.until(lambda: loop.parts.pool.version == 4)
         requests = [each for each in engine.requests if each["sampling_params"]["temperature"]]
     served = [int(each["served"]) for each in requests]
     assert served == sorted(served), "an engine went on before a rollout of the version before had ended"

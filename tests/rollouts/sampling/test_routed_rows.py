@@ -22,7 +22,7 @@ from hpcrl.dock.columns import encode_columns
 from hpcrl.fs import write_json
 from hpcrl.inference.kept_rows import KeptRows
 from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts import orchestrator
+from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines import unusable
 from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError
@@ -361,7 +361,7 @@ async def test_no_row_is_lost_or_doubled_with_an_engine(
     """The whole orchestrator: batches have one row a token, of either engine, and none for a rollout's last one."""
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
     monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
-    monkeypatch.setattr(orchestrator, "engines_lost_after_s", lambda run: 20.0)
+    monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: 20.0)
     text = encode("abcdefghijklmnopqrstuvwxyz0123456789")
 
     def going_on(token_ids: list[int], seed: int) -> list[int]:
@@ -381,7 +381,7 @@ async def test_no_row_is_lost_or_doubled_with_an_engine(
         await loop.until(lambda: one.in_flight >= 4 and one.sampled >= 4 * 20)
         await one.stop()
         batch = await loop.batch(1)
-        assert loop.orchestrator._counters.tokens_kept > 0
+        assert loop.parts.counters.tokens_kept > 0
     shares = set()
     for micro in batch.micro_batches:
         if not len(micro.token_ids):

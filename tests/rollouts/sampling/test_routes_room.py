@@ -117,8 +117,8 @@ async def test_a_run_keeps_the_limit_and_goes_on(tmp_path: Path, caplog: pytest.
             await train(loop)
             # whole groups begin: of six places four are taken
             assert stub.most_in_flight == min(places, 4)
-            scheduler = loop.orchestrator._scheduler
-            shown = loop.orchestrator._gauges()["in_flight_limit"]
+            scheduler = loop.parts.scheduler
+            shown = loop.parts.gauges()["in_flight_limit"]
             assert shown == scheduler.places == max(places, 4) < scheduler.limit
             (event,) = loop.events("rollouts.routes_full")
             assert event.data["rollouts"] == places

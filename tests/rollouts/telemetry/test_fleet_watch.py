@@ -85,7 +85,7 @@ async def test_an_engine_that_takes_requests_and_samples_nothing_gets_no_more(tm
         one.hung = False
         await loop.train(5, 8)
         await loop.until(lambda: not engine(loop, 0).stuck and engine(loop, 0).version >= 4)
-        counters = loop.orchestrator._counters
+        counters = loop.parts.counters
         assert counters.dropped_engine + counters.dropped_environment + counters.dropped_group == 0
         assert counters.engine_retries >= held
 

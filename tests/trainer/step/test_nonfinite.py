@@ -9,7 +9,7 @@ import torch
 from test_loop import events, run_steps, train_ranks
 from trainer_testing import Rollouts, StubDock, make_recipe, run_ranks, start_attempt, write_model_dir, write_recipe
 
-from hpcrl.config.recipe import NonFiniteConfig
+from hpcrl.config.trainer import NonFiniteConfig
 from hpcrl.errors import RunFailedError
 from hpcrl.modeling.blocks import local_part
 from hpcrl.models.arch import load_arch
