@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,13 @@ VOCAB = 103
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
 
-def save_model(path: Path, config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
-    """A model of transformers with random weights of some size, saved as users publish theirs."""
+def save_model(
+    path: Path, config: dict[str, Any], seed: int = 0, spread: Mapping[str, float] | None = None
+) -> PreTrainedModel:
+    """A model of transformers with random weights of some size, saved as users publish theirs.
+
+    ``spread`` has the standard deviation of those whose names have a certain end.
+    """
     # a second, which every rank of a test that imports this module would take
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,9 +46,10 @@ def save_model(path: Path, config: dict[str, Any], seed: int = 0) -> PreTrainedM
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("inv_freq"):
                 continue
-            # biases of routers decide, so they must differ; norms must not be ones
-            centre = 1.0 if tensor.dim() == 1 and "bias" not in name else 0.0
-            tensor.normal_(centre, 0.15, generator=generator)
+            # biases of routers decide, so they must differ; norms must not be ones, or zeros where these are added to 1
+            centre = 1.0 if tensor.dim() == 1 and "bias" not in name and tensor.any() else 0.0
+            std = next((own for end, own in (spread or {}).items() if name.endswith(end)), 0.15)
+            tensor.normal_(centre, std, generator=generator)
     model.save_pretrained(path)
     return model.train()
 
@@ -94,9 +101,9 @@ def reference_gradients(model: PreTrainedModel, path: Path) -> dict[str, torch.T
     return found
 
 
-def assert_agreement(tmp_path: Path, config: dict[str, Any]) -> Decoder:
-    """Logits and every gradient are equal; returns our model."""
-    theirs = save_model(tmp_path / "model", dict(config))
+def assert_agreement(tmp_path: Path, config: dict[str, Any], spread: Mapping[str, float] | None = None) -> Decoder:
+    """Logits and every gradient are equal; returns our model. ``spread`` as in `save_model`."""
+    theirs = save_model(tmp_path / "model", dict(config), spread=spread)
     ours = load_ours(tmp_path / "model")
     sequences = token_ids()
     expected = torch.cat([theirs(input_ids=s[None]).logits[0] for s in sequences])

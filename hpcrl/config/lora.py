@@ -19,9 +19,9 @@ class LoraConfig(StrictModel):
     alpha: PositiveFloat = 32.0
     """The product of B and A counts ``alpha / rank`` times."""
     targets: list[LoraTarget] | None = None
-    """Which matrices have an adapter: ``attention`` (also Mamba-2's projections), ``mlp`` (of dense layers),
-    ``shared_experts``, ``experts`` (routed ones). Routers, indexers, embeddings and the head have none. None: all of
-    these that the model has."""
+    """Which matrices have an adapter: ``attention`` (also projections of Mamba-2 and the gated delta rule), ``mlp`` (of
+    dense layers), ``shared_experts``, ``experts`` (routed ones). Routers, indexers, embeddings and the head have none.
+    None: all of these that the model has."""
     experts: Literal["per_expert", "shared_outer"] = "per_expert"
     """Routed experts: ``per_expert`` gives each its own A and B; in ``shared_outer`` all experts of a layer have the A
     of gate and up in common, and the B of down. Neither depends on ``parallelism.ep``."""

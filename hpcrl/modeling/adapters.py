@@ -23,6 +23,7 @@ from hpcrl.modeling.blocks import local_block, local_part
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import HfAdapter, Region, adapter_parameters
 from hpcrl.modeling.layers.attention import GroupedQueryAttention
+from hpcrl.modeling.layers.delta_net import GatedDeltaMixer
 from hpcrl.modeling.layers.low_rank import AdaptedLinear, GroupedAdapter
 from hpcrl.modeling.layers.mamba import Mamba2
 from hpcrl.modeling.layers.mla import LatentAttention
@@ -59,7 +60,7 @@ def adapt(model: Decoder, config: AdapterSettings) -> None:
 
 def _target_of(model: Decoder, parent: nn.Module) -> str | None:
     """What linear layers of a module are called in ``trainer.lora.targets``, outside of sparse layers."""
-    if isinstance(parent, GroupedQueryAttention | LatentAttention | Mamba2):
+    if isinstance(parent, GroupedQueryAttention | LatentAttention | Mamba2 | GatedDeltaMixer):
         return "attention"
     return "mlp" if isinstance(parent, GatedMLP | SquaredMLP) and not _is_shared(model, parent) else None
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.delta_rule import DeltaRule
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
 from hpcrl.modeling.state_space import Scan
 
@@ -142,6 +143,10 @@ class RecurrenceFn(Protocol):
 
     def scan(self, layer: int, parts: Scan, chunk_size: int) -> Tensor:
         """`hpcrl.modeling.state_space.scan`: ``[T, heads, head_dim]`` float32."""
+        ...
+
+    def delta_rule(self, layer: int, parts: DeltaRule) -> Tensor:
+        """`hpcrl.modeling.delta_rule.delta_rule`: ``[T, heads, value_dim]`` float32."""
         ...
 
 

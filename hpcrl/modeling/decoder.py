@@ -18,7 +18,7 @@ from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.modeling.host_memory import empty_in_host_memory
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.layers.norm import RMSNorm
+from hpcrl.modeling.layers.norm import ZeroCentredRMSNorm, norm_of
 from hpcrl.modeling.rope import RotaryTables, rotary_tables
 from hpcrl.models.arch import ModelArch
 
@@ -59,16 +59,18 @@ class DecoderLayer(nn.Module):
 class Block(DecoderLayer):
     """One decoder layer: a mixer of tokens, then a feed-forward block, each behind a norm and with a residual."""
 
-    def __init__(self, arch: ModelArch, self_attn: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, arch: ModelArch, mixer: nn.Module, mlp: nn.Module, *, name: str = "self_attn") -> None:
+        """Put the parts together; ``name`` is that of the mixer."""
         super().__init__()
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.input_layernorm = norm_of(arch, arch.hidden_size)
+        self.mixer_name = name
+        self.add_module(name, mixer)
+        self.post_attention_layernorm = norm_of(arch, arch.hidden_size)
         self.mlp = mlp
 
     def compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
         """See `DecoderLayer`."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context)
+        x = x + self.get_submodule(self.mixer_name)(self.input_layernorm(x), rotary, context)
         normed = self.post_attention_layernorm(x)
         x = x + (self.mlp(normed, context) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))
         return x  # noqa: RET504 - gives the sum its type
@@ -107,7 +109,7 @@ class Decoder(nn.Module):
         embeddings = torch.empty(arch.vocab_size, arch.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(block(i) for i in range(arch.num_hidden_layers))
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.norm = norm_of(arch, arch.hidden_size)
         self.lm_head = Head(arch)
         self.tie_weights()
 
@@ -161,7 +163,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Normal weights of ``std``; projections back into the residual stream are scaled by depth. Biases are 0."""
+        """Normal weights of ``std``; projections back into the residual stream are scaled by depth. Biases are 0.
+
+        Norms multiply with 1."""
         residual_std = std / (2 * self.arch.num_hidden_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -171,5 +175,8 @@ class Decoder(nn.Module):
             else:
                 back = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight"))
                 parameter.normal_(0.0, residual_std if back else std, generator=generator)
+        for module in self.modules():
+            if isinstance(module, ZeroCentredRMSNorm):
+                module.weight.zero_()
         for buffer in self.buffers():
             buffer.zero_()

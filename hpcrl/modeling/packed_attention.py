@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.context import BatchContext, IndexQuery, RoutedExpertsRecorder
+from hpcrl.modeling.delta_rule import DeltaRule, delta_rule
 from hpcrl.modeling.kernels.attend import attend
 from hpcrl.modeling.kernels.kernel import QKV, Segments
 from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
@@ -92,6 +93,10 @@ class PackedAttention:
     def scan(self, layer: int, parts: Scan, chunk_size: int) -> Tensor:
         """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""
         return scan(parts, self.starts, chunk_size)[0]
+
+    def delta_rule(self, layer: int, parts: DeltaRule) -> Tensor:
+        """See `RecurrenceFn`; ``layer`` is not used because nothing is kept."""
+        return delta_rule(parts, self.starts)[0]
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """What a forward pass over these sequences needs.

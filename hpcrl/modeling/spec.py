@@ -16,6 +16,12 @@ from torch import nn
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
 from hpcrl.modeling.families.dense import dense_block
+from hpcrl.modeling.families.gated_delta import (
+    SharedExpertNames,
+    qwen3_5_block,
+    qwen3_5_moe_block,
+    qwen3_next_block,
+)
 from hpcrl.modeling.families.gpt_oss import FusedNames, gpt_oss_block
 from hpcrl.modeling.families.minimax import MixtralNames, minimax_m2_block
 from hpcrl.modeling.families.nemotron import BackboneNames, nemotron_h_block
@@ -34,6 +40,9 @@ from hpcrl.models.arch import (
     Qwen2Arch,
     Qwen3Arch,
     Qwen3MoeArch,
+    Qwen3NextArch,
+    Qwen35Arch,
+    Qwen35MoeArch,
 )
 
 if TYPE_CHECKING:
@@ -116,6 +125,9 @@ SPECS: tuple[ModelSpec, ...] = (
     ModelSpec(Qwen2Arch, dense_block),
     ModelSpec(Qwen3Arch, dense_block),
     ModelSpec(Qwen3MoeArch, qwen3_moe_block),
+    ModelSpec(Qwen3NextArch, qwen3_next_block, SharedExpertNames),
+    ModelSpec(Qwen35Arch, qwen3_5_block),
+    ModelSpec(Qwen35MoeArch, qwen3_5_moe_block, SharedExpertNames),
 )
 """All families that can be run."""
 

@@ -8,21 +8,20 @@ time, and again for the backward pass: nothing with an element for every pair of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from hpcrl.modeling.sequence_chunks import computed_again, sequence_chunks
 from hpcrl.modeling.sums import running_sums
 from hpcrl.modeling.transfer import kept_for_layers, to_device
 
 __all__ = ["Scan", "convolve", "scan"]
 
-T = TypeVar("T")
 _CHUNK_BYTES = 64 << 20
 """About the memory that chunks take for a moment."""
 
@@ -108,68 +107,22 @@ def scan(parts: Scan, starts: Sequence[int], chunk_size: int, before: Tensor | N
     tuple
         ``[T, heads, head_dim]`` float32, and the states after the last tokens, as ``before``.
     """
-    chunks = _chunks(tuple(starts), chunk_size, parts.values.device)
+    chunks = sequence_chunks(tuple(starts), chunk_size, parts.values.device)
     heads, dim = parts.values.shape[1:]
-    shape = chunks.tokens.shape
-
-    def cut(x: Tensor) -> Tensor:
-        return x[chunks.tokens.flatten()].view(*shape, *x.shape[1:])
-
+    shape, cut = chunks.tokens.shape, chunks.cut
     # a step of 0 neither decays the state nor adds to it
     steps = cut(parts.steps) * chunks.real[..., None]
     cut_parts = Scan(cut(parts.values), steps, parts.decay, cut(parts.keys), cut(parts.queries))
     # at a time: decays and products of all pairs of a chunk, for each head
     together = max(1, _CHUNK_BYTES // (12 * heads * shape[1] * max(shape[1], parts.keys.shape[2])))
     pieces = _split(cut_parts, together)
-    made = [_computed_again(_written, piece) for piece in pieces]
+    made = [computed_again(_written, piece) for piece in pieces]
     written, kept = torch.cat([w for w, _ in made]), torch.cat([k for _, k in made])
     state = written.new_zeros(len(starts) - 1, heads, dim, parts.keys.shape[2]) if before is None else before
     entering, after = _states(state[chunks.order], written, kept, chunks.counts)
     each = torch.split(entering, together)
-    y = torch.cat([_computed_again(_read, piece, states) for piece, states in zip(pieces, each, strict=True)])
+    y = torch.cat([computed_again(_read, piece, states) for piece, states in zip(pieces, each, strict=True)])
     return y.flatten(0, 1)[chunks.places], after[chunks.back]
-
-
-class _Chunks(NamedTuple):
-    """Tokens of packed sequences in chunks: first chunks of all sequences, longer ones first, then second ones, …
-
-    Attributes
-    ----------
-    counts:
-        How many sequences have a first chunk, a second one, ….
-    order, back:
-        ``[n]``: sequences by falling number of chunks, and where each sequence is among these.
-    tokens, real:
-        ``[chunks, size]``: tokens of each chunk, and which of them are no padding.
-    places:
-        ``[T]``: where each token is among those of all chunks.
-    """
-
-    counts: list[int]
-    order: Tensor
-    back: Tensor
-    tokens: Tensor
-    real: Tensor
-    places: Tensor
-
-
-@kept_for_layers(2)
-def _chunks(starts: tuple[int, ...], chunk_size: int, device: torch.device) -> _Chunks:
-    bounds = np.asarray(starts)
-    lengths = np.diff(bounds)
-    size = min(chunk_size, int(lengths.max(initial=1)))
-    numbers = -(-lengths // size)
-    order = np.argsort(-numbers, kind="stable")
-    counts = [int((numbers > rank).sum()) for rank in range(int(numbers.max(initial=0)))]
-    sequence = np.concatenate([order[:count] for count in counts])
-    rank = np.repeat(np.arange(len(counts)), counts)
-    wanted = (bounds[sequence] + rank * size)[:, None] + np.arange(size)
-    ends = bounds[sequence + 1][:, None]
-    real = wanted < ends
-    places = np.empty(int(bounds[-1]), np.int64)
-    places[wanted[real]] = np.flatnonzero(real)
-    on_host = (order, np.argsort(order), np.minimum(wanted, ends - 1), real, places)
-    return _Chunks(counts, *to_device([torch.from_numpy(numbers) for numbers in on_host], device))
 
 
 def _split(parts: Scan, together: int) -> list[Scan]:
@@ -178,14 +131,6 @@ def _split(parts: Scan, together: int) -> list[Scan]:
         torch.split(part, together) for part in (parts.values, parts.steps, parts.keys, parts.queries)
     )
     return [Scan(v, s, parts.decay, k, q) for v, s, k, q in zip(values, steps, keys, queries, strict=True)]
-
-
-def _computed_again(function: Callable[..., T], *arguments: object) -> T:
-    """The result, of which nothing that was computed on the way is kept for the backward pass."""
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    made: T = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return made
 
 
 def _written(parts: Scan) -> tuple[Tensor, Tensor]:

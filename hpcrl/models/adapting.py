@@ -36,7 +36,7 @@ class AdapterSettings(Protocol):
 
 
 TARGET_PARTS: dict[str, tuple[Part, ...]] = {
-    "attention": (Part.ATTENTION, Part.MAMBA),
+    "attention": (Part.ATTENTION, Part.MAMBA, Part.LINEAR_ATTENTION),
     "mlp": (Part.DENSE_MLP,),
     "shared_experts": (Part.SHARED_EXPERT,),
     "experts": (Part.EXPERT,),

@@ -19,6 +19,15 @@ _SIGMOID |= {"attention_bias": False, "tie_word_embeddings": False}
 _DEEPSEEK = {**_SIGMOID, "rms_norm_eps": 1e-6, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 _DEEPSEEK |= {"first_k_dense_replace": 3, "q_lora_rank": 1536}
 _INDEXER = {"index_topk": 2048, "index_head_dim": 128}
+_DELTA = {
+    **_GROUPED,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _NEMOTRON = {
     "attention_bias": False,
     "tie_word_embeddings": False,
@@ -67,12 +76,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "use_sliding_window": False,
         },
         "qwen3_next": {
-            **_GROUPED,
+            **_DELTA,
             "num_key_value_heads": 2,
-            "head_dim": 256,
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
+            "intermediate_size": 5632,
         },
+        "qwen3_5_text": {**_DELTA, "num_key_value_heads": 4},
+        "qwen3_5_moe_text": {**_DELTA, "num_key_value_heads": 2},
         "deepseek_v3": {**_DEEPSEEK, "rope_interleave": True},
         "kimi_k2": {**_DEEPSEEK, "rope_interleave": True},
         "deepseek_v32": {**_DEEPSEEK, **_INDEXER, "index_n_heads": 64, "mlp_bias": False},
@@ -144,6 +155,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "qwen3_moe": {"num_local_experts": "num_experts"},
+        **{key: {"mtp_num_hidden_layers": "num_nextn_predict_layers"} for key in ("qwen3_5_text", "qwen3_5_moe_text")},
         **{key: {"num_experts": "num_local_experts"} for key in ("gpt_oss", "minimax_m2", "mixtral")},
         **{
             key: {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}

@@ -80,13 +80,15 @@ _FLAGS = (
     *("norm_topk_prob", "rope_interleave", "use_sliding_window", "is_encoder_decoder"),
 )
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+#: families with the gated delta rule, whose heads have a width of their own where a config says none
+_DELTA = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 #: kinds of attention that the readers of families know, by ``layer_types``; full attention alone where none is named
 _ATTENTION = {
     "deepseek_v32": {"full_attention", "indexed_attention"},
     "glm_moe_dsa": {"full_attention", "indexed_attention"},
     "gpt_oss": {"full_attention", "sliding_attention"},
     "llama4_text": {"full_attention", "chunked_attention"},
-    "qwen3_next": {"full_attention", "linear_attention"},
+    **dict.fromkeys(_DELTA, {"full_attention", "linear_attention"}),
 }
 #: families whose reader looks at ``layer_types`` itself
 _HYBRID = frozenset({"nemotron_h"})
@@ -191,7 +193,8 @@ def _attention(config: Config) -> Iterator[str]:
     if heads % groups:
         yield f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups})"
     latent, width = "kv_lora_rank" in config, config.get("hidden_size", heads)
-    if not latent and "head_dim" not in config and width % heads:
+    divided = "head_dim" not in config and config.get("model_type") not in _DELTA
+    if not latent and divided and width % heads:
         yield f"hidden_size ({width}) is no multiple of num_attention_heads ({heads}), and there is no head_dim"
     if config.get("model_type") in _HYBRID:
         return

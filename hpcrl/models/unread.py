@@ -53,13 +53,8 @@ _FAMILY: Mapping[str, frozenset[str]] = {
     "minimax_m2": frozenset({"rotary_dim", "num_mtp_modules", "use_mtp", "attention_bias", "router_jitter_noise"}),
     "mixtral": frozenset({"num_local_experts", "num_experts_per_tok", "head_dim", "sliding_window"}),
     "nemotron_h": frozenset({"hybrid_override_pattern", "mtp_hybrid_override_pattern", "sliding_window"}),
-    "qwen3_next": frozenset(
-        {
-            *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
-            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-            *("linear_conv_kernel_dim", "mamba_ssm_dtype", "full_attention_interval", "mlp_only_layers"),
-            "num_nextn_predict_layers",
-        }
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), frozenset({"full_attention_interval", "attn_output_gate"})
     ),
 }
 """By readers of one family, beside its defaults and the fields of its architecture."""
@@ -133,10 +128,16 @@ _OF_FAMILY: Mapping[str, frozenset[str]] = {
         {"attn_scale", "attn_temperature_tuning", "floor_scale", "use_qk_norm", "for_llm_compressor"}
     )
     | {"router_jitter_noise"},
-    "qwen3_next": frozenset({"partial_rotary_factor", "max_window_layers"}),
+    "qwen3_next": frozenset({"sliding_window", "max_window_layers"}),
+    # sections of positions in pictures; those of text are equal
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_5_text"),
+        frozenset({"mrope_section", "mrope_interleaved", "mtp_use_dedicated_embeddings"}),
+    ),
 }
 _OF_FAMILY_WITH_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "llama": {"rope_interleaved": (False,)},
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {"mlp_only_layers": ([],)}),
     "minimax_m2": {"mtp_transformer_layers": (1,)},
     "qwen2": {"use_mrope": (False,)},
     "nemotron_h": {

@@ -31,7 +31,7 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
-from hpcrl.models.arch import GlmMoeDsaArch, GptOssArch, ModelArch, NemotronHArch, Qwen3MoeArch
+from hpcrl.models.arch import GlmMoeDsaArch, GptOssArch, ModelArch, NemotronHArch, Qwen3MoeArch, Qwen3NextArch
 from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.supervisor.process.guard import end_processes
 from hpcrl.supervisor.process.leftovers import Scratch
@@ -77,6 +77,30 @@ def tiny_nemotron_arch() -> ModelArch:
         n_groups=2,
         ssm_state_size=8,
         chunk_size=8,
+        max_position_embeddings=256,
+    )
+
+
+def tiny_qwen3_next_arch() -> ModelArch:
+    return Qwen3NextArch(
+        vocab_size=103,
+        hidden_size=32,
+        num_hidden_layers=3,
+        layer_types=("linear_attention", "full_attention", "linear_attention"),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        partial_rotary_factor=0.5,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=(2,),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
         max_position_embeddings=256,
     )
 

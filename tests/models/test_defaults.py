@@ -37,7 +37,7 @@ COMMON = {
 }
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 EXPERTS = {
-    "qwen3_moe": "num_experts",
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "num_experts"),
     "gpt_oss": "num_local_experts",
     "minimax_m2": "num_local_experts",
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm_moe_dsa", "nemotron_h"), "n_routed_experts"),
@@ -60,7 +60,9 @@ def small(kind: str) -> dict[str, Any]:
         }
         config |= {"hybrid_override_pattern": "M*E-"}
         del config["sliding_window"]
-    if kind in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+    if kind in ("qwen3_next", "qwen3_5_moe_text"):
+        config["shared_expert_intermediate_size"] = 16
+    if kind in ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         del config["sliding_window"]
     return config
 

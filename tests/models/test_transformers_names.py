@@ -106,6 +106,12 @@ def _llama4(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _shared_moe(rng: random.Random) -> dict[str, Any]:
+    sizes = {**_moe(rng), "num_experts": 4, "shared_expert_intermediate_size": rng.choice((6, 10))}
+    del sizes["intermediate_size"]
+    return sizes
+
+
 def _qwen3_next(rng: random.Random) -> dict[str, Any]:
     return {
         **_gqa(rng),
@@ -114,6 +120,12 @@ def _qwen3_next(rng: random.Random) -> dict[str, Any]:
         "shared_expert_intermediate_size": rng.choice((6, 10)),
         "decoder_sparse_step": rng.choice((1, 2)),
         "mlp_only_layers": rng.choice(([], [1])),
+        **_delta(rng),
+    }
+
+
+def _delta(rng: random.Random) -> dict[str, Any]:
+    return {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": rng.choice((2, 4)),
         "linear_key_head_dim": rng.choice((4, 8)),
@@ -174,8 +186,14 @@ FAMILIES = {
     "gpt_oss": ("GptOss", lambda rng: {**_gqa(rng), **_fused(rng), "sliding_window": 8}),
     "llama4_text": ("Llama4", _llama4),
     "qwen3_next": ("Qwen3Next", _qwen3_next),
+    "qwen3_5_text": ("Qwen3_5", lambda rng: {**_gqa(rng), **_delta(rng), "intermediate_size": 24}),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", lambda rng: {**_gqa(rng), **_delta(rng), **_shared_moe(rng)}),
 }
-CONFIGS = {"llama4_text": "Llama4TextConfig"}
+CONFIGS = {
+    "llama4_text": "Llama4TextConfig",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+}
 
 
 def _transformers() -> Any:

@@ -48,6 +48,7 @@ CASES = [
     ("glm4_moe", {"ep": 2}, LORA, {"optimizer_offload": True}),
     ("glm_moe_dsa", {"cp": 2, "ep": 2}, LORA, {"parameter_offload": True}),
     ("nemotron_h", {"dp_replicate": 2}, SHARED, {}),
+    ("qwen3_next", {"ep": 2}, LORA, {"activation_checkpointing": "full"}),
 ]
 
 

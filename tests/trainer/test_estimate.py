@@ -53,6 +53,14 @@ SIZES: dict[str, Any] = {
     "sliding_window": 4096,
     "moe_latent_size": 128,
     "moe_shared_expert_intermediate_size": 320,
+    "shared_expert_intermediate_size": 320,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 48,
+    # the planner counts tables of whole heads
+    "partial_rotary_factor": 1.0,
+    "layer_types": ("linear_attention", "full_attention"),
     "mamba_num_heads": 8,
     "mamba_head_dim": 32,
     "n_groups": 4,
@@ -85,6 +93,9 @@ def sizes_of(family: type[ModelArch], **changed: Any) -> ModelArch:
     if "layers_block_type" in known:
         changed["num_hidden_layers"] = max(changed.get("num_hidden_layers", 0), 4)
         changed["layers_block_type"] = BLOCKS[: changed["num_hidden_layers"]]
+    if "layer_types" in known:
+        layers = changed.get("num_hidden_layers", SIZES["num_hidden_layers"])
+        changed["layer_types"] = (SIZES["layer_types"] * layers)[:layers]
     return family(**{name: value for name, value in {**SIZES, **changed}.items() if name in known})
 
 
@@ -133,13 +144,18 @@ def at_the_last_matrix(layer: Layer, memory: TrainerMemory) -> int:
 def test_formulas_and_the_real_model_agree(family: type[ModelArch], change: str) -> None:
     changed, lengths = CHANGES[change]
     arch = sizes_of(family, **changed)
+    delta = "linear_attention" in getattr(arch, "layer_types", ())
+    if delta:
+        # multiples of its chunks
+        lengths = tuple(64 * -(-length // 64) for length in lengths)
     # the dtype matters to what is copied; one of them for each change
     dtype = "float32" if change == "as it is" else "bfloat16"
     real = estimate_pass(arch, lengths, dtype=getattr(torch, dtype))
     head, backward = by_formulas(arch, lengths, dtype)
     # sparse attention works in pieces of 64 MiB, larger than these models: a quarter of one may be missing
     piece = 16 << 20 if "index_topk" in {field.name for field in fields(family)} else 0
-    assert head == pytest.approx(real.head, rel=0.005, abs=piece)
+    # the last state of each sequence goes nowhere, and what the delta rule made it of is not kept
+    assert head == pytest.approx(real.head, rel=0.01 if delta else 0.005, abs=piece)
     # less is known of a layer than of the head
     assert max(head, backward) == pytest.approx(real.whole, rel=0.06 if head > backward else 0.1, abs=piece)
     assert real.parameters == pytest.approx(getattr(torch, dtype).itemsize * arch.num_parameters(), rel=0.001)
@@ -162,7 +178,11 @@ def test_the_head_in_pieces_takes_what_its_formula_says(dtype: str, of_rollouts:
 @FAMILIES
 def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
     """The gradients of the widest layer beside what is kept."""
-    arch = sizes_of(family, vocab_size=64, intermediate_size=4096, first_k_dense_replace=2, mlp_only_layers=(0, 1))
+    wide = {"intermediate_size": 4096, "first_k_dense_replace": 2, "mlp_only_layers": (0, 1)}
+    if "intermediate_size" not in {field.name for field in fields(family)}:
+        # it has no dense layers
+        wide = {"moe_intermediate_size": 4096}
+    arch = sizes_of(family, vocab_size=64, **wide)
     real = estimate_pass(arch, (240,) * 4, dtype=torch.float32)
     assert max(by_formulas(arch, (240,) * 4, "float32")) == pytest.approx(real.whole, rel=0.07)
     assert real.whole > real.head

@@ -51,6 +51,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "partial_rotary_factor": 0.5,
+}
+SHARED = {"shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     "qwen2": {**DENSE, "num_key_value_heads": 2},
     # as Llama 3.2 and SmolLM2: one matrix for embedding and head
@@ -93,15 +102,27 @@ FAMILIES = {
         "ssm_state_size": 8,
         "chunk_size": 4,
     },
+    "qwen3_next": {**SIZES, **DELTA, **SHARED, "mlp_only_layers": [1]},
+    "qwen3_5_text": {**DENSE, **DELTA, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
+        **DELTA,
+        **SHARED,
+    },
 }
 
 
+MTP = dict.fromkeys(("nemotron_h", "qwen3_next", "qwen3_5_moe_text"), "mtp.layers.0")
+"""Names of modules of multi-token prediction that do not count on after the last layer."""
 FROZEN = {"glm4_moe": "*.mlp.gate.weight", "glm_moe_dsa": "*.indexer.*"}
 """What is frozen: by the recipe, or for GLM-5 by itself."""
 
 
 def add_mtp(model_dir, prefix, count="num_nextn_predict_layers"):
-    """Give a model the published tensors of a module of multi-token prediction; returns their names."""
+    """Give a model the published tensors of a module of multi-token prediction; returns their names.
+
+    ``count`` is the key of its config that says how many there are; None: there is none.
+    """
     draw = torch.Generator().manual_seed(7)
     made = {
         "eh_proj.weight": torch.randn(32, 64, generator=draw).bfloat16(),
@@ -115,7 +136,8 @@ def add_mtp(model_dir, prefix, count="num_nextn_predict_layers"):
     # files that no index names are not the model's
     places = {name: path.name for path in model_dir.glob("*.safetensors") for name in load_file(path)}
     (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    write_config(model_dir, **{count: 1})
+    if count is not None:
+        write_config(model_dir, **{count: 1})
     return set(made)
 
 
@@ -148,8 +170,12 @@ def test_a_family_goes_all_the_way(tmp_path, family):
     assert int(PROBE.max()) < VOCAB
     save_model(model_dir, {"model_type": family, **FAMILIES[family]})
     sigmoid = "n_routed_experts" in FAMILIES[family]
-    mtp = "mtp.layers.0" if family == "nemotron_h" else f"model.layers.{SIZES['num_hidden_layers']}"
-    kept = add_mtp(model_dir, mtp) if sigmoid else set()
+    mtp = MTP.get(family, f"model.layers.{SIZES['num_hidden_layers']}")
+    kept = set()
+    if sigmoid or family in MTP:
+        # configs of Qwen3-Next do not say that there is a module
+        count = {"qwen3_next": None, "qwen3_5_moe_text": "mtp_num_hidden_layers"}
+        kept = add_mtp(model_dir, mtp, count.get(family, "num_nextn_predict_layers"))
     trainer = {"freeze": [FROZEN[family]]} if family == "glm4_moe" else {}
     start = published(model_dir)
     # saved by two ranks with half of the experts each, restored by ranks with all of them, or with shards of all
@@ -169,7 +195,7 @@ def test_a_family_goes_all_the_way(tmp_path, family):
     kept |= {name for name in start if name.endswith("e_score_correction_bias")}
     kept |= {name for name in start if fnmatch(name, FROZEN.get(family, ""))}
     assert start.keys() - moved == kept
-    assert bool(kept) == (sigmoid or family == "minimax_m2")
+    assert bool(kept) == (sigmoid or family in MTP or family == "minimax_m2")
     assert all(versions[0][name].dtype == start[name].dtype for name in start)
 
     logits = torch.tensor(one[1])

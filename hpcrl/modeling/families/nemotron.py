@@ -14,7 +14,7 @@ from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.mamba import Mamba2
 from hpcrl.modeling.layers.mlp import SquaredMLP
 from hpcrl.modeling.layers.moe import SparseMLP, SquaredExperts
-from hpcrl.modeling.layers.norm import RMSNorm
+from hpcrl.modeling.layers.norm import norm_of
 from hpcrl.modeling.rope import RotaryTables
 from hpcrl.models.arch import NemotronHArch
 
@@ -36,7 +36,7 @@ class _Block(DecoderLayer):
 
     def __init__(self, arch: NemotronHArch, mixer: nn.Module) -> None:
         super().__init__()
-        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.norm = norm_of(arch, arch.hidden_size)
         self.mixer = mixer
 
     def compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:

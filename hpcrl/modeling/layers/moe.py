@@ -29,6 +29,7 @@ __all__ = [
     "SoftmaxRouter",
     "SparseMLP",
     "SquaredExperts",
+    "TokenGate",
 ]
 
 
@@ -239,6 +240,18 @@ class ClampedExperts(nn.Module):
         return multiply_aligned(mixed, local_part(self.down_proj), ends) + local_part(self.down_proj_bias)[experts]
 
 
+class TokenGate(nn.Linear):
+    """A number between 0 and 1 for each token; as a router it has no adapter and stays out of FP8."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[T, hidden_size]`` to ``[T, 1]``."""
+        numbers: Tensor = super().forward(x)
+        return numbers.sigmoid()
+
+
 class SparseMLP(nn.Module):
     """A router, the experts that it chooses, and shared experts beside them where there are any."""
 
@@ -250,6 +263,7 @@ class SparseMLP(nn.Module):
         shared_experts: nn.Module | None = None,
         *,
         latent_size: int | None = None,
+        shared_gate: bool = False,
     ) -> None:
         """Put the parts together.
 
@@ -259,6 +273,8 @@ class SparseMLP(nn.Module):
             Called with rows sorted by expert and the number of rows of each, as `Experts` is.
         latent_size:
             Width of what experts take and give, where projections lead there and back; None: there are none.
+        shared_gate:
+            What shared experts make is multiplied with the sigmoid of a number from each token.
         """
         super().__init__()
         self.layer = layer
@@ -271,6 +287,7 @@ class SparseMLP(nn.Module):
         if latent_size is not None:
             self.fc1_latent_proj = nn.Linear(gate.in_features, latent_size, bias=False)
             self.fc2_latent_proj = nn.Linear(latent_size, gate.in_features, bias=False)
+        self.shared_expert_gate = TokenGate(gate.in_features) if shared_gate else None
         self.dispatcher: Dispatcher = LocalDispatcher(gate.out_features)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -281,7 +298,10 @@ class SparseMLP(nn.Module):
         mixed = self.mix(narrow, self.gate.weigh(scores, taken), taken)
         if self.fc2_latent_proj is not None:
             mixed = self.fc2_latent_proj(mixed)
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+        if self.shared_experts is None:
+            return mixed
+        shared = self.shared_experts(x)
+        return mixed + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x) * shared)
 
     @opaque
     def take(self, scores: Tensor, context: BatchContext) -> Tensor:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm"]
+from hpcrl.models.arch import ModelArch
+
+__all__ = ["RMSNorm", "ZeroCentredRMSNorm", "norm_of"]
 
 
 class RMSNorm(nn.Module):
@@ -26,6 +28,26 @@ class RMSNorm(nn.Module):
             return _normed(x, self.eps) * self.weight
         y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """The same with weights around zero: values are multiplied with ``1 + weight`` in float32, and rounded behind."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[…, size]`` to the same."""
+        if torch.compiler.is_compiling():
+            return (_normed(x.float(), self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+        y: Tensor = _ZeroCentredRMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y
+
+
+def norm_of(arch: ModelArch, size: int) -> RMSNorm:
+    """Make a norm over ``size`` channels, of the kind that ``arch`` has."""
+    return (ZeroCentredRMSNorm if arch.zero_centred_norms else RMSNorm)(size, arch.rms_norm_eps)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
@@ -46,15 +68,37 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, _ = ctx.needs_input_grad
-        wide, size = x.float(), x.shape[-1]
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()
-        # each value's part in the gradient of the weight; with the weight, in that of the length of x
-        parts = (wide * grad).mul_(inverse)
-        grad_weight = parts.reshape(-1, size).sum(0).to(weight.dtype) if of_weight else None
-        if not of_x:
-            return None, grad_weight, None
-        weight = weight.to(parts.dtype)
-        along = (parts @ weight)[..., None].mul_(inverse).mul_(inverse).div_(size)
-        grad_x = torch.mul(grad, weight, out=parts).mul_(inverse).addcmul_(wide, along, value=-1.0)
-        return grad_x.to(x.dtype), grad_weight, None
+        return _gradients(ctx, grad, x, weight)
+
+
+class _ZeroCentredRMSNorm(torch.autograd.Function):
+    """By hand as `_RMSNorm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _normed(x.float(), eps).mul_(1.0 + weight.float()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, _ = _gradients(ctx, grad, x, 1.0 + weight.float())
+        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+def _gradients(ctx: Any, grad: Tensor, x: Tensor, factors: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    """Gradients of a norm's input and weight, of which it has made ``factors [size]``."""
+    of_x, of_weight, _ = ctx.needs_input_grad
+    wide, size = x.float(), x.shape[-1]
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()
+    # each value's part in the gradient of the weight; with the weight, in that of the length of x
+    parts = (wide * grad).mul_(inverse)
+    grad_weight = parts.reshape(-1, size).sum(0).to(factors.dtype) if of_weight else None
+    if not of_x:
+        return None, grad_weight, None
+    factors = factors.to(parts.dtype)
+    along = (parts @ factors)[..., None].mul_(inverse).mul_(inverse).div_(size)
+    grad_x = torch.mul(grad, factors, out=parts).mul_(inverse).addcmul_(wide, along, value=-1.0)
+    return grad_x.to(x.dtype), grad_weight, None

@@ -12,6 +12,7 @@ from typing import Any
 from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch, StateShape
 from hpcrl.models.arch.deepseek import DeepseekV3Arch, Glm4MoeArch, SigmoidMoeArch
 from hpcrl.models.arch.dense import DenseArch, LlamaArch, MistralArch, Qwen2Arch
+from hpcrl.models.arch.gated_delta import GatedDeltaArch, Qwen3NextArch, Qwen35Arch, Qwen35MoeArch
 from hpcrl.models.arch.glm5 import GlmMoeDsaArch
 from hpcrl.models.arch.gpt_oss import GptOssArch
 from hpcrl.models.arch.minimax import MinimaxM2Arch
@@ -27,6 +28,7 @@ __all__ = [
     "SAME_TEXT",
     "DeepseekV3Arch",
     "DenseArch",
+    "GatedDeltaArch",
     "Glm4MoeArch",
     "GlmMoeDsaArch",
     "GptOssArch",
@@ -40,6 +42,9 @@ __all__ = [
     "Qwen2Arch",
     "Qwen3Arch",
     "Qwen3MoeArch",
+    "Qwen3NextArch",
+    "Qwen35Arch",
+    "Qwen35MoeArch",
     "RopeScaling",
     "SigmoidMoeArch",
     "StateShape",
@@ -60,6 +65,9 @@ ARCHS: tuple[type[ModelArch], ...] = (
     Qwen2Arch,
     Qwen3Arch,
     Qwen3MoeArch,
+    Qwen3NextArch,
+    Qwen35Arch,
+    Qwen35MoeArch,
 )
 """One a family."""
 

@@ -36,7 +36,8 @@ class StateShape(NamedTuple):
     conv:
         The last inputs of their short convolution, ``(inputs, channels)``, in the dtype of the model.
     recurrent:
-        Their state, ``(heads, head_dim, state_size)``, in float32.
+        Their state in float32: of Mamba-2 ``(heads, head_dim, state_size)``, of the delta rule
+        ``(heads, key_dim, value_dim)``.
     """
 
     layers: tuple[int, ...]
@@ -111,6 +112,11 @@ class ModelArch:
     def experts_per_token(self) -> int:
         """Experts that a token visits in a sparse layer; 0 where the model is dense."""
         return 0
+
+    @property
+    def zero_centred_norms(self) -> bool:
+        """Whether norms multiply with ``1 + weight``."""
+        return False
 
     @property
     def has_latent_attention(self) -> bool:
@@ -210,6 +216,11 @@ class GroupedQueryArch(ModelArch):
     @property
     def output_bias(self) -> bool:
         """Whether ``attention_bias`` is of the output projection too."""
+        return False
+
+    @property
+    def output_gate(self) -> bool:
+        """Whether the output of each head is multiplied with the sigmoid of a gate that is projected with its query."""
         return False
 
     @property

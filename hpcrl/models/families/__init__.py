@@ -13,7 +13,7 @@ from hpcrl.models.families.dense import llama, mistral, qwen2
 from hpcrl.models.families.fused import LLAMA4_NAMES, gpt_oss, llama4
 from hpcrl.models.families.mixtral import minimax_m2, mixtral
 from hpcrl.models.families.nemotron import nemotron_h
-from hpcrl.models.families.qwen3 import qwen3, qwen3_moe, qwen3_next
+from hpcrl.models.families.qwen3 import qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
 from hpcrl.models.sizes import checked
 
 __all__ = ["FAMILIES", "facts_from_config"]
@@ -59,6 +59,8 @@ FAMILIES: dict[str, Reader] = {
     "nemotron_h": nemotron_h,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
 }

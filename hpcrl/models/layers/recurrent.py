@@ -97,7 +97,7 @@ class Mamba2(_Recurrent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNet(_Recurrent):
-    """Linear attention by the gated delta rule (Qwen3-Next): a matrix a value head in place of a cache."""
+    """Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5): a matrix a value head in place of a cache."""
 
     hidden_size: int
     num_key_heads: int
@@ -109,6 +109,8 @@ class GatedDeltaNet(_Recurrent):
     """Of the kernels of training and prefill; no config has it."""
     state_dtype: str | None = None
     """In which engines keep the state; None: in that of the model, as vLLM does where the config says nothing."""
+    interleaved: bool = True
+    """Projections are published in two matrices, by key heads (Qwen3-Next), and not in four (Qwen3.5)."""
 
     @property
     def key_size(self) -> int:
@@ -132,11 +134,24 @@ class GatedDeltaNet(_Recurrent):
             Weight("dt_bias", (heads,), part, tp_dim=0),
             Weight("A_log", (heads,), part, tp_dim=0),
             Weight("conv1d.weight", (self.conv_dim, 1, self.conv_kernel), part, tp_dim=0),
-            *linear("in_proj_qkvz", self.conv_dim + self.inner_size, d, part, tp=0),
-            # decay and strength of the update, one of each a value head; FP8 checkpoints keep it whole
-            Weight("in_proj_ba.weight", (2 * heads, d), part, tp_dim=0),
+            *self._projections,
             Weight("norm.weight", (self.value_head_dim,), part),
             *linear("out_proj", d, self.inner_size, part, tp=1),
+        )
+
+    @property
+    def _projections(self) -> tuple[Weight, ...]:
+        """Queries, keys, values and the gate; strength and decay of the update, one a value head, which FP8 keeps."""
+        part, d, heads = Part.LINEAR_ATTENTION, self.hidden_size, self.num_value_heads
+        if self.interleaved:
+            return (
+                *linear("in_proj_qkvz", self.conv_dim + self.inner_size, d, part, tp=0),
+                Weight("in_proj_ba.weight", (2 * heads, d), part, tp_dim=0),
+            )
+        return (
+            *linear("in_proj_qkv", self.conv_dim, d, part, tp=0),
+            *linear("in_proj_z", self.inner_size, d, part, tp=0),
+            *(Weight(f"in_proj_{name}.weight", (heads, d), part, tp_dim=0) for name in ("b", "a")),
         )
 
     def state_bytes_per_sequence(self, dtype: str) -> int:

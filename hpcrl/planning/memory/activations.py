@@ -223,8 +223,8 @@ def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
 def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     b, t = shape.element_bytes, shape.tokens
     q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
-    # the gate of the output, and the output before it
-    gate = 2 * q * b * t if mixer.output_gate else 0
+    # the gate of the output, as it is projected beside queries and as it is applied, and the output before it
+    gate = 3 * q * b * t if mixer.output_gate else 0
     # what a norm of each head reads, and what is rotated
     queries_and_keys = (q + kv) * b * t * (2 if mixer.qk_norm != "none" else 1)
     # the output is what its projection reads
@@ -267,12 +267,18 @@ def _mamba(mixer: Mamba2, shape: ActivationShape) -> float:
 
 
 def _delta_net(mixer: GatedDeltaNet, shape: ActivationShape) -> float:
-    b, t, inner = shape.element_bytes, shape.tokens, mixer.inner_size
-    projected = t * b * (mixer.conv_dim + inner + 2 * mixer.num_value_heads)
-    # convolution out; keys and queries once a value head, normalised; what the rule writes; decay in float32
-    rule = t * (b * (2 * mixer.num_value_heads * mixer.key_head_dim + 2 * inner) + 4 * mixer.num_value_heads)
-    states = 4 * (t / mixer.chunk_size) * mixer.num_value_heads * mixer.key_head_dim * mixer.value_head_dim
-    return projected + t * b * mixer.conv_dim + rule + states + t * inner * (4 + 3 * b)
+    b, t, inner, heads = shape.element_bytes, shape.tokens, mixer.inner_size, mixer.num_value_heads
+    # what is convolved, by itself and with the inputs before it; before its activation, and cut into chunks
+    convolved = 4 * b * mixer.conv_dim
+    # decay at three places, strength at two
+    numbers = heads * (4 * 3 + 4 + b)
+    # of each head in float32: where corrections go and what they are less by, and corrections at two places
+    rule = 4 * heads * (2 * mixer.key_head_dim + 2 * mixer.value_head_dim)
+    # states before chunks, as the recurrence and as readers have them
+    edges = 2 * 4 * heads * (mixer.key_head_dim * mixer.value_head_dim + 1) / mixer.chunk_size
+    # read, activated gate and gate in float32; normalised, with its weight, with its gate; indices of tokens
+    normed = inner * (3 * 4 + 3 * b) + 4 * heads
+    return t * (convolved + numbers + rule + edges + normed + 4 * 8)
 
 
 def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
@@ -292,6 +298,8 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
     products = 7 if _clamped(mlp) else _products(gated=mlp.gated)
     widths = 2 * mlp.expert_width + products * mlp.moe_intermediate_size
     shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
+    # its output, and the number that it is multiplied with
+    shared += b * t * (mlp.hidden_size + 1) if mlp.shared_gate else 0
     # what is sorted by expert is not kept as it was before
     latent = b * t * (mlp.latent_size or 0)
     return router + b * routed * widths + shared + latent

@@ -22,10 +22,11 @@ FP8_DTYPE = "float8_e4m3fn"
 
 #: modules whose matrices stay as they are, because engines multiply with them unquantised: embeddings, output,
 #: routers, the projection of multi-token prediction, and of sparse attention's indexer the weights of its heads and
-#: its keys, which vLLM makes in one product and brings back to bfloat16 where a checkpoint has them in FP8
+#: its keys, which vLLM makes in one product and brings back to bfloat16 where a checkpoint has them in FP8; of the
+#: gated delta rule a number or two for each head
 _KEPT = (
     *("embed_tokens", "embeddings", "lm_head", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head"),
-    *("indexer.weights_proj", "indexer.wk"),
+    *("indexer.weights_proj", "indexer.wk", "mtp.fc", "in_proj_ba", "in_proj_b", "in_proj_a"),
 )
 _KEPT_ENDS = tuple(f".{kept}" for kept in _KEPT)
 

@@ -21,6 +21,7 @@ from engine_helpers import (
     tiny_glm_arch,
     tiny_gpt_oss_arch,
     tiny_nemotron_arch,
+    tiny_qwen3_next_arch,
 )
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
@@ -29,6 +30,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.models.arch import ModelArch
 
 TOLERANCE = 1e-4
 
@@ -155,9 +157,9 @@ def test_chosen_tokens_are_those_of_the_plain_forward_pass(start: StartEngine) -
     check_outputs(model, prompts, outputs)
 
 
-def test_states_are_those_of_the_plain_forward_pass(start: StartEngine) -> None:
-    """Nemotron 3: rows are used again, prompts come in pieces, and who lost its blocks is computed again."""
-    arch = tiny_nemotron_arch()
+@pytest.mark.parametrize("arch", [tiny_nemotron_arch(), tiny_qwen3_next_arch()], ids=lambda arch: arch.model_type)
+def test_states_are_those_of_the_plain_forward_pass(start: StartEngine, arch: ModelArch) -> None:
+    """Rows are used again, prompts come in pieces, and who lost its blocks is computed again."""
     model = random_model(arch, 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

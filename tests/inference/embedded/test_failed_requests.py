@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from embedded_client import Client
-from engine_helpers import logprob_error, random_model, tiny_arch, tiny_glm_arch, tiny_gpt_oss_arch, tiny_nemotron_arch
+from engine_helpers import (
+    logprob_error,
+    random_model,
+    tiny_arch,
+    tiny_glm_arch,
+    tiny_gpt_oss_arch,
+    tiny_nemotron_arch,
+    tiny_qwen3_next_arch,
+)
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
@@ -116,7 +124,13 @@ def test_an_engine_in_which_nothing_runs_together_ends(client: Client, monkeypat
     assert isinstance(client.engine.failure, MemoryError)
 
 
-ARCHS = {"qwen": tiny_arch, "glm": tiny_glm_arch, "gpt-oss": tiny_gpt_oss_arch, "nemotron": tiny_nemotron_arch}
+ARCHS = {
+    "qwen": tiny_arch,
+    "glm": tiny_glm_arch,
+    "gpt-oss": tiny_gpt_oss_arch,
+    "nemotron": tiny_nemotron_arch,
+    "qwen3-next": tiny_qwen3_next_arch,
+}
 
 
 NAN, INF = float("nan"), float("inf")
@@ -124,7 +138,14 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.parametrize(
     ("family", "value", "prompt_logprobs"),
-    [("qwen", NAN, None), ("qwen", INF, 0), ("glm", NAN, 0), ("gpt-oss", NAN, None), ("nemotron", INF, None)],
+    [
+        ("qwen", NAN, None),
+        ("qwen", INF, 0),
+        ("glm", NAN, 0),
+        ("gpt-oss", NAN, None),
+        ("nemotron", INF, None),
+        ("qwen3-next", NAN, 0),
+    ],
 )
 def test_logits_that_are_no_numbers_are_an_error_of_their_request(
     family: str, value: float, prompt_logprobs: int | None

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hpcrl.modeling.layers.norm import RMSNorm
+from hpcrl.modeling.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from hpcrl.modeling.layers.swiglu import swiglu
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
 
@@ -32,6 +32,15 @@ def separate_gate(gate, up):
 
 def norm(x, weight):
     return torch.func.functional_call(RMSNorm(WIDTH, EPS), {"weight": weight}, (x,))
+
+
+def plain_zero_centred(x, weight):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * (1 + weight.float())).to(x.dtype)
+
+
+def zero_centred(x, weight):
+    return torch.func.functional_call(ZeroCentredRMSNorm(WIDTH, EPS), {"weight": weight}, (x,))
 
 
 def rotation(interleaved, *, by_hand):
@@ -76,15 +85,16 @@ def test_a_gate_is_what_autograd_makes_of_it(own, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (ROWS, 3, WIDTH)])
-def test_a_norm_is_what_autograd_makes_of_it(shape, dtype):
+@pytest.mark.parametrize(("own", "plain"), [(norm, plain_norm), (zero_centred, plain_zero_centred)])
+def test_a_norm_is_what_autograd_makes_of_it(own, plain, shape, dtype):
     x, weight, grad = inputs_of(shape, (WIDTH,), shape, dtype=dtype)
-    found, wanted = computed(norm, (x, weight), grad), computed(plain_norm, (x, weight), grad)
+    found, wanted = computed(own, (x, weight), grad), computed(plain, (x, weight), grad)
     assert torch.equal(found[0], wanted[0])
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for own, other in zip(found[1:], wanted[1:], strict=True):
-        assert own.dtype == dtype
+    for gradient, other in zip(found[1:], wanted[1:], strict=True):
+        assert gradient.dtype == dtype
         torch.testing.assert_close(
-            own.float(), other.float(), rtol=tolerance, atol=tolerance * other.abs().max().item()
+            gradient.float(), other.float(), rtol=tolerance, atol=tolerance * other.abs().max().item()
         )
 
 
@@ -110,6 +120,7 @@ def test_a_part_of_a_wider_tensor_is_normed():
     ("own", "inputs", "kept"),
     [
         (norm, (ROWS * WIDTH, WIDTH), ROWS * WIDTH + WIDTH),
+        (zero_centred, (ROWS * WIDTH, WIDTH), ROWS * WIDTH + WIDTH),
         (separate_gate, (ROWS * WIDTH, ROWS * WIDTH), 2 * ROWS * WIDTH),
         (fused_gate, (ROWS * WIDTH, ROWS * WIDTH), 2 * ROWS * WIDTH),
     ],

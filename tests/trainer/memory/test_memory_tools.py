@@ -65,9 +65,12 @@ FAMILIES = {
     "llama": MODELS["llama"],
     "mistral": MODELS["mistral"],
     "qwen2": MODELS["qwen2"],
+    "qwen3_next": ARCHS["qwen3_next"],
+    "qwen3_5_moe_text": ARCHS["qwen3_5_moe_text"],
+    "qwen3_5_text": MODELS["qwen3_5_text"],
 }
 #: what these have, others have too
-ALIKE = {"glm4_moe", "llama", "minimax_m2", "mistral", "qwen2", "qwen3"}
+ALIKE = {"glm4_moe", "llama", "minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text"}
 #: of two ranks: tokens travel to experts, sequences are cut, both at once, only parameters are sharded
 DEGREES = ({"ep": 2}, {"cp": 2}, {"cp": 2, "ep": 2}, {})
 #: sinks and windows with both; states, which are not cut among ranks, with experts that are

@@ -31,6 +31,9 @@ from hpcrl.models.arch import (
     NemotronHArch,
     Qwen2Arch,
     Qwen3Arch,
+    Qwen3NextArch,
+    Qwen35Arch,
+    Qwen35MoeArch,
     load_arch,
 )
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
@@ -57,6 +60,22 @@ SIZES = {
 }
 LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10}
 INDEXER = {"index_n_heads": 16, "index_head_dim": 10, "index_topk": 4, "indexer_types": ("full", "shared")}
+SHAPE_OF_DELTA = {name: size for name, size in SIZES.items() if not name.startswith(("moe", "first"))} | {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ("linear_attention", "full_attention"),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+SHARED = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 #: eight experts lie whole on four ranks; of six, of which two ranks get three, and of two each is cut by rows
 ARCHS = {
     "qwen3_moe": tiny_arch(num_experts=8, num_experts_per_tok=2),
@@ -106,6 +125,10 @@ ARCHS = {
         ssm_state_size=8,
         chunk_size=4,
     ),
+    "qwen3_next": Qwen3NextArch(**SHAPE_OF_DELTA, **SHARED, mlp_only_layers=(1,)),
+    "qwen3_5_moe_text": Qwen35MoeArch(
+        **{name: size for name, size in SHAPE_OF_DELTA.items() if name != "intermediate_size"}, **SHARED
+    ),
 }
 DENSE = {name: SIZES[name] for name in (f.name for f in fields(Qwen2Arch)) if name in SIZES}
 DENSE |= {"num_key_value_heads": 2, "head_dim": 8}
@@ -120,6 +143,7 @@ MODELS = {
         head_dim=8,
     ),
 }
+MODELS["qwen3_5_text"] = Qwen35Arch(**SHAPE_OF_DELTA, tie_word_embeddings=True)
 """The models without experts, too."""
 ODD = {"nemotron_h of nine": replace(ARCHS["nemotron_h"], n_routed_experts=6, moe_latent_size=9)}
 """Two ranks divide neither three experts nor nine rows: a matrix is cut by columns. Products of groups in bfloat16 take
@@ -138,6 +162,12 @@ MESHES = {
         ("gpt_oss", {"cp": 2}),
         ("nemotron_h", {"ep": 2}),
         ("nemotron_h", {"dp_replicate": 2}),
+        ("qwen3_next", {"ep": 2}),
+        ("qwen3_next", {"dp_replicate": 2}),
+        ("qwen3_5_moe_text", {"ep": 2}),
+        ("qwen3_5_moe_text", {}),
+        ("qwen3_5_text", {"dp_replicate": 2}),
+        ("qwen3_5_text", {}),
         ("qwen3", {"cp": 2}),
         ("qwen3", {"dp_replicate": 2}),
         ("qwen2", {"cp": 2}),
@@ -165,6 +195,10 @@ MESHES = {
         ("nemotron_h", {"ep": 4}),
         ("nemotron_h", {"ep": 2, "dp_replicate": 2}),
         ("nemotron_h of nine", {"ep": 2}),
+        ("qwen3_next", {"ep": 4}),
+        ("qwen3_next", {"ep": 2, "dp_replicate": 2}),
+        ("qwen3_5_moe_text", {"ep": 2}),
+        ("qwen3_5_text", {}),
         ("qwen3", {"cp": 2}),
         ("qwen3", {"cp": 2, "dp_replicate": 2}),
         ("qwen3", {}),

@@ -42,7 +42,7 @@ def held(model):
     return sum(p._sharded_param_data.numel() for _, group in groups(model) for p in group.fsdp_params)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm_moe_dsa", "qwen3_next"])
 @pytest.mark.parametrize(("ranks", "ep"), [(3, 1), (6, 2), (10, 2), (7, 1), (8, 2), (4, 1), (2, 2), (16, 2)])
 def test_every_rank_allocates_what_the_planner_counts(family, ranks, ep):
     arch = ARCHS[family]
@@ -85,7 +85,7 @@ def test_experts_are_cut_whole_or_along_what_divides(experts, width, ranks, loca
     assert shapes == {local}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm_moe_dsa", "qwen3_next"])
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 1), (6, 2), (10, 2)])
 def test_pinned_gradients_have_the_sizes_of_the_allocator(family, ranks, ep):
     """The next power of two of what FSDP2 allocates of each tensor, which rank 0 has most of."""

@@ -31,7 +31,7 @@ from trainer_testing import Rollouts, make_recipe
 
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.dock.routes import RoutedExperts
-from hpcrl.modeling import exchange, latent_gather, sparse_attention, state_space
+from hpcrl.modeling import exchange, latent_gather, sequence_chunks, sparse_attention, state_space
 from hpcrl.modeling.kernels import varlen
 from hpcrl.modeling.layers import dispatch
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
@@ -183,7 +183,7 @@ def watch(family, parallelism, memory, kind, kl):
         for owner, name in OPERATORS:
             stack.enter_context(mock.patch.object(owner, name, getattr(owner, name)._init_fn))
         state_space._inputs.cache_clear()
-        state_space._chunks.cache_clear()
+        sequence_chunks.sequence_chunks.cache_clear()
         sizes, traffic = Sizes(), Traffic()
         with sizes.patch(), traffic:
             policy.forward_backward(shard)
@@ -224,7 +224,7 @@ def test_the_host_does_not_wait_for_the_start_model(estimator):
 
 def expect_no_waits(family, parallelism, memory, kind, kl=None):
     seen, waits, layers = watch(family, parallelism, memory, kind, kl)
-    assert seen == {"copy": 3 if family == "nemotron_h" else 1}
+    assert seen == {"copy": 1 if MODELS[family].state is None else 3}
     # recomputation does not ask again
     assert waits == (MICRO_BATCHES * layers if parallelism.get("ep") else 0)
 

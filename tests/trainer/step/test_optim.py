@@ -86,6 +86,9 @@ MIXERS = {
     *weights("mixer", "gate", "fc1_latent_proj", "fc2_latent_proj", "shared_experts.up_proj"),
     *{"mixer.shared_experts.down_proj.weight", "mixer.experts.up_proj", "mixer.experts.down_proj"},
 }
+DELTA = weights("linear_attn", "conv1d", "out_proj")
+GROUPED = DELTA | weights("linear_attn", "in_proj_qkvz", "in_proj_ba")
+APART = DELTA | weights("linear_attn", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: of each family, of any layer: all that decays
 DECAYED = {
     "qwen2": ENDS | ATTENTION | DENSE,
@@ -99,6 +102,9 @@ DECAYED = {
     "glm4_moe": ENDS | ATTENTION | DENSE | SPARSE | SHARED,
     "gpt_oss": ENDS | ATTENTION | SPARSE,
     "nemotron_h": ENDS | MIXERS,
+    "qwen3_next": ENDS | ATTENTION | GROUPED | DENSE | SPARSE | SHARED | {"mlp.shared_expert_gate.weight"},
+    "qwen3_5_text": {"embed_tokens.weight"} | ATTENTION | APART | DENSE,
+    "qwen3_5_moe_text": ENDS | ATTENTION | APART | SPARSE | SHARED | {"mlp.shared_expert_gate.weight"},
 }
 
 

@@ -144,6 +144,8 @@ def looped(self, x, context):
         rows.append(mixed)
     y = torch.cat(rows)
     y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(y)
+    if self.shared_expert_gate is not None:
+        return y + torch.sigmoid(x @ self.shared_expert_gate.weight.T) * self.shared_experts(x)
     return y if self.shared_experts is None else y + self.shared_experts(x)
 
 

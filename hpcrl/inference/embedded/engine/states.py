@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpcrl.modeling.delta_rule import DeltaRule, delta_rule
 from hpcrl.modeling.state_space import Scan, convolve, scan
 from hpcrl.models.arch import ModelArch
 
@@ -21,7 +22,7 @@ class RecurrentStates:
     Attributes
     ----------
     conv, recurrent:
-        By layer: ``[rows, width - 1, channels]``, and ``[rows, heads, head_dim, state_size]`` float32.
+        By layer: ``[rows, width - 1, channels]``, and ``[rows, *StateShape.recurrent]`` float32.
     """
 
     def __init__(self, arch: ModelArch, rows: int, dtype: torch.dtype) -> None:
@@ -74,5 +75,12 @@ class StepStates:
         """See `RecurrenceFn`."""
         kept = self._states.recurrent[layer]
         y, after = scan(parts, self._starts, chunk_size, kept[self._rows])
+        kept.index_copy_(0, self._rows, after)
+        return y
+
+    def delta_rule(self, layer: int, parts: DeltaRule) -> Tensor:
+        """See `RecurrenceFn`."""
+        kept = self._states.recurrent[layer]
+        y, after = delta_rule(parts, self._starts, before=kept[self._rows])
         kept.index_copy_(0, self._rows, after)
         return y
