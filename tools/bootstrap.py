@@ -13,6 +13,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +67,7 @@ INPUTS = ("pyproject.toml", "constraints.txt", "tools/bootstrap.py")
 VLLM_INPUTS = ("pyproject.toml", "constraints-vllm.txt", "tools/bootstrap.py")
 TRITON_INPUTS = ("constraints-triton.txt",)
 OLDEST_TORCH_INPUTS = ("constraints-oldest-torch.txt",)
-TEMPLATES_INPUTS = ("constraints-templates.txt",)
+TEMPLATES_INPUTS = ("constraints-templates.txt", "constraints-templates-sdist.txt")
 DEEPEP_INPUTS = ("constraints-deepep.txt",)
 REASONING_GYM_INPUTS = ("constraints-reasoning-gym.txt",)
 SMOLLM2_INPUTS = ("constraints-smollm2.txt",)
@@ -98,7 +100,7 @@ def main() -> int:
             "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
             f"    hint: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
         )
-    if arguments.templates and not _unpack(TEMPLATES, TEMPLATES_INPUTS):
+    if arguments.templates and not _filled(TEMPLATES, _digest([], TEMPLATES_INPUTS), _get_templates):
         _fail("tests with published chat templates will be SKIPPED; what pip said stands above")
     if arguments.deepep and not _unpack(DEEPEP, DEEPEP_INPUTS):
         _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
@@ -133,21 +135,46 @@ def _set_up_oldest_torch() -> bool:
 
 
 def _unpack(directory: Path, inputs: tuple[str], *, hashed: bool = True, title: str = "") -> bool:
-    """Unpack pinned packages, without what they depend on; they are in no environment of ours.
+    """Unpack pinned packages, without what they depend on; they are in no environment of ours."""
+    return _filled(
+        directory, _digest([], inputs), lambda: _pip_target(directory, inputs[0], hashed=hashed, title=title)
+    )
 
-    Uses the pip of `VENV` where there is one.
-    """
 
-    def install() -> bool:
-        shutil.rmtree(directory, ignore_errors=True)  # pip leaves what is there as it is
-        own = VENV / "bin" / "python"
-        python = str(own) if own.is_file() else sys.executable
-        pinned = ["--no-deps", *(["--require-hashes"] if hashed else []), "-r", str(ROOT / inputs[0])]
-        if title:
-            print(f"installing {title}", flush=True)
-        return subprocess.run([python, *PIP_INSTALL, "--target", str(directory), *pinned], check=False).returncode == 0
+def _pip_target(directory: Path, requirements: str, *, hashed: bool = True, title: str = "") -> bool:
+    shutil.rmtree(directory, ignore_errors=True)  # pip leaves what is there as it is
+    if title:
+        print(f"installing {title}", flush=True)
+    pinned = ["--no-deps", *(["--require-hashes"] if hashed else []), "-r", str(ROOT / requirements)]
+    command = [_pip_python(), *PIP_INSTALL, "--target", str(directory), *pinned]
+    return subprocess.run(command, check=False).returncode == 0
 
-    return _filled(directory, _digest([], inputs), install)
+
+def _pip_python() -> str:
+    own = VENV / "bin" / "python"
+    return str(own) if own.is_file() else sys.executable
+
+
+def _get_templates() -> bool:
+    """Unpack TRL, and the templates alone that the sources of another package carry."""
+    if not _pip_target(TEMPLATES, TEMPLATES_INPUTS[0]):
+        return False
+    with tempfile.TemporaryDirectory() as scratch:
+        # pip asks the package for its metadata, and compiles nothing
+        what = ["--no-deps", "--no-binary", "llama-cpp-python", "--require-hashes"]
+        command = [_pip_python(), "-m", "pip", "download", "--quiet", "--dest", scratch, *what]
+        command += ["-r", str(ROOT / TEMPLATES_INPUTS[1])]
+        if subprocess.run(command, check=False).returncode:
+            return False
+        target = TEMPLATES / "llama.cpp"
+        target.mkdir()
+        for archive in Path(scratch).glob("*.tar.gz"):
+            with tarfile.open(archive) as opened:
+                for member in opened:
+                    path = Path(member.name)
+                    if member.isfile() and path.suffix == ".jinja" and path.parts[-3:-1] == ("models", "templates"):
+                        (target / path.name).write_bytes(opened.extractfile(member).read())
+        return any(target.iterdir())
 
 
 def _set_up(venv: Path, wanted: str, install: Callable[[], bool]) -> bool:

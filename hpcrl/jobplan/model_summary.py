@@ -102,7 +102,7 @@ def _weights(model_dir: Path) -> str:
 
 
 def _tokenizer(model_dir: Path) -> str:
-    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    names = ("tokenizer.json", "tiktoken.model", "tokenizer_config.json", "generation_config.json")
     found = ", ".join(name for name in names if (model_dir / name).is_file()) or "none"
     loaded = importlib.util.find_spec("tokenizers") is not None
     return found if loaded else f"{found} (read as JSON alone: tokenizers is not installed here)"

@@ -47,8 +47,8 @@ _FORMAT_FLAGS = ("config-format", "load-format", "tokenizer-mode")
 """What makes vLLM read a directory in the format of Hugging Face that also has Mistral's own."""
 _NO_TOKENIZER = "convert it with transformers (AutoTokenizer.from_pretrained, save_pretrained), or download it whole"
 _TIKTOKEN = (
-    "make it of the tokenizer's tiktoken encoding: transformers.integrations.tiktoken.convert_tiktoken_to_fast; "
-    "save_pretrained of a tokenizer of code writes none"
+    "download the model whole, its Python files with it, or make tokenizer.json of its tiktoken encoding: "
+    "transformers.integrations.tiktoken.convert_tiktoken_to_fast"
 )
 _AGAIN = "copy or download it again, whole"
 _MOST_BYTES = 512 << 20
@@ -219,20 +219,21 @@ def _storage_findings(recipe: Loaded[Recipe], model_dir: Path, where: str) -> It
 
 def _tokenizer_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
     """Why the orchestrator could not use the tokenizer; the first reason alone."""
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
+    path, ranks = model_dir / "tokenizer.json", model_dir / "tiktoken.model"
+    made_of_ranks = not path.is_file() and ranks.is_file() and not path.is_symlink()
+    if not path.is_file() and not made_of_ranks:
         linked = " but a link to what is not there" if path.is_symlink() else ""
-        others = ", ".join(sorted(each.name for each in model_dir.glob("*tiktoken*")) + _names(model_dir, "*.model"))
+        others = ", ".join(sorted({*_names(model_dir, "*tiktoken*"), *_names(model_dir, "*.model")}))
         beside = f" (there is {others}, which hpcrl does not read)" if others else ""
         what = f"{model_dir} has no tokenizer.json{linked}{beside}"
         yield what, _TIKTOKEN if "tiktoken" in others else _NO_TOKENIZER
         return
     try:
-        _load_tokenizer(model_dir)
+        _load_tokenizer(model_dir, ranks if made_of_ranks else path)
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises bare exceptions, templates any
         what = str(error) or type(error).__name__
         named = what if str(model_dir) in what else f"{model_dir}: {what}"
-        yield f"the tokenizer cannot be used: {named}", _AGAIN
+        yield f"the tokenizer cannot be used: {named}", _TIKTOKEN if made_of_ranks else _AGAIN
 
 
 def _generation_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
@@ -247,16 +248,16 @@ def _names(model_dir: Path, pattern: str) -> list[str]:
     return sorted(each.name for each in model_dir.glob(pattern))
 
 
-def _load_tokenizer(model_dir: Path) -> None:
+def _load_tokenizer(model_dir: Path, path: Path) -> None:
     """Load the tokenizer as the orchestrator does; without the tokenizers package, read its files as JSON."""
-    if (size := (model_dir / "tokenizer.json").stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"tokenizer.json has {size:,} bytes")
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{path.name} has {size:,} bytes")
     if importlib.util.find_spec("tokenizers") is not None:
         from hpcrl.models.tokenizer import ChatTokenizer  # noqa: PLC0415 - not part of a core install
 
         ChatTokenizer(model_dir)
         return
-    if not isinstance(_json(model_dir / "tokenizer.json"), dict):
+    if path.suffix == ".json" and not isinstance(_json(path), dict):
         raise ValueError("tokenizer.json is no JSON object")
     _json(model_dir / "tokenizer_config.json")
 

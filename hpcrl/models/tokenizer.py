@@ -35,7 +35,7 @@ class ChatTokenizer:
     """Text and messages to token ids and back."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Load ``tokenizer.json``, the special tokens and the chat template beside it.
+        """Load ``tokenizer.json`` or ``tiktoken.model``, the special tokens and the chat template beside it.
 
         Raises
         ------
@@ -45,7 +45,7 @@ class ChatTokenizer:
             The chat template is none.
         """
         files = read_tokenizer_files(model_dir)
-        self._tokenizer, self._special_tokens = files.tokenizer, files.special_tokens
+        self._tokenizer, self._special_tokens, self._code = files.tokenizer, files.special_tokens, files.code
         if "default" not in files.templates:
             places = "chat_template.jinja or tokenizer_config.json"
             named = f"; there are: {', '.join(sorted(files.templates))}" if files.templates else f" ({places})"
@@ -59,7 +59,7 @@ class ChatTokenizer:
         if not self.eos_token:
             raise TokenizerError(f"{model_dir / 'tokenizer_config.json'} names no eos_token, which ends a reply")
         if self.eos_token in files.missing:
-            raise TokenizerError(f"{model_dir}: eos_token {self.eos_token!r} is not in tokenizer.json")
+            raise TokenizerError(f"{model_dir}: eos_token {self.eos_token!r} is not in the vocabulary")
         end = self._tokenizer.token_to_id(self.eos_token)
         assert end is not None  # it was added where it was missing
         self.eos_token_id: int = end
@@ -134,7 +134,7 @@ class ChatTokenizer:
             cannot be followed.
         """
         template = self._templates.get("default" if tools is None else "tool_use", self._templates["default"])
-        given = {"tools": tools, "documents": documents, **variables}
+        given = {"tools": self._as_code_gives(tools), "documents": documents, **variables}
         own = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         moment = now or datetime.now()
 
@@ -163,6 +163,16 @@ class ChatTokenizer:
             "be followed, so that they cannot be told from its own"
         )
 
+    def _as_code_gives(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
+        """Return tools as Python code of the model's own gives them to the template."""
+        if not tools or self._code is None:
+            return tools
+        if self._code.writes_tools:
+            raise ChatTemplateError(
+                f"{self._code.path} writes tools as TypeScript for the chat template, which hpcrl cannot do"
+            )
+        return _in_order(plain_data(tools)) if self._code.sorts_tools else tools
+
 
 _Change = Callable[[str], str]
 
@@ -175,6 +185,13 @@ def _collect(texts: set[str]) -> _Change:
         return text
 
     return collect
+
+
+def _in_order(value: Any) -> Any:
+    """Return plain data with the keys of all objects in order."""
+    if isinstance(value, dict):
+        return {key: _in_order(item) for key, item in sorted(value.items())}
+    return [_in_order(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain_message(message: Message, text: _Change, role: _Change) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Special tokens stand in ``tokenizer_config.json`` and, of older models, in ``special_tokens_map.json`` and
 ``added_tokens.json``, as strings or objects. A chat template stands in ``chat_template.jinja`` (further ones by name in
 ``additional_chat_templates/``), or in ``tokenizer_config.json`` as a string, a list of named ones, or an object.
+Without ``tokenizer.json`` a tokenizer is made of ``tiktoken.model`` (`hpcrl.models.tiktoken_files`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from hpcrl.errors import HpcrlError
+from hpcrl.models.tiktoken_files import RANKS_FILE, TokenizerCode, TokenizerError, read_code, tokenizer_of_ranks
 
 __all__ = ["TokenizerError", "TokenizerFiles", "read_tokenizer_files"]
 
@@ -28,10 +29,6 @@ _DEFAULTS: dict[str, dict[str, str]] = {
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
 }
 """Special tokens of transformers' classes where ``tokenizer_config.json`` does not have the key."""
-
-
-class TokenizerError(HpcrlError, ValueError):
-    """A model directory has no tokenizer or chat template, or one that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +47,8 @@ class TokenizerFiles:
         Text of chat templates by name; the only one is ``default``.
     template_sources:
         The file of each of them.
+    code:
+        What Python code of the model's own does with tools, where it has such a tokenizer.
     """
 
     tokenizer: Tokenizer
@@ -57,6 +56,7 @@ class TokenizerFiles:
     missing: frozenset[str]
     templates: dict[str, str]
     template_sources: dict[str, Path]
+    code: TokenizerCode | None = None
 
 
 def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
@@ -67,8 +67,8 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
     TokenizerError
         A file is missing, cannot be read, or says what is no tokenizer.
     """
-    tokenizer, own = _read_tokenizer(model_dir / "tokenizer.json")
     config = _read_object(model_dir / _CONFIG)
+    code = read_code(model_dir, config)
     added: dict[int, AddedToken] = {}
     if isinstance(listed := config.get("added_tokens_decoder"), dict):
         for key, value in listed.items():
@@ -77,6 +77,7 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
         config |= _older_names(model_dir / "special_tokens_map.json", config)
     if config.get("extra_special_tokens") in (None, [], {}) and "additional_special_tokens" in config:
         config["extra_special_tokens"] = config.pop("additional_special_tokens")
+    tokenizer, own = _read_tokenizer(model_dir, code, added)
     names = _names(config, model_dir / _CONFIG)
     if own.get("padding") and "pad_token" not in config:
         names.setdefault("pad_token", _token(own["padding"].get("pad_token"), "padding", model_dir / "tokenizer.json"))
@@ -86,12 +87,17 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
     missing = _add(tokenizer, [*names.values(), *_extra(config, model_dir / _CONFIG)], names)
     templates, sources = _templates(model_dir, config)
     special = {name: token.content for name, token in names.items()}
-    return TokenizerFiles(tokenizer, special, missing, templates, sources)
+    return TokenizerFiles(tokenizer, special, missing, templates, sources, code)
 
 
-def _read_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def _read_tokenizer(
+    model_dir: Path, code: TokenizerCode | None, added: Mapping[int, AddedToken]
+) -> tuple[Tokenizer, dict[str, Any]]:
+    path = model_dir / "tokenizer.json"
+    if not path.is_file() and (model_dir / RANKS_FILE).is_file():
+        return tokenizer_of_ranks(model_dir, code, added), {}
     if not path.is_file():
-        hint = "hpcrl reads tokenizers of this form alone: save it by transformers' AutoTokenizer"
+        hint = "hpcrl reads this form and tiktoken.model alone: save it by transformers' AutoTokenizer"
         raise TokenizerError(f"{path.parent} has no tokenizer.json\n    hint: {hint}")
     try:
         tokenizer = Tokenizer.from_file(str(path))

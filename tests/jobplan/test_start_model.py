@@ -128,8 +128,10 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         tokenizer.write_text(text)
         assert "the tokenizer cannot be used" in problems(model)[0]
     tokenizer.unlink()
+    (model / "qwen.tiktoken").write_bytes(b"IQ== 0\n")
+    assert "has no tokenizer.json (there is qwen.tiktoken" in problems(model)[0]
     (model / "tiktoken.model").write_bytes(b"IQ== 0\n")
-    assert "has no tokenizer.json (there is tiktoken.model" in problems(model)[0]
+    assert "tiktoken.model alone makes no tokenizer: the Python file" in problems(model)[0]
     tokenizer.symlink_to("gone")
     assert "a link to what is not there" in problems(model)[0]
 

@@ -131,7 +131,7 @@ def test_what_cuts_and_pads_batches_does_not_touch_a_prompt(tmp_path: Path) -> N
         ("tokenizer_config.json", '{"eos_token": {"content": 3}}', r"tokenizer_config\.json: eos_token: a token is"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "y"}}', "'x' is no token id"),
         ("tokenizer_config.json", '{"extra_special_tokens": 5}', "extra_special_tokens must be a list or an object"),
-        ("tokenizer_config.json", '{"chat_template": "x", "eos_token": "<nowhere>"}', "is not in tokenizer.json"),
+        ("tokenizer_config.json", '{"chat_template": "x", "eos_token": "<nowhere>"}', "is not in the vocabulary"),
         ("special_tokens_map.json", "[", r"special_tokens_map\.json cannot be read"),
         ("special_tokens_map.json", '{"eos_token": []}', "eos_token: a token is a text"),
         ("added_tokens.json", '{"a": "b"}', r"added_tokens\.json: the id of 'a' is 'b'"),

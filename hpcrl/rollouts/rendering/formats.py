@@ -6,6 +6,7 @@ that a call which is spelled in text, and not made of the family's control token
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -112,7 +113,8 @@ def make_parser(
         made = create_renderer(
             vocabulary, config, chat_template_kwargs={key: variables[key] for key in variables if key in known}
         )
-        return made.parse_response, tuple(made.get_stop_token_ids())
+        parse = _deepseek(vocabulary, made.parse_response) if name == "deepseek-v3" else made.parse_response
+        return parse, tuple(made.get_stop_token_ids())
     except Exception as error:
         raise UsageError(
             f"model.chat.format {name}: this model does not have it: {error}\n"
@@ -143,6 +145,37 @@ def _hermes(vocabulary: _Vocabulary) -> ParseTurn:
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
         rest, found = calls.extract(ids[:end])
         return ParsedResponse(content=vocabulary.decode(rest).strip(), tool_calls=found)
+
+    return parse
+
+
+def _deepseek(vocabulary: _Vocabulary, parse_v3: ParseTurn) -> ParseTurn:
+    """Return the parser of V3 that also knows calls of V3.1: the name stands before the separator, and JSON behind."""
+    from renderers.base import ToolCallParseStatus  # noqa: PLC0415
+
+    begin, separator, end = vocabulary.needed("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+
+    def parse(ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any:
+        found = parse_v3(ids, tools=tools, prompt_ids=prompt_ids)
+        for call in found.tool_calls:
+            if call.token_span is None:
+                continue
+            block = [token for token in ids[slice(*call.token_span)] if token not in (begin, end)]
+            if separator not in block:
+                continue
+            at = block.index(separator)
+            name, body = vocabulary.decode(block[:at]).strip(), vocabulary.decode(block[at + 1 :]).strip()
+            if name == "function" and not body.startswith("{"):
+                continue
+            call.name = name or None
+            if call.status == ToolCallParseStatus.UNCLOSED_BLOCK:
+                continue
+            try:
+                call.arguments, problem = json.loads(body or "{}"), None
+            except (ValueError, RecursionError):
+                call.arguments, problem = body, ToolCallParseStatus.INVALID_JSON
+            call.status = problem or (ToolCallParseStatus.OK if name else ToolCallParseStatus.MISSING_NAME)
+        return found
 
     return parse
 

@@ -44,6 +44,8 @@ COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "tiktoken.model",
+    "tokenization_kimi.py",
 )
 
 

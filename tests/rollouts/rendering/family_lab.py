@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from chat_lab import byte_tokenizer, write_model
+from tiktoken_lab import added_tokens, trained_ranks, write_kimi
 from tokenizers import AddedToken, Tokenizer
 
-PUBLISHED = Path(__file__).parents[3] / ".chat-templates" / "trl" / "chat_templates"
+PUBLISHED = Path(__file__).parents[3] / ".chat-templates"
+TRL, LLAMA_CPP = "trl/chat_templates", "llama.cpp"
 needs_templates = pytest.mark.skipif(
-    not PUBLISHED.is_dir(), reason="no published templates: python3 tools/bootstrap.py --templates"
+    not all((PUBLISHED / each).is_dir() for each in (TRL, LLAMA_CPP)),
+    reason="no published templates: python3 tools/bootstrap.py --templates",
 )
 
 _IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -27,6 +30,7 @@ _DEEPSEEK_CALLS = tuple(
 )
 _HARMONY = tuple(f"<|{name}|>" for name in ("start", "end", "return", "call", "channel", "message", "constrain"))
 _LLAMA = tuple(f"<|{name}|>" for name in ("begin_of_text", "end_of_text", "start_header_id", "end_header_id"))
+_MINIMAX = ("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", *_MARKS[4:])
 _LLAMA_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
@@ -42,22 +46,47 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "GLM-4.5": Family("glm-4.5", "glm4_moe", "glm4moe", (*_GLM, *_GLM_KEYS), _GLM[0], (_GLM[0], _GLM[4], _GLM[6])),
-    "Qwen2.5": Family("qwen2.5", "qwen2", "qwen2_5", (*_IM, *_MARKS[:2]), _IM[2], (_IM[2], _IM[0])),
-    "Qwen3": Family("qwen3", "qwen3_moe", "qwen3", (*_IM, *_MARKS), _IM[2], (_IM[2], _IM[0])),
-    "Qwen3-2507": Family("qwen3", "qwen3_moe", "qwen3_instruct_2507", (*_IM, *_MARKS), _IM[2], (_IM[2], _IM[0])),
-    "Qwen3.5": Family("qwen3.5", "qwen3_5_moe", "qwen3_5_think", (*_IM, *_MARKS, *_VISION), _IM[2], (_IM[2], _IM[0])),
+    "GLM-4.5": Family(
+        "glm-4.5", "glm4_moe", f"{TRL}/glm4moe", (*_GLM, *_GLM_KEYS), _GLM[0], (_GLM[0], _GLM[4], _GLM[6])
+    ),
+    "GLM-5": Family(
+        "glm-5",
+        "glm_moe_dsa",
+        f"{LLAMA_CPP}/GLM-4.7-Flash",
+        (*_GLM, *_GLM_KEYS),
+        _GLM[0],
+        (_GLM[0], _GLM[4], _GLM[6]),
+    ),
+    "Qwen2.5": Family("qwen2.5", "qwen2", f"{TRL}/qwen2_5", (*_IM, *_MARKS[:2]), _IM[2], (_IM[2], _IM[0])),
+    "Qwen3": Family("qwen3", "qwen3_moe", f"{TRL}/qwen3", (*_IM, *_MARKS), _IM[2], (_IM[2], _IM[0])),
+    "Qwen3-2507": Family("qwen3", "qwen3_moe", f"{TRL}/qwen3_instruct_2507", (*_IM, *_MARKS), _IM[2], (_IM[2], _IM[0])),
+    "Qwen3-Next": Family(
+        "qwen3", "qwen3_next", f"{TRL}/qwen3_instruct_2507", (*_IM, *_MARKS), _IM[2], (_IM[2], _IM[0])
+    ),
+    "Qwen3.5": Family(
+        "qwen3.5", "qwen3_5_moe", f"{TRL}/qwen3_5_think", (*_IM, *_MARKS, *_VISION), _IM[2], (_IM[2], _IM[0])
+    ),
     "DeepSeek-V3": Family(
         "deepseek-v3",
         "deepseek_v3",
-        "deepseekv3",
+        f"{TRL}/deepseekv3",
         (*_DEEPSEEK, *_DEEPSEEK_CALLS, "<｜tool▁sep｜>", *_MARKS[4:]),
         _DEEPSEEK[1],
         (_DEEPSEEK[1],),
     ),
-    "gpt-oss": Family("gpt-oss", "gpt_oss", "gptoss", _HARMONY, "<|return|>", ("<|return|>", "<|call|>")),
-    "Nemotron-3": Family("nemotron-3", "nemotron_h", "nemotron_3_nano", (*_IM, *_MARKS), _IM[2], (_IM[2],)),
-    "Llama-3.1": Family("llama-3", "llama", "llama3_1", (*_LLAMA, *_LLAMA_ENDS[1:]), "<|eot_id|>", _LLAMA_ENDS),
+    "DeepSeek-V3.1": Family(
+        "deepseek-v3",
+        "deepseek_v3",
+        f"{LLAMA_CPP}/deepseek-ai-DeepSeek-V3.1",
+        (*_DEEPSEEK, *_DEEPSEEK_CALLS, "<｜tool▁sep｜>", *_MARKS[4:]),
+        _DEEPSEEK[1],
+        (_DEEPSEEK[1],),
+    ),
+    "Kimi-K2": Family("kimi-k2", "kimi_k2", f"{LLAMA_CPP}/moonshotai-Kimi-K2", (), "[EOS]", ("<|im_end|>",)),
+    "MiniMax-M2": Family("minimax-m2", "minimax_m2", f"{LLAMA_CPP}/MiniMax-M2", _MINIMAX, _MINIMAX[2], (_MINIMAX[2],)),
+    "gpt-oss": Family("gpt-oss", "gpt_oss", f"{TRL}/gptoss", _HARMONY, "<|return|>", ("<|return|>", "<|call|>")),
+    "Nemotron-3": Family("nemotron-3", "nemotron_h", f"{TRL}/nemotron_3_nano", (*_IM, *_MARKS), _IM[2], (_IM[2],)),
+    "Llama-3.1": Family("llama-3", "llama", f"{TRL}/llama3_1", (*_LLAMA, *_LLAMA_ENDS[1:]), "<|eot_id|>", _LLAMA_ENDS),
 }
 
 PARAMETERS = {
@@ -80,11 +109,16 @@ def _vocabulary() -> str:
 
 def write_family(path: Path, family: Family) -> Path:
     """Write a model directory without weights."""
-    tokenizer = Tokenizer.from_str(_vocabulary())
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.tokens])
     template = (PUBLISHED / f"{family.template}.jinja").read_text(encoding="utf-8")
-    write_model(path, template, tokenizer, eos_token=family.eos, bos_token=family.tokens[0])
-    ends = [tokenizer.token_to_id(token) for token in family.ends]
+    if family.model_type == "kimi_k2":
+        ranks = trained_ranks()
+        write_kimi(path, ranks, template)
+        ids = {token: number for number, (token, _) in added_tokens(ranks).items()}
+    else:
+        tokenizer = Tokenizer.from_str(_vocabulary())
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.tokens])
+        write_model(path, template, tokenizer, eos_token=family.eos, bos_token=family.tokens[0])
+        ids = {token: tokenizer.token_to_id(token) for token in family.ends}
     (path / "config.json").write_text(json.dumps({"model_type": family.model_type}))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[token] for token in family.ends]}))
     return path

@@ -20,6 +20,8 @@ pytestmark = needs_templates
 USER: Message = {"role": "user", "content": "What is the weather in Paris?"}
 #: DeepSeek's template concatenates arguments as text
 AS_TEXT = ("DeepSeek-V3",)
+#: their generation prompt begins thinking, and their replies without thinking have none
+OPENED_THINKING = ("MiniMax-M2",)
 
 
 class Talk:
@@ -86,7 +88,8 @@ def test_the_result_of_a_tool_follows_a_call_as_in_the_whole(talk: Talk) -> None
         calls=parsed.calls,
         tools=TOOLS,
     )
-    talk.messages.append({"role": "tool", "tool_call_id": "call_0_0", "name": "weather", "content": "grey"})
+    given = parsed.calls[0].id if parsed.calls else "call_0_0"
+    talk.messages.append({"role": "tool", "tool_call_id": given, "name": "weather", "content": "grey"})
     assert not extension.ended_otherwise
     whole = talk.whole(talk.messages)
     assert whole[-len(sampled) - len(extension.token_ids) :] == sampled + extension.token_ids
@@ -106,13 +109,15 @@ def test_a_question_follows_an_answer_as_in_the_whole(talk: Talk) -> None:
 def test_a_call_is_parsed_with_its_span(name: str, tmp_path: Path) -> None:
     talk = Talk(write_family(tmp_path, FAMILIES[name]))
     sampled = talk.say("Let me look.", {"city": "Paris", "days": 2})
+    if name in OPENED_THINKING:
+        sampled = [*talk.tokenizer.encode("\n</think>\n\n"), *sampled]
     parsed = talk.renderer.parse(sampled, said=talk.ids, tools=TOOLS, turn=3)
     (call,) = parsed.calls
     assert (call.name, dict(call.arguments), call.status, call.id) == (
         "weather",
         {"city": "Paris", "days": 2},
         "ok",
-        "call_3_0",
+        "functions.weather:0" if name == "Kimi-K2" else "call_3_0",
     )
     assert parsed.text.strip() == "Let me look."
     assert call.span is not None
@@ -171,7 +176,9 @@ def test_a_turn_of_glm_that_ends_as_if_somebody_else_spoke_next(tmp_path: Path) 
         assert wrong.ended_otherwise
 
 
-@pytest.mark.parametrize("name", ["GLM-4.5", "Qwen3", "Qwen3-2507", "Qwen2.5", "Llama-3.1"])
+@pytest.mark.parametrize(
+    "name", ["GLM-4.5", "Qwen3", "Qwen3-2507", "Qwen3-Next", "Qwen2.5", "Llama-3.1", "Kimi-K2", "DeepSeek-V3.1"]
+)
 def test_fifty_turns_with_a_tool_are_the_whole_at_each_turn(name: str, tmp_path: Path) -> None:
     talk = Talk(write_family(tmp_path, FAMILIES[name]))
     ids = talk.ids
@@ -186,7 +193,7 @@ def test_fifty_turns_with_a_tool_are_the_whole_at_each_turn(name: str, tmp_path:
             assert talk.whole(talk.messages) == ids
 
 
-@pytest.mark.parametrize("name", ["GLM-4.5", "Qwen3", "Qwen2.5", "Qwen3.5", "Nemotron-3"])
+@pytest.mark.parametrize("name", ["GLM-4.5", "GLM-5", "Qwen3", "Qwen3-Next", "Qwen2.5", "Qwen3.5", "Nemotron-3"])
 @pytest.mark.parametrize(
     ("written", "status"),
     [
@@ -209,7 +216,7 @@ def test_a_malformed_call_is_told_to_the_model_and_raises_nothing(
 ) -> None:
     talk = Talk(write_family(tmp_path, FAMILIES[name]))
     end = talk.renderer.stop_token_ids[0]
-    sampled = [*talk.tokenizer.encode("</think>" * (name in ("Qwen3.5", "Nemotron-3")) + written), end]
+    sampled = [*talk.tokenizer.encode("</think>" * (name in ("Qwen3.5", "Nemotron-3", "GLM-5")) + written), end]
     calls = talk.renderer.parse(sampled, said=talk.ids, tools=TOOLS).calls
     assert calls
     assert all(call.status != "ok" for call in calls)
@@ -219,6 +226,55 @@ def test_a_malformed_call_is_told_to_the_model_and_raises_nothing(
         [malformed_answer(call) for call in calls], ended_by=end, calls=calls, tools=TOOLS
     )
     assert "the tool call was not run" in talk.renderer.full_text(further.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "status"),
+    [
+        ("Kimi-K2", '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city"', "unclosed_block"),
+        ("Kimi-K2", "<|tool_call_begin|>functions.weather:0<|tool_call_end|>", None),
+        ("Kimi-K2", "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{]<|tool_call_end|>", None),
+        ("Kimi-K2", "<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>", None),
+        (
+            "Kimi-K2",
+            "<|tool_call_begin|>functions.fly:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            "unknown_tool",
+        ),
+        ("MiniMax-M2", '<minimax:tool_call>\n<invoke name="weather">', "unclosed_block"),
+        ("MiniMax-M2", '<minimax:tool_call>\n<invoke name="">\n</invoke>\n</minimax:tool_call>', None),
+        ("MiniMax-M2", '<minimax:tool_call>\n<invoke name="fly">\n</invoke>\n</minimax:tool_call>', "unknown_tool"),
+        ("DeepSeek-V3.1", '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "P', "unclosed_block"),
+        ("DeepSeek-V3.1", '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "P<｜tool▁call▁end｜>', "invalid_json"),
+        ("DeepSeek-V3.1", "<｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>", "malformed_structure"),
+        ("DeepSeek-V3.1", "<｜tool▁call▁begin｜><｜tool▁sep｜>{}<｜tool▁call▁end｜>", "missing_name"),
+        ("DeepSeek-V3.1", "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "malformed_structure"),
+        ("DeepSeek-V3.1", "<｜tool▁call▁begin｜>fly<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "unknown_tool"),
+    ],
+)
+def test_a_malformed_call_of_other_marks(name: str, written: str, status: str | None, tmp_path: Path) -> None:
+    talk = Talk(write_family(tmp_path, FAMILIES[name]))
+    sections = {"Kimi-K2": "<|tool_calls_section_begin|>", "DeepSeek-V3.1": "<｜tool▁calls▁begin｜>"}
+    before = "</think>" * (name in OPENED_THINKING) + sections.get(name, "")
+    end = talk.renderer.stop_token_ids[0]
+    calls = talk.renderer.parse([*talk.tokenizer.encode(before + written), end], said=talk.ids, tools=TOOLS).calls
+    assert calls
+    assert all(call.status != "ok" for call in calls)
+    assert status is None or calls[0].status == status
+    further = talk.renderer.extension(
+        [malformed_answer(call) for call in calls], ended_by=end, calls=calls, tools=TOOLS
+    )
+    assert "the tool call was not run" in talk.renderer.full_text(further.token_ids)
+
+
+def test_both_calls_of_deepseek_are_known(tmp_path: Path) -> None:
+    talk = Talk(write_family(tmp_path, FAMILIES["DeepSeek-V3.1"]))
+    older = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Rome"}\n```<｜tool▁call▁end｜>'
+    newer = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>'
+    ids = talk.tokenizer.encode(f"Look.<｜tool▁calls▁begin｜>{older}{newer}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
+    parsed = talk.renderer.parse(ids, said=talk.ids, tools=TOOLS)
+    assert parsed.text == "Look."
+    found = [(call.name, dict(call.arguments), call.status) for call in parsed.calls]
+    assert found == [("weather", {"city": "Rome"}, "ok"), ("weather", {"city": "Paris"}, "ok")]
 
 
 def test_a_call_that_is_spelled_in_other_tokens_is_text(tmp_path: Path) -> None:

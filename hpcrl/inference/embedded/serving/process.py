@@ -97,7 +97,8 @@ def engine_config(settings: ServerSettings, model: Decoder) -> EngineSettings:
 
 
 def _tokenizer(settings: ServerSettings) -> ChatTokenizer | None:
-    if settings.skip_tokenizer_init or not (settings.model / "tokenizer.json").is_file():
+    files = ("tokenizer.json", "tiktoken.model")
+    if settings.skip_tokenizer_init or not any((settings.model / name).is_file() for name in files):
         return None
     try:
         return ChatTokenizer(settings.model)
