@@ -13,6 +13,7 @@ from typing import Any, Protocol, get_args
 
 from hpcrl.config.chat import ChatFormat
 from hpcrl.errors import UsageError
+from hpcrl.models.arch import SAME_TEXT
 from hpcrl.models.configfile import read_config
 from hpcrl.models.tokenizer import ChatTokenizer
 
@@ -53,8 +54,11 @@ def formats_of(model_dir: Path) -> tuple[ChatFormat, ...]:
     """Return the formats that models of this ``model_type`` may have; none where it is not known."""
     path = model_dir / "config.json"
     config = read_config(path) if path.is_file() else None
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    return _BY_MODEL_TYPE.get(str(model_type), ())
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    # a model that also sees is called by its wrapper or by its language model
+    types = [part.get("model_type") for part in (config, inner) if isinstance(part, dict)]
+    found = [SAME_TEXT.get(str(kind), str(kind)) for kind in types]
+    return next((_BY_MODEL_TYPE[kind] for kind in found if kind in _BY_MODEL_TYPE), ())
 
 
 def find_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat | None:
