@@ -96,6 +96,10 @@ def model_check(
     model: Annotated[
         str, typer.Argument(metavar="DIR|OWNER/NAME", help="A model directory, or an id that `model get` fetched.")
     ],
+    vision: Annotated[
+        str | None,
+        typer.Option("--vision", metavar="drop|carry", help="Of a model that also sees: model.vision of the recipe."),
+    ] = None,
     cluster: ClusterOption = "local",
     as_json: JsonOption = False,
 ) -> None:
@@ -104,10 +108,12 @@ def model_check(
     Compares names, shapes and dtypes of all tensors with those of the family, and looks at configuration, tokenizer
     and chat template.
     """
-    from hpcrl.errors import ExitCode
+    from hpcrl.errors import ExitCode, UsageError
     from hpcrl.jobplan.model_summary import summarise_model
 
-    summary = summarise_model(_find_model(model, cluster))
+    if vision not in (None, "drop", "carry"):
+        raise UsageError(f"--vision {vision} is neither drop nor carry")
+    summary = summarise_model(_find_model(model, cluster), vision)
     if as_json:
         say(json_text(summary.as_json()))
     else:

@@ -91,6 +91,10 @@ class ModelConfig(StrictModel):
     """Hugging Face model directory that the run starts from; relative to where hpcrl is called. Or the id of a
     published model, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, that ``hpcrl model get`` put into ``paths.models_root``
     of the profile."""
+    vision: Literal["drop", "carry"] | None = None
+    """What becomes of the vision tower of a model that also sees; without it such a model is refused. Its language
+    model is trained and served. ``drop``: versions and exports are language models. ``carry``: versions are, and
+    exports have tower and projector as they were, byte for byte."""
     warmup: WarmupConfig | None = None
     """Settings of ``hpcrl warmup`` for recipes whose start model is made rather than given."""
     chat: ChatConfig = ChatConfig()

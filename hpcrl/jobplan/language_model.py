@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,25 +16,15 @@ from typing import Any, NamedTuple
 from hpcrl.errors import UsageError
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.jobplan.start_model import look_at_directory
-from hpcrl.models.arch import SAME_TEXT, arch_from_config
-from hpcrl.models.configfile import read_config
+from hpcrl.models.arch import arch_from_config, read_model_config
+from hpcrl.models.wrapped import WRAPPER_FILES
 from hpcrl.models.written import small_files
 from hpcrl.weights.read.model_directory import INDEX
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
-from hpcrl.weights.read.stored_weights import EMBEDDING, HEAD, rows_differ
+from hpcrl.weights.read.wrapped_names import language_model_name, wrapped_type
 from hpcrl.weights.write.copied_tensors import write_copied_tensors
 
-__all__ = ["Extracted", "extract_language_model", "language_model_name"]
-
-_NAMES = (
-    (re.compile(r"^language_model\.(model\.|lm_head\.)"), r"\1"),
-    (re.compile(r"^model\.language_model\.(?!model\.|lm_head\.)"), "model."),
-    (re.compile(r"^lm_head\."), "lm_head."),
-)
-"""Names of the language model's tensors in wrappers, older and newer ones of transformers, and their own."""
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that wrappers may have in place of the language model."""
-_OF_WRAPPERS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+__all__ = ["Extracted", "extract_language_model"]
 
 
 class Extracted(NamedTuple):
@@ -54,15 +43,6 @@ class Extracted(NamedTuple):
     left_out: Mapping[str, int]
 
 
-def language_model_name(name: str) -> str | None:
-    """Return the own name of a wrapper's tensor; None where it is not part of the language model."""
-    for pattern, own in _NAMES:
-        found, count = pattern.subn(own, name)
-        if count:
-            return found
-    return None
-
-
 def extract_language_model(model_dir: Path, target: Path) -> Extracted:
     """Write the language model of ``model_dir`` to ``target``, which must not be there.
 
@@ -77,16 +57,16 @@ def extract_language_model(model_dir: Path, target: Path) -> Extracted:
     if target.exists():
         raise UsageError(f"{target} exists already\n    hint: use it as it is, or give another --output")
     config = _own_config(model_dir)
-    with ModelFiles(model_dir) as files:
+    with ModelFiles(model_dir, whole=True) as whole:
         # a weight in MXFP4 is stored as its blocks and scales
-        stored = {name: block for name, block in files.tensors.items() if block.width}
-    names = {name: own for name in stored if (own := language_model_name(name)) is not None}
-    left_out = Counter(_beginning(name) for name in stored.keys() - names.keys())
+        names = [name for name, block in whole.tensors.items() if block.width]
+    left_out = Counter(_beginning(name) for name in names if language_model_name(name) is None)
     stage = StagedDirectory(target, token=f"extract-{os.getpid()}")
     stage.create()
     try:
-        _write_tensors(stage.path, names, stored)
-        _write_small_files(model_dir, stage.path, {**config, "tie_word_embeddings": _is_tied(stage.path, config)})
+        with ModelFiles(model_dir) as files:
+            count = _write_tensors(stage.path, files)
+        _write_small_files(model_dir, stage.path, config)
         if problems := look_at_directory(stage.path).problems:
             what = problems[0][0].replace(str(stage.path), str(target))
             raise UsageError(f"the language model of {model_dir} would not be whole: {what}")
@@ -94,41 +74,18 @@ def extract_language_model(model_dir: Path, target: Path) -> Extracted:
     except BaseException:
         stage.discard()
         raise
-    return Extracted(target, len(names), dict(left_out))
+    return Extracted(target, count, dict(left_out))
 
 
 def _own_config(model_dir: Path) -> dict[str, Any]:
-    path = model_dir / "config.json"
     try:
-        config = read_config(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from error
-    inner = config.get("text_config") if isinstance(config, dict) else None
-    if not isinstance(inner, dict):
-        raise UsageError(f"{model_dir} wraps no language model: its config.json has no text_config")
-    own = {**{key: config[key] for key in _TOKENS if key in config}, **inner}
-    for key in ("dtype", "torch_dtype", "quantization_config"):
-        if own.get(key) is None and config.get(key) is not None:
-            own[key] = config[key]
-    kind = str(own.get("model_type"))
-    if kind in SAME_TEXT:
-        own["model_type"] = SAME_TEXT[kind]
-        for key in ("rope_scaling", "rope_parameters"):
-            if isinstance(own.get(key), dict):
-                own[key] = {name: value for name, value in own[key].items() if not name.startswith("mrope")}
-    try:
-        arch = arch_from_config(own)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{path}: text_config: {error}") from error
-    return {**own, "architectures": [arch.ARCHITECTURE]}
-
-
-def _is_tied(written: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether head and embedding are one. Wrappers decide on it by a key of their own, which few files have."""
-    with ModelFiles(written) as files:
-        if HEAD not in files.tensors or EMBEDDING not in files.tensors:
-            return True
-        return bool(config.get("tie_word_embeddings")) and not rows_differ(files)
+        config: dict[str, Any] = read_model_config(model_dir)
+        if wrapped_type(model_dir) is None:
+            raise UsageError(f"{model_dir} wraps no language model: its config.json has no text_config")
+        arch_from_config(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{model_dir / 'config.json'}: {error}") from error
+    return config
 
 
 def _beginning(name: str) -> str:
@@ -136,26 +93,28 @@ def _beginning(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "model" else first
 
 
-def _write_tensors(target: Path, names: Mapping[str, str], stored: Mapping[str, StoredBlock]) -> None:
-    """Write a file for each of the model's that has tensors of the language model, and an index."""
-    by_file: dict[Path, dict[str, str]] = {}
-    for name in names:
-        by_file.setdefault(stored[name].file, {})[name] = names[name]
+def _write_tensors(target: Path, files: ModelFiles) -> int:
+    """Write a file for each of the model's that has tensors of the language model, and an index; returns how many."""
+    by_file: dict[Path, dict[str, StoredBlock]] = {}
+    for name, block in files.tensors.items():
+        if block.width:
+            by_file.setdefault(block.file, {})[name] = block
     placed: dict[str, str] = {}
     # not the name of the only file of a model: an index beside it would not be read
-    for number, (_, own) in enumerate(sorted(by_file.items()), start=1):
+    for number, (_, tensors) in enumerate(sorted(by_file.items()), start=1):
         file = f"model-{number:05d}-of-{len(by_file):05d}.safetensors"
-        write_copied_tensors(target / file, {own[name]: stored[name] for name in own})
-        placed |= dict.fromkeys(own.values(), file)
-    size = sum(stored[name].nbytes for name in names)
+        write_copied_tensors(target / file, tensors, files)
+        placed |= dict.fromkeys(tensors, file)
+    size = sum(block.nbytes for tensors in by_file.values() for block in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
     _write_json(target / INDEX, index)
+    return len(placed)
 
 
 def _write_small_files(model_dir: Path, target: Path, config: Mapping[str, Any]) -> None:
     _write_json(target / "config.json", config)
     for path in small_files(model_dir):
-        if path.name not in _OF_WRAPPERS:
+        if path.name not in WRAPPER_FILES:
             atomic_write(target / path.name, path.read_bytes())
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 from hpcrl.errors import HpcrlError
 from hpcrl.jobplan.start_model import look_at_directory
+from hpcrl.jobplan.towers import tower_problems
 from hpcrl.models import ModelArch
 from hpcrl.models.chat_template import ChatTemplate, ChatTemplateError
 from hpcrl.weights.format.mxfp4 import MXFP4_DTYPE
 from hpcrl.weights.read.model_files import ModelFiles
 from hpcrl.weights.read.stored_weights import quantised_weight
+from hpcrl.weights.read.towers import read_tower
 
 __all__ = ["ModelSummary", "summarise_model"]
 
@@ -53,15 +55,23 @@ class ModelSummary:
         return {"path": str(self.path), "good": self.is_good, **self.facts, "notes": self.notes, "problems": problems}
 
 
-def summarise_model(model_dir: Path) -> ModelSummary:
-    """Look at a model directory as trainer and engines will (`hpcrl.jobplan.start_model`)."""
+def summarise_model(model_dir: Path, vision: str | None = None) -> ModelSummary:
+    """Look at a model directory as trainer and engines will (`hpcrl.jobplan.start_model`).
+
+    Parameters
+    ----------
+    vision:
+        ``model.vision`` of the recipe; None refuses a model that also sees.
+    """
     if not (model_dir / "config.json").is_file():
         what = f"{model_dir} holds no model (no config.json)"
         return ModelSummary(model_dir, {}, (), ((what, "give the path of a Hugging Face model directory"),))
-    report = look_at_directory(model_dir)
+    report = look_at_directory(model_dir, vision=vision)
     facts = {} if report.arch is None else _sizes(report.arch)
     facts |= {"weights": _weights(model_dir), "tokenizer": _tokenizer(model_dir)}
-    problems = list(report.problems)
+    problems = [*report.problems, *tower_problems(model_dir, vision)]
+    if vision is not None and (tower := _tower(model_dir)):
+        facts["vision tower"] = f"{tower}, {'left out of exports' if vision == 'drop' else 'carried into exports'}"
     try:
         facts["chat template"] = _template(model_dir)
     except ChatTemplateError as error:
@@ -99,6 +109,16 @@ def _weights(model_dir: Path) -> str:
         return "cannot be read"
     parts = ", ".join(f"{size / 1e9:,.3f} GB in {dtype}" for dtype, size in sizes.most_common())
     return f"{parts}; tensors: {len(stored):,}, files: {count}"
+
+
+def _tower(model_dir: Path) -> str:
+    """Tensors beside a language model; an empty text where there are none."""
+    try:
+        tower = read_tower(model_dir)
+    except (HpcrlError, OSError, ValueError):
+        return ""
+    size = sum(block.nbytes for block in tower.values())
+    return f"{size / 1e9:,.3f} GB, tensors: {len(tower):,}" if tower else ""
 
 
 def _tokenizer(model_dir: Path) -> str:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, HpcrlError
+from hpcrl.jobplan.towers import tower_problems
 from hpcrl.models import ModelArch, load_arch
+from hpcrl.models.arch import arch_from_config, read_model_config
 from hpcrl.models.configfile import read_config
 from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.hub import download_command, published_id
@@ -35,6 +37,7 @@ from hpcrl.weights.read.stored_weights import (
     rows_differ,
     tied_name,
 )
+from hpcrl.weights.read.wrapped_names import wrapped_type
 
 __all__ = ["DirectoryReport", "ModelReport", "check_model", "look_at_directory", "report_model"]
 
@@ -124,16 +127,32 @@ def report_model(
     where = recipe.where("model.path")
     if not (model_dir / "config.json").is_file():
         return _missing(recipe, model_dir, where, cluster)
-    own = look_at_directory(model_dir, weights=weights)
+    vision = recipe.value.model.vision
+    own = look_at_directory(model_dir, weights=weights, vision=vision)
     findings = [] if own.arch is None else list(_engine_findings(recipe, own.arch, model_dir, where))
     findings += [] if own.arch is None else _storage_findings(recipe, model_dir, where)
     findings += [Finding(where, "model.path", what, hint) for what, hint in own.problems]
+    findings += [
+        Finding(recipe.where("model.vision"), "model.vision", what, hint)
+        for what, hint in tower_problems(model_dir, vision, weights=weights)
+    ]
     return ModelReport(tuple(findings), notes=own.notes)
 
 
-def look_at_directory(model_dir: Path, *, weights: bool = True) -> DirectoryReport:
-    """Look at a directory that has a ``config.json``, without a recipe; ``weights`` as in `report_model`."""
+def look_at_directory(model_dir: Path, *, weights: bool = True, vision: str | None = None) -> DirectoryReport:
+    """Look at a directory that has a ``config.json``, without a recipe.
+
+    Parameters
+    ----------
+    weights:
+        As in `report_model`.
+    vision:
+        ``model.vision`` of a recipe: None refuses a model that also sees.
+    """
     try:
+        if vision is None:
+            # a wrapper is refused in the words of those who read its config alone
+            arch_from_config(read_config(model_dir / "config.json"))
         arch = load_arch(model_dir)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError | OSError) else str(error)
@@ -148,7 +167,7 @@ def look_at_directory(model_dir: Path, *, weights: bool = True) -> DirectoryRepo
 def _notes(model_dir: Path) -> tuple[str, ...]:
     """What ``config.json`` says that nothing reads; a file that is not to be read has findings instead."""
     try:
-        config = read_config(model_dir / "config.json")
+        config = read_model_config(model_dir)
     except (OSError, ValueError):
         return ()
     note = unread_note(config) if isinstance(config, dict) else None
@@ -202,7 +221,12 @@ def _storage_findings(recipe: Loaded[Recipe], model_dir: Path, where: str) -> It
     engine, handoff = recipe.value.engine, recipe.value.handoff
     if engine.backend != "vllm" or "hf-overrides" in engine.vllm_args:
         return
-    method = (read_config(model_dir / "config.json").get("quantization_config") or {}).get("quant_method")
+    if wrapped_type(model_dir) is not None:
+        what = f"{model_dir} also sees: vLLM would load tower and all, and versions of a run are of its language model"
+        hint = f"write that: hpcrl model extract {shlex.quote(str(model_dir))} --output DIR, and leave model.vision out"
+        yield Finding(where, "model.path", what, f"{hint}; or set engine.backend: embedded")
+        return
+    method = (read_model_config(model_dir).get("quantization_config") or {}).get("quant_method")
     copy = f"give the path of a copy in bfloat16: hpcrl model dequantise {shlex.quote(str(model_dir))} --output DIR"
     if method == "mxfp4":
         what = f"experts of {model_dir} are in MXFP4: vLLM keeps them so, and versions of a run are not"

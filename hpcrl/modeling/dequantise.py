@@ -20,7 +20,7 @@ from torch import Tensor
 from hpcrl.errors import HpcrlError, UsageError, refusal
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.modeling.load import read_stored
-from hpcrl.models.configfile import read_config
+from hpcrl.models.arch import read_model_config
 from hpcrl.models.written import small_files, written_config
 from hpcrl.screen_text import visible
 from hpcrl.weights.format.mxfp4 import MXFP4_DTYPE
@@ -60,7 +60,7 @@ def write_dequantised(model_dir: Path, target: Path, *, file_bytes: int = _FILE_
         raise UsageError(f"{target} exists already\n    hint: use it as it is, or give another --output")
     path = model_dir / "config.json"
     try:
-        config = read_config(path)
+        config = read_model_config(model_dir)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
     stage = StagedDirectory(target, token=f"dequantise-{os.getpid()}")

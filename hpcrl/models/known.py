@@ -6,12 +6,14 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
+from hpcrl.models.arch import read_model_config, wrapped_kind
 from hpcrl.models.configfile import read_config
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 
 __all__ = ["find_config", "known_models", "load_facts"]
 
+_CONFIG = "config.json"
 _CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -52,8 +54,8 @@ def find_config(model: str | Path) -> Path:
     """
     path = Path(model)
     try:
-        if path.is_dir() and (path / "config.json").is_file():
-            path /= "config.json"
+        if path.is_dir() and (path / _CONFIG).is_file():
+            path /= _CONFIG
         is_file = path.is_file()
     except OSError as error:
         # a name that no filesystem takes
@@ -74,6 +76,10 @@ def find_config(model: str | Path) -> Path:
 @lru_cache(maxsize=64)
 def _read(path: Path, name: str, _mtime_ns: int) -> ModelFacts:
     try:
-        return facts_from_config(read_config(path), name=name)
+        config = read_config(path)
+        if path.name == _CONFIG and wrapped_kind(config) is not None:
+            # a tie of head and embedding is seen by the files beside it
+            config = read_model_config(path.parent)
+        return facts_from_config(config, name=name)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -272,10 +272,21 @@ def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace, site: Load
     directory = _model_dir(resolved, place)
     if place.source is not None:
         # its weights were looked at where the run was found
-        return report_model(loaded, directory, weights=False)
+        report = report_model(loaded, directory, weights=False)
+        return replace(report, findings=(*report.findings, *_lost_tower(loaded, place.source)))
     # commands take the profile `local` where none is named
     cluster = None if site.value.name == "local" else site.value.name
     return report_model(loaded, directory, cluster=cluster)
+
+
+def _lost_tower(loaded: Loaded[Recipe], source: ModelOrigin) -> Iterator[Finding]:
+    """Yield why exports could not have the vision tower: what another run gives is a language model."""
+    if loaded.value.model.vision != "carry" or loaded.value.job.payload != "roles":
+        return
+    if source.origin.kind == "version" or source.run.recipe().model.vision != "carry":
+        what = f"{source.origin} is a language model, which has no vision tower to carry"
+        hint = "set model.vision: drop, or begin with a checkpoint of a run that carries it"
+        yield Finding(loaded.where("model.vision"), "model.vision", what, hint)
 
 
 def _model_dir(resolved: Recipe, place: RunPlace) -> Path:

@@ -392,6 +392,7 @@ def test_every_version_has_a_canary(models):
         ("qwen2", None),
         ("llama", ["attention", "mlp"]),
         ("mistral", ["mlp"]),
+        ("qwen3", None),
     ],
 )
 def test_peft_reads_a_version_as_it_is(models, tmp_path, family, targets):

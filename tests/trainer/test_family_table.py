@@ -1,16 +1,18 @@
-"""The table of families in docs/training.md says what tests try, no less and no more."""
+"""The tables of families in docs/training.md and docs/models.md say what tests try, no less and no more."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import family_tables
+import pytest
 import test_context_parallel
 import test_eight_ranks
 import test_families
 import test_memory_tools
 import test_meshes
+from family_tables import NOT_ON_CPUS, SERVED_BY_VLLM, agreeing, model_table, parameters_of, with_table
 
 from hpcrl.modeling.spec import SPECS
 from hpcrl.models.arch import ModelArch, arch_from_config
@@ -21,23 +23,12 @@ HEAD = (
     "| family | logits and gradients of transformers | `ep` | `cp` | memory tools "
     "| checkpoint, hand-off, embedded engine | vLLM |"
 )
-#: what tests of vLLM start (tests/inference/vllm/test_vllm_families.py, and Qwen3-MoE in all others)
-SERVED_BY_VLLM = {"deepseek_v3", "glm4_moe", "gpt_oss", "mistral", "qwen3", "qwen3_moe"}
-#: which vLLM for processors refuses or cannot compute; docs/training.md has its words
-NOT_ON_CPUS = {"glm_moe_dsa", "minimax_m2", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 #: on which meshes each family is trained as on one rank: family, degrees, scheme
 TRAINED = [
     *((family, degrees, "ulysses") for cases in test_meshes.MESHES.values() for family, degrees in cases),
     *((family, degrees, scheme) for family, degrees, scheme, _ in test_context_parallel.CASES),
     *test_eight_ranks.CASES,
 ]
-
-
-def agreeing() -> set[str]:
-    """Families of which a config is held to transformers by `model_agreement.assert_agreement`."""
-    texts = [path.read_text(encoding="utf-8") for path in (TESTS / "modeling" / "families").glob("test_*.py")]
-    held = [text for text in texts if "assert_agreement(" in text]
-    return {kind for text in held for kind in re.findall(r'^    "model_type": "(\w+)"', text, re.MULTILINE)}
 
 
 def degrees_of(family: str, dimension: str) -> str:
@@ -79,3 +70,29 @@ def test_the_table_is_what_tests_try() -> None:
     rule = "| " + " | ".join(["---"] * (HEAD.count("|") - 1)) + " |"
     wanted = "\n".join([HEAD, rule, *(row(spec.arch) for spec in SPECS)])
     assert f"\n\n{wanted}\n\n" in DOCS, f"docs/training.md must say:\n{wanted}"
+
+
+def test_the_table_of_models_is_what_tests_try() -> None:
+    page = (TESTS.parent / "docs/models.md").read_text(encoding="utf-8")
+    assert with_table(page) == page, "docs/models.md is out of date: python tools/draw_families.py"
+
+
+def test_a_family_without_its_case_has_no_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cells(family: str) -> list[str]:
+        (line,) = (line for line in model_table().splitlines() if line.startswith(f"| `{family}`"))
+        return line.split(" | ")
+
+    assert cells("mistral")[3:8] == ["yes"] * 5
+    way = test_families.test_a_family_goes_all_the_way
+    (mark,) = way.pytestmark
+    left = [family for family in test_families.FAMILIES if family != "mistral"]
+    monkeypatch.setattr(way, "pytestmark", [pytest.mark.parametrize("family", left).mark])
+    assert (cells("mistral")[7], cells("llama")[7]) == ("no", "yes")
+    monkeypatch.setattr(way, "pytestmark", [mark])
+    monkeypatch.setattr(family_tables, "agreeing", lambda: {"llama"})
+    assert (cells("mistral")[3], cells("llama")[3]) == ("no", "yes")
+
+
+def test_a_test_that_is_not_parametrised_has_no_cases() -> None:
+    with pytest.raises(AssertionError, match="is not parametrised by family"):
+        parameters_of(test_the_table_is_what_tests_try)

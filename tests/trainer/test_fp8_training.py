@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_context_parallel import DENSE
-from test_meshes import ARCHS
+from test_meshes import ARCHS, MODELS
 from test_publish_kinds import make_publisher
 from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks, write_model_dir
 
@@ -25,7 +25,7 @@ from hpcrl.weights.store import HandoffStore
 
 #: parts of an expert's matrix that are no whole blocks; gpt-oss publishes its experts as one tensor
 WIDE = {"moe_intermediate_size": 136, "hidden_size": 160}
-FAMILIES = {**ARCHS, "qwen3_moe": replace(ARCHS["qwen3_moe"], **WIDE), "qwen3": DENSE}
+FAMILIES = {**MODELS, "qwen3_moe": replace(ARCHS["qwen3_moe"], **WIDE), "qwen3": DENSE}
 
 
 @pytest.fixture(scope="module")

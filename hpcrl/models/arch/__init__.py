@@ -22,6 +22,7 @@ from hpcrl.models.arch.rope import RopeScaling
 from hpcrl.models.configfile import read_config
 from hpcrl.models.defaults import completed
 from hpcrl.models.sizes import check_kinds, checked
+from hpcrl.models.wrapped import is_tied, language_config
 
 __all__ = [
     "ARCHS",
@@ -50,7 +51,9 @@ __all__ = [
     "StateShape",
     "arch_from_config",
     "load_arch",
+    "read_model_config",
     "trainable_types",
+    "wrapped_kind",
 ]
 
 ARCHS: tuple[type[ModelArch], ...] = (
@@ -72,7 +75,7 @@ ARCHS: tuple[type[ModelArch], ...] = (
 """One a family."""
 
 
-SAME_TEXT: Mapping[str, str] = {"qwen3_vl_text": "qwen3"}
+SAME_TEXT: Mapping[str, str] = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 """Language models in wrappers that compute on text what another family does, by ``model_type``.
 
 Their sections of rotary embeddings are for positions in pictures; of text all sections have the same position.
@@ -105,18 +108,54 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
             found = arch.from_hf_config(whole)
             checked(whole)
             return found
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and inner.get("model_type") in (*trainable_types(), *SAME_TEXT):
+    if (inner := wrapped_kind(config)) is not None:
         raise ValueError(
-            f"model_type is {kind!r}, a wrapper around a language model of {inner['model_type']} (text_config); "
-            "wrappers are not read: `hpcrl model extract DIR --output DIR` writes the language model alone, with the "
-            "names and the config of its own family"
+            f"model_type is {kind!r}, a wrapper around a language model of {inner} (text_config); what becomes of the "
+            "rest has to be said: model.vision of the recipe; or `hpcrl model extract DIR --output DIR` writes the "
+            "language model alone"
         )
-    raise ValueError(f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}")
+    text = config.get("text_config")
+    wrapped = f"; its text_config is of {text.get('model_type')!r}" if isinstance(text, Mapping) else ""
+    raise ValueError(
+        f"model_type is {kind!r}; trainer and embedded engine know {', '.join(trainable_types())}{wrapped}"
+    )
+
+
+def read_model_config(model_dir: Path) -> Any:
+    """Read ``model_dir/config.json`` as the family of the language model has it.
+
+    Of a model that also sees it is the ``text_config``, completed by what stands around it; whether head and embedding
+    are one is seen by the files, where they are there.
+
+    Raises
+    ------
+    ValueError
+        It is no JSON, or what it wraps asks for what is not computed. The message has no path.
+    OSError
+        The filesystem refused.
+    """
+    config = read_config(model_dir / "config.json")
+    if wrapped_kind(config) is None:
+        return config
+    own = language_config(config, SAME_TEXT)
+    own["tie_word_embeddings"] = is_tied(model_dir, own)
+    try:
+        return {**own, "architectures": [arch_from_config(own).ARCHITECTURE]}
+    except ValueError as error:
+        raise ValueError(f"text_config: {error}") from error
+
+
+def wrapped_kind(config: Any) -> str | None:
+    """Return the ``model_type`` of the language model that ``config`` wraps, where that can be run; else None."""
+    inner = config.get("text_config") if isinstance(config, Mapping) else None
+    if not isinstance(inner, Mapping) or config.get("model_type") in trainable_types():
+        return None
+    kind = inner.get("model_type")
+    return str(kind) if kind in (*trainable_types(), *SAME_TEXT) else None
 
 
 def load_arch(model_dir: Path) -> ModelArch:
-    """Read ``model_dir/config.json``.
+    """Read ``model_dir/config.json``, of a model that also sees that of its language model.
 
     Raises
     ------
@@ -125,8 +164,7 @@ def load_arch(model_dir: Path) -> ModelArch:
     ValueError
         It is not a model this project can run (the message names the file).
     """
-    path = model_dir / "config.json"
     try:
-        return arch_from_config(read_config(path))
+        return arch_from_config(read_model_config(model_dir))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{model_dir / 'config.json'}: {error}") from error

@@ -14,10 +14,11 @@ from typing import Any, Protocol, get_args
 
 from hpcrl.config.chat import ChatFormat
 from hpcrl.errors import UsageError
+from hpcrl.models.arch import SAME_TEXT
 from hpcrl.models.configfile import read_config
 from hpcrl.models.tokenizer import ChatTokenizer
 
-__all__ = ["ParseTurn", "find_format", "formats_of", "make_parser", "same_ends"]
+__all__ = ["ParseTurn", "find_format", "formats_of", "formats_of_type", "make_parser", "same_ends"]
 
 _BY_MODEL_TYPE: Mapping[str, tuple[ChatFormat, ...]] = MappingProxyType(
     {
@@ -54,8 +55,15 @@ def formats_of(model_dir: Path) -> tuple[ChatFormat, ...]:
     """Return the formats that models of this ``model_type`` may have; none where it is not known."""
     path = model_dir / "config.json"
     config = read_config(path) if path.is_file() else None
-    model_type = config.get("model_type") if isinstance(config, dict) else None
-    return _BY_MODEL_TYPE.get(str(model_type), ())
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    # a model that also sees is called by its wrapper or by its language model
+    types = [part.get("model_type") for part in (config, inner) if isinstance(part, dict)]
+    return next((found for kind in types if (found := formats_of_type(str(kind)))), ())
+
+
+def formats_of_type(model_type: str) -> tuple[ChatFormat, ...]:
+    """Return the formats that models of a ``model_type`` may have; none where it is not known."""
+    return _BY_MODEL_TYPE.get(SAME_TEXT.get(model_type, model_type), ())
 
 
 def find_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.models.arch import read_model_config
 from hpcrl.models.written import written_config
 from hpcrl.space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
@@ -262,9 +263,8 @@ class VersionWriter:
         )
 
     def _config(self) -> bytes:
-        config = json.loads((self._model_dir / "config.json").read_bytes())
         config = written_config(
-            config,
+            read_model_config(self._model_dir),
             (tensor.name for tensor in self._tensors),
             dtype=str(self._dtype).removeprefix("torch."),
             quantization=quantization_config(self._tensors) if self._settings.kind == "fp8" else None,

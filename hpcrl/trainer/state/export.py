@@ -7,7 +7,6 @@ model: about ``shard_bytes · (1 + 4 / bytes of the dtype)``, or so much for one
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import stat
@@ -30,13 +29,15 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.adapting import unread_by_peft
-from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.models.arch import ModelArch, load_arch, read_model_config
+from hpcrl.models.wrapped import WRAPPER_FILES
 from hpcrl.models.written import is_true_of_copies, written_config
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.screen_text import visible
 from hpcrl.trainer.state.checkpoint import check_owner, load_alone
 from hpcrl.trainer.state.merged import MergedWeights, holds_adapters
+from hpcrl.trainer.state.wrapped_export import WrappedExport
 
 __all__ = ["DTYPES", "export_checkpoint", "main"]
 
@@ -64,7 +65,8 @@ def export_checkpoint(
     entry:
         Verified by the caller.
     model_dir:
-        Start model: its configuration, tokenizer and other small files are copied.
+        Start model: its configuration, tokenizer and other small files are copied; with ``model.vision: carry`` of the
+        recipe also what it has beside the language model.
     output:
         Must not exist.
     dtype:
@@ -84,6 +86,7 @@ def export_checkpoint(
     """
     check_owner(entry)
     arch = load_arch(model_dir)
+    form = WrappedExport(model_dir) if recipe is not None and recipe.model.vision == "carry" else None
     # without memory: it says what a checkpoint of this model holds
     model = spec_of(arch).build(arch, device="meta")
     merged = holds_adapters(entry)
@@ -96,17 +99,26 @@ def export_checkpoint(
     stage = StagedDirectory(output, token=f"export-{os.getpid()}")
     stage.create()
     try:
-        total, weight_map = 0, {}
+        total, weight_map, own_names = 0, dict[str, str](), list[str]()
         weights = _merged(entry, model, model_dir, recipe) if merged else _Weights(entry, model)
-        names = _write_shards(weights, model, stage.path, getattr(torch, dtype), shard_bytes)
-        for file, tensors in names:
-            for name, size in tensors.items():
-                weight_map[name] = file
-                total += size
+        for file, tensors in _portions(weights, model, getattr(torch, dtype), shard_bytes):
+            own_names += tensors
+            placed = tensors if form is None else form.place(tensors)
+            weight_map |= dict.fromkeys(placed, file)
+            total += _save(placed, stage.path / file)
+        if form is not None:
+            file, sizes = form.write_tower(stage.path)
+            weight_map |= dict.fromkeys(sizes, file)
+            total += sum(sizes.values())
         if isinstance(weights, MergedWeights):
             weights.check_base()
         write_json(stage.path / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _copy_companions(model_dir, stage.path, dtype, weight_map)
+        _copy_companions(model_dir, stage.path, wrapper=form is not None)
+        if form is None:
+            config = written_config(read_model_config(model_dir), own_names, dtype=dtype)
+        else:
+            config = form.config(own_names, dtype, tied=arch.tie_word_embeddings)
+        write_json(stage.path / "config.json", config)
         fsync_dir(stage.path)
         stage.commit()
     except BaseException:
@@ -146,10 +158,10 @@ class _Weights:
             yield name, state["model"].pop(name)
 
 
-def _write_shards(
-    weights: _Weights | MergedWeights, model: Decoder, directory: Path, dtype: torch.dtype, shard_bytes: int
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Write file after file; yields the name of each, and the bytes of each tensor in it."""
+def _portions(
+    weights: _Weights | MergedWeights, model: Decoder, dtype: torch.dtype, shard_bytes: int
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Read one file's tensors after the other; yields the name of each file, and its tensors by published names."""
     # they keep their dtype: a rounded bias of a router chooses other experts
     buffers = {name for name, _ in model.named_buffers()}
     for number, names in enumerate(_shards(weights.shapes, dtype, shard_bytes), start=1):
@@ -159,18 +171,20 @@ def _write_shards(
                 # a copy of its own: views of one parameter share memory, which a safetensors file cannot say
                 kind = tensor.dtype if name in buffers else dtype
                 tensors[hf_name] = tensor.to(kind, copy=True).contiguous()
-        file = f"model-{number:05d}.safetensors"
-        _save(tensors, directory / file)
-        _fsync(directory / file)
-        yield file, {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        yield f"model-{number:05d}.safetensors", tensors
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file with the mode that the umask gives it: ``save_file`` lets nobody else read it."""
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:
+    """Write a safetensors file with the mode that the umask gives it: ``save_file`` lets nobody else read it.
+
+    On disk on return, which is the bytes of the tensors.
+    """
     path.touch(exist_ok=False)
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
+    _fsync(path)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _metadata(entry: CheckpointEntry) -> dict[str, Any]:
@@ -202,14 +216,15 @@ def _shards(shapes: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: i
     yield portion
 
 
-def _copy_companions(model_dir: Path, output: Path, dtype: str, names: Iterable[str]) -> None:
+def _copy_companions(model_dir: Path, output: Path, *, wrapper: bool) -> None:
+    """Copy small files; those of processors for a ``wrapper`` alone, as they say nothing of a language model."""
     for path in sorted(model_dir.iterdir()):
-        small = path.is_file() and path.stat().st_size <= _COMPANION_BYTES
+        small = path.is_file() and path.stat().st_size <= _COMPANION_BYTES and path.name != "config.json"
+        if path.name in WRAPPER_FILES and not wrapper:
+            continue
         if small and path.suffix in _COMPANION_SUFFIXES and is_true_of_copies(path.name):
             shutil.copyfile(path, output / path.name)
             _fsync(output / path.name)
-    config = written_config(json.loads((model_dir / "config.json").read_bytes()), names, dtype=dtype)
-    write_json(output / "config.json", config)
 
 
 def _fsync(path: Path) -> None:

@@ -12,13 +12,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from hpcrl.errors import UsageError
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
 from hpcrl.weights.format.mxfp4 import BLOCKS_SUFFIX, MXFP4_DTYPE, unpacked_shape
 from hpcrl.weights.read.model_directory import INDEX, find_weight_files
+from hpcrl.weights.read.stacked_experts import StackedExpert, stacked_experts, transposed
+from hpcrl.weights.read.wrapped_names import STACKED_EXPERTS, language_model_name, text_config
 
 __all__ = ["ModelFiles", "StoredBlock", "safetensors_dtype"]
 
@@ -38,7 +40,8 @@ _GAP_BYTES = 64 << 10
 class StoredBlock(NamedTuple):
     """Where a tensor lies: file, first byte in it, dtype by torch's name and bytes of an element, shape.
 
-    A weight in MXFP4 has the file and the first byte of its ``*_blocks``, and no bytes of an element.
+    A weight in MXFP4 has the file and the first byte of its ``*_blocks``, and no bytes of an element. The matrix of an
+    expert that is stored ``stacked`` has those of the tensor of all experts, and its own shape.
     """
 
     file: Path
@@ -46,6 +49,7 @@ class StoredBlock(NamedTuple):
     dtype: str
     width: int
     shape: tuple[int, ...]
+    stacked: StackedExpert | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,13 +69,19 @@ class ModelFiles:
     ----------
     tensors:
         Where each tensor lies, by its name. A weight that is stored in MXFP4 is there by its own name too, in dtype
-        and shape of the weight, beside its ``*_blocks`` and ``*_scales``.
+        and shape of the weight, beside its ``*_blocks`` and ``*_scales``. Of a model that also sees these are the
+        tensors of its language model, by the names of that model's own family.
     ignored:
         Names of files of weights in the directory that are not read (`find_weight_files`).
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, whole: bool = False) -> None:
         """Read the heads of all files of the model.
+
+        Parameters
+        ----------
+        whole:
+            Of a model that also sees all tensors, by the names and in the shapes that its files have.
 
         Raises
         ------
@@ -94,6 +104,9 @@ class ModelFiles:
                 raise UsageError(f"{path} has no tensor {name!r}, which {INDEX} names in it")
             if self.tensors[name].file != path:
                 raise UsageError(f"{self.tensors[name].file} has tensor {name!r}, and by {INDEX} {path} has it")
+        wrapped = None if whole else text_config(model_dir)
+        if wrapped is not None:
+            self.tensors = _language_model(self.tensors, wrapped)
         self.tensors = {**_packed_weights(self.tensors), **self.tensors}
 
     def __enter__(self) -> Self:
@@ -117,6 +130,16 @@ class ModelFiles:
             The filesystem refused.
         """
         stored = self.tensors[name]
+        if stored.stacked is None:
+            return self._read_block(stored, low, high)
+        (row, column), (last_row, last_column) = low, high
+        block = stored.stacked.block((row, column), (last_row, last_column))
+        data = self._read_block(stored._replace(shape=stored.stacked.shape), *block)
+        if not stored.stacked.inputs_first:
+            return data
+        return transposed(data, last_column - column, last_row - row, stored.width)
+
+    def _read_block(self, stored: StoredBlock, low: Sequence[int], high: Sequence[int]) -> bytearray:
         size = math.prod(end - begin for begin, end in zip(low, high, strict=True))
         target = memoryview(result := bytearray(size * stored.width))
         if not size:
@@ -145,6 +168,22 @@ class ModelFiles:
             if count == 0:
                 raise UsageError(f"{stored.file} ends before its tensors do: it was not copied whole")
             position += count
+
+
+def _language_model(tensors: Mapping[str, StoredBlock], config: Mapping[str, Any]) -> dict[str, StoredBlock]:
+    """Those of the language model of a wrapper, by their own names; experts that lie in one tensor one by one."""
+    stacked, hidden_size = config.get("model_type") in STACKED_EXPERTS, config.get("hidden_size", 0)
+    found: dict[str, StoredBlock] = {}
+    for name, block in tensors.items():
+        own = language_model_name(name)
+        if own is None:
+            continue
+        parts = list(stacked_experts(own, block.shape, hidden_size)) if stacked and block.width else []
+        own_blocks = {each: block._replace(shape=shape, stacked=place) for each, shape, place in parts} or {own: block}
+        if twice := own_blocks.keys() & found.keys():
+            raise UsageError(f"{block.file} has {name!r}, and {min(twice)!r} of the language model is there already")
+        found |= own_blocks
+    return found
 
 
 def _packed_weights(tensors: Mapping[str, StoredBlock]) -> dict[str, StoredBlock]:

@@ -8,15 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpcrl.errors import UsageError
-from hpcrl.weights.read.model_files import StoredBlock, safetensors_dtype
+from hpcrl.weights.read.model_files import ModelFiles, StoredBlock, safetensors_dtype
 
 __all__ = ["write_copied_tensors"]
 
 _COPY_BYTES = 16 << 20
 
 
-def write_copied_tensors(path: Path, tensors: Mapping[str, StoredBlock]) -> None:
+def write_copied_tensors(path: Path, tensors: Mapping[str, StoredBlock], files: ModelFiles | None = None) -> None:
     """Write ``tensors``, each by its new name, into the new file ``path``, on disk on return.
+
+    Parameters
+    ----------
+    files:
+        What reads matrices of experts that are stored stacked, by the names that they have in ``tensors``.
 
     Raises
     ------
@@ -35,7 +40,11 @@ def write_copied_tensors(path: Path, tensors: Mapping[str, StoredBlock]) -> None
     text += b" " * (-len(text) % 8)
     with path.open("xb") as target:
         target.write(len(text).to_bytes(8, "little") + text)
-        for block in tensors.values():
+        for name, block in tensors.items():
+            if block.stacked is not None:
+                assert files is not None, name
+                target.write(files.read(name, (0, 0), block.shape))
+                continue
             with block.file.open("rb") as source:
                 source.seek(block.offset)
                 left = block.nbytes

@@ -42,6 +42,9 @@ CASES = (
     Case("Llama-3.1-70B-Instruct", 1, 8, 131_072, offload=True),
     Case("Llama-3.1-70B-Instruct", 2, 8, 131_072),
     Case("Llama-3.1-70B-Instruct", 4, 8, 131_072),
+    Case("Llama-3.3-70B-Instruct", 8, 8, 131_072),
+    Case("Llama-3.3-70B-Instruct", 16, 8, 131_072),
+    Case("Llama-3.3-70B-Instruct", 28, 8, 131_072),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import build_model
-from hpcrl.models.arch import ModelArch, load_arch
+from hpcrl.models.arch import ModelArch, load_arch, read_model_config
 from hpcrl.models.mtp import is_mtp_tensor
 from hpcrl.weights import Handoff, TensorRecord
 from hpcrl.weights.format.adapters import Contents
@@ -53,7 +52,7 @@ def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
     """
     try:
         arch = load_arch(model_dir)
-        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        config = read_model_config(model_dir)
     except FileNotFoundError as error:
         raise UsageError(f"{model_dir} is no model directory: it has no config.json") from error
     except (ValueError, OSError) as error:
