@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError
-from hpcrl.weights.read.towers import read_tower
+from hpcrl.weights.read.towers import read_tower, uncarried_problem
 
 __all__ = ["tower_problems"]
 
@@ -29,6 +29,5 @@ def tower_problems(model_dir: Path, vision: str | None, *, weights: bool = True)
         return
     if not tower:
         yield f"{model_dir} has no vision tower to carry", "leave model.vision out"
-    elif quantised := next((name for name, block in tower.items() if block.width < 2), None):
-        what = f"tensor {quantised!r} of {model_dir} is quantised ({tower[quantised].dtype}), and exports are not"
+    elif what := uncarried_problem(tower):
         yield what, "set model.vision: drop"

@@ -17,6 +17,7 @@ from hpcrl.models.written import written_config
 from hpcrl.weights.read.model_files import ModelFiles
 from hpcrl.weights.read.stacked_experts import has_inputs_first
 from hpcrl.weights.read.stored_weights import HEAD
+from hpcrl.weights.read.towers import uncarried_problem
 from hpcrl.weights.read.wrapped_names import STACKED_EXPERTS, language_model_name, text_config, wrapped_name
 from hpcrl.weights.write.copied_tensors import write_copied_tensors
 
@@ -35,7 +36,7 @@ class WrappedExport:
         Raises
         ------
         UsageError
-            It has no tensors beside a language model.
+            It has no tensors beside a language model, or they are quantised.
         """
         self._model_dir = model_dir
         wrapped = text_config(model_dir) or {}
@@ -55,6 +56,8 @@ class WrappedExport:
                 f"{model_dir} has no vision tower, which model.vision: carry puts into exports\n"
                 "    hint: --model-dir, the model that also sees"
             )
+        if problem := uncarried_problem(self._tower):
+            raise UsageError(problem)
         self._like = named[0]
 
     def place(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

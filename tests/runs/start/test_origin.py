@@ -140,3 +140,11 @@ def test_a_recipe_in_a_run_says_where_its_values_came_from(
     origins = {row["key"]: row["origin"] for row in json.loads(capsys.readouterr().out)}
     assert origins["model.path"] == "--from first@24"
     assert load_recipe(str(other.recipe_path)).value.model.path
+
+
+def test_a_version_has_no_tower_to_carry(submit: Submit, other: RunDir, tmp_path: Path) -> None:
+    code, said = submit(tmp_path / "nowhere", "--from", "other@v3", "--set", "model.vision=carry")
+    assert code == 2
+    assert "version 3 of other is a language model, which has no vision tower to carry" in " ".join(said.split())
+    code, said = submit(tmp_path / "nowhere", "--from", "other@v3", "--set", "model.vision=drop")
+    assert code == 0, said
