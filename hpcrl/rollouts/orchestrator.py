@@ -266,11 +266,10 @@ class Orchestrator:
         def held_out(sampling: EvaluationSampling) -> Sampler:
             return self._sampler(renderer, sampling.beside(config.sampling), routes=routes and routes.unkept())
 
-        own = recipe.evaluation.sampling
         self._evaluator = Evaluator(
             recipe=recipe,
             environments=self._environments,
-            sampler=held_out(own),
+            sampler=held_out(recipe.evaluation.sampling),
             updater=self._updater,
             events=self._events,
             done=evaluated_versions(run, up_to=state.step),
@@ -278,7 +277,7 @@ class Orchestrator:
                 run,
                 recipe,
                 self._environments,
-                sampler_of=lambda temperature: held_out(own.model_copy(update={"temperature": temperature})),
+                sampler_of=held_out,
                 up_to=state.step,
             ),
         )
