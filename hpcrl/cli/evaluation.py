@@ -45,7 +45,9 @@ def evaluate(
     temperature: Annotated[
         float | None,
         typer.Option(
-            "--temperature", metavar="T", help="0 is greedy. Default: 0 for one sample, that of training for several."
+            "--temperature",
+            metavar="T",
+            help="0 is greedy. Default: that of evaluation.sampling; several samples never are greedy.",
         ),
     ] = None,
     environments: Annotated[

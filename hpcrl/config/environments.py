@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,6 +29,7 @@ __all__ = [
     "LatencyConfig",
     "ReasoningGymEnv",
     "WordsEnv",
+    "trained_on",
 ]
 
 
@@ -45,8 +47,9 @@ class LatencyConfig(StrictModel):
 class _Environment(StrictModel):
     name: Name
     """Name in metrics; unique in the recipe."""
-    weight: PositiveFloat = 1.0
-    """Share of this environment in the prompts, relative to the others."""
+    weight: NonNegativeFloat = 1.0
+    """Share of this environment in the prompts, relative to the others. 0: it is never trained on, and only sets of
+    ``evaluation.sets`` and ``hpcrl eval`` that name it ask its held-out prompts."""
     latency: LatencyConfig = LatencyConfig()
     """Extra waiting time, for measurements."""
 
@@ -219,3 +222,8 @@ class ReasoningGymEnv(HostedEnv):
 EnvironmentConfig = Annotated[
     WordsEnv | CalculatorEnv | CustomEnv | DatasetEnv | ReasoningGymEnv, Field(discriminator="kind")
 ]
+
+
+def trained_on(environments: Sequence[EnvironmentConfig]) -> tuple[EnvironmentConfig, ...]:
+    """Return the environments whose prompts are trained on, in order: those with a weight above 0."""
+    return tuple(environment for environment in environments if environment.weight > 0)

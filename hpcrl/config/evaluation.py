@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from hpcrl.config.base import MOST, Name, NonNegativeInt, PositiveInt, StrictModel
+from hpcrl.config.sampling import EvaluationSampling, SetSampling
 
-__all__ = ["EvaluationSetConfig", "EvaluationTemperature"]
-
-_LOWEST = 0.01
-
-
-def _greedy_or_sampled(temperature: float) -> float:
-    if 0.0 < temperature < _LOWEST:
-        raise PydanticCustomError("temperature", f"must be 0 (greedy), or at least {_LOWEST}")
-    return temperature
-
-
-EvaluationTemperature = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False), AfterValidator(_greedy_or_sampled)]
-"""0 takes the most likely token; from 0.01 on it divides logits."""
+__all__ = ["EvaluationSetConfig"]
 
 
 class EvaluationSetConfig(StrictModel):
@@ -30,7 +19,8 @@ class EvaluationSetConfig(StrictModel):
     name: Name
     """Name in events and screens; unique among the sets."""
     environments: Annotated[tuple[Name, ...] | None, Field(min_length=1, strict=False)] = None
-    """Names of environments of the recipe, whose held-out prompts it has. None: all of them, by weight."""
+    """Names of environments of the recipe, whose held-out prompts it has, by weight; as many of each where one of them
+    has weight 0. None: all that are trained on."""
     every_steps: NonNegativeInt | None = None
     """Policy versions between its evaluations; 0: only the first and the last version. None:
     ``evaluation.every_steps``."""
@@ -38,7 +28,23 @@ class EvaluationSetConfig(StrictModel):
     """Its held-out prompts, over all of its environments; the same ones each time."""
     samples: PositiveInt = 1
     """Samples of each prompt, k: pass@1 to pass@k are estimated from them, and the reward is the mean of all."""
-    temperature: EvaluationTemperature = 0.0
-    """0 is greedy; more than one sample of a prompt needs a temperature."""
+    sampling: SetSampling = SetSampling()
+    """How tokens are drawn; more than one sample of a prompt needs a temperature."""
     pass_reward: Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)] = 1.0
     """A sample passes whose reward is at least this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_recipes(cls, given: Any) -> Any:
+        # `temperature` stood beside `sampling` before there was such a section: recipes and runs of then have it
+        if not isinstance(given, dict) or "temperature" not in given:
+            return given
+        rest = {key: value for key, value in given.items() if key != "temperature"}
+        if "sampling" in rest:
+            what = "temperature stands beside sampling: it is part of it (sampling: {temperature: ...})"
+            raise PydanticCustomError("two_temperatures", what)
+        return {**rest, "sampling": {"temperature": given["temperature"]}}
+
+    def sampled(self, evaluation: EvaluationSampling) -> EvaluationSampling:
+        """Return how tokens of the set are drawn, with those of ``evaluation.sampling`` where it says nothing."""
+        return self.sampling.beside(evaluation)

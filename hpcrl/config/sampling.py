@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveInt, StrictModel
 
-__all__ = ["LEAST_TEMPERATURE", "EvaluationSampling", "SamplingConfig"]
+__all__ = ["LEAST_TEMPERATURE", "EvaluationSampling", "SamplingConfig", "SetSampling"]
 
 LEAST_TEMPERATURE = 0.01
 """Below it engines do not divide by what they are told: vLLM takes 0.01 instead, and from 1e-5 on the largest logit.
 Above 2 engines refuse a request."""
 
+
+def _greedy_or_sampled(temperature: float) -> float:
+    if 0.0 < temperature < LEAST_TEMPERATURE:
+        raise PydanticCustomError("temperature", f"must be 0 (greedy), or at least {LEAST_TEMPERATURE:g}")
+    return temperature
+
+
+_Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_greedy_or_sampled)]
 _StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
 _StopTokens = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
 
@@ -64,3 +73,32 @@ class EvaluationSampling(_Drawing):
         """Return all values of held-out rollouts: those of training in place of those that are None."""
         own = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
         return training.model_copy(update={"seed": None, **own})
+
+
+class SetSampling(StrictModel):
+    """How tokens are drawn in the rollouts of one set of held-out prompts; nothing is trained on them. What is None is
+    as in ``evaluation.sampling``."""
+
+    temperature: _Temperature | None = None
+    """Divides logits; 0, or at least 0.01. 0: the most likely token is taken. None: as in ``evaluation.sampling``."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of the most likely tokens as few are kept as have this share of the probability together. None: as in
+    ``evaluation.sampling``."""
+    top_k: NonNegativeInt | None = None
+    """So many of the most likely tokens are kept; 0: all are. None: as in ``evaluation.sampling``."""
+    min_p: Fraction | None = None
+    """Tokens are kept that have at least this share of the probability of the most likely one; 0: all are. None: as in
+    ``evaluation.sampling``."""
+    seed: NonNegativeInt | None = None
+    """Other numbers give other draws for the same prompts. None: as in ``evaluation.sampling``."""
+    max_new_tokens: PositiveInt | None = None
+    """Tokens that the model may say in one turn. None: as in ``evaluation.sampling``."""
+    stop: _StopStrings | None = None
+    """Texts that end a turn. None: as in ``evaluation.sampling``."""
+    stop_token_ids: _StopTokens | None = None
+    """Further tokens that end a turn. None: as in ``evaluation.sampling``."""
+
+    def beside(self, evaluation: EvaluationSampling) -> EvaluationSampling:
+        """Return all values of the set: those of ``evaluation.sampling`` in place of those that are None."""
+        own = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        return evaluation.model_copy(update=own)

@@ -275,17 +275,16 @@ def _build_evaluator(
     routes: RoutedExpertsSettings | None,
 ) -> Evaluator:
     run, recipe, environments = base.context.run, base.recipe, base.environments
-    own = recipe.evaluation.sampling
 
-    def sampler_of(temperature: float) -> Sampler:
-        return samplers.held_out(own.model_copy(update={"temperature": temperature}), routes)
+    def held_out(sampling: EvaluationSampling) -> Sampler:
+        return samplers.held_out(sampling, routes)
 
     return Evaluator(
         recipe=recipe,
         environments=environments,
-        sampler=samplers.held_out(own, routes),
+        sampler=held_out(recipe.evaluation.sampling),
         updater=updater,
         events=base.events,
         done=evaluated_versions(run, up_to=up_to),
-        sets=held_out_sets(run, recipe, environments, sampler_of=sampler_of, up_to=up_to),
+        sets=held_out_sets(run, recipe, environments, sampler_of=held_out, up_to=up_to),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.config.environments import trained_on
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_recipe
@@ -28,7 +29,7 @@ class EvaluationRequest:
     environments:
         Names; empty: all of them.
     temperature:
-        By default 0 for one sample of a prompt, and that of training for several.
+        By default that of ``evaluation.sampling``; where that is greedy, several samples have that of training.
     """
 
     samples: int = 1
@@ -62,14 +63,15 @@ def evaluation_settings(recipe: str, overrides: Sequence[str], request: Evaluati
         The recipe cannot be read.
     """
     value = load_recipe(recipe, overrides).value
-    chosen = len(request.environments or value.environments)
-    greedy = 0.0 if request.samples == 1 else value.rollouts.sampling.temperature
+    chosen = len(request.environments or trained_on(value.environments))
+    own = value.evaluation.sampling.temperature
+    usual = own if own > 0 or request.samples == 1 else value.rollouts.sampling.temperature
     config = {
         "name": _SET,
         "environments": list(request.environments) or None,
         "prompts": max(value.evaluation.prompts, chosen) if request.prompts is None else request.prompts,
         "samples": request.samples,
-        "temperature": greedy if request.temperature is None else request.temperature,
+        "sampling": {"temperature": usual if request.temperature is None else request.temperature},
         "pass_reward": request.pass_reward,
     }
     settings = ["job.payload=evaluation", f"evaluation.sets={json.dumps([config])}"]

@@ -5,23 +5,25 @@ from __future__ import annotations
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
-from hpcrl.config.sampling import LEAST_TEMPERATURE, EvaluationSampling, SamplingConfig
+from hpcrl.config.sampling import LEAST_TEMPERATURE, EvaluationSampling, SamplingConfig, SetSampling
 
 __all__ = ["SAMPLING_RULES"]
 
 
 def _fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    training, held_out, length = recipe.rollouts.sampling, recipe.evaluation.sampling, recipe.engine.max_model_len
-    new = {"rollouts": training.max_new_tokens, "evaluation": held_out.max_new_tokens or 0}
+    length, new = recipe.engine.max_model_len, {"rollouts": recipe.rollouts.sampling.max_new_tokens}
+    new["evaluation"] = recipe.evaluation.sampling.max_new_tokens or 0
+    new |= {f"evaluation.sets.{i}": each.sampling.max_new_tokens or 0 for i, each in enumerate(recipe.evaluation.sets)}
     for section, tokens in new.items():
         if tokens >= length:
             what = f"{tokens} leaves no room for a prompt in max_model_len {length}"
             yield f"{section}.sampling.max_new_tokens", what
 
 
-def _truncating(sampling: SamplingConfig | EvaluationSampling) -> list[tuple[str, str]]:
+def _truncating(sampling: SamplingConfig | EvaluationSampling | SetSampling) -> list[tuple[str, str]]:
     """Return settings that leave tokens out of the distribution: name, and what it says."""
-    keeps_all = {"top_p": sampling.top_p >= 1, "top_k": sampling.top_k == 0, "min_p": sampling.min_p <= 0}
+    top_p, top_k, min_p = sampling.top_p, sampling.top_k, sampling.min_p
+    keeps_all = {"top_p": top_p is None or top_p >= 1, "top_k": not top_k, "min_p": not min_p}
     return [(name, f"{getattr(sampling, name):g}") for name, all_kept in keeps_all.items() if not all_kept]
 
 
@@ -36,11 +38,17 @@ def _greedy_draws_nothing(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         what = f"{sampling.temperature:g} is neither 0 nor at least {LEAST_TEMPERATURE:g}: engines round it"
         yield "evaluation.sampling.temperature", what
-    if sampling.temperature > 0:
-        return
-    without_effect = [name for name, _ in _truncating(sampling)] + ["seed"] * (sampling.seed is not None)
-    for name in without_effect:
-        yield f"evaluation.sampling.{name}", "has no effect at temperature 0, which takes the most likely token"
+    sections: list[tuple[str, EvaluationSampling | SetSampling, float]]
+    sections = [("evaluation.sampling", sampling, sampling.temperature)]
+    for number, each in enumerate(recipe.evaluation.sets):
+        sections.append((f"evaluation.sets.{number}.sampling", each.sampling, each.sampled(sampling).temperature))
+    # a set that draws tokens may have taken how from `evaluation.sampling`, which is greedy itself
+    inherits = any(temperature > 0 for _, _, temperature in sections[1:])
+    for section, own, temperature in sections:
+        if temperature > 0 or (own is sampling and inherits):
+            continue
+        for name in [name for name, _ in _truncating(own)] + ["seed"] * (own.seed is not None):
+            yield f"{section}.{name}", "has no effect at temperature 0, which takes the most likely token"
 
 
 SAMPLING_RULES: tuple[Rule, ...] = (

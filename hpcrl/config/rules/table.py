@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from hpcrl.config.algorithm import LossConfig
 from hpcrl.config.cluster import ClusterProfile, LocalCluster
 from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
+from hpcrl.config.environments import trained_on
 from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
@@ -214,8 +215,9 @@ def _word_lengths(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _evaluation_covers(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    if recipe.evaluation.prompts < len(recipe.environments):
-        yield "evaluation.prompts", f"{recipe.evaluation.prompts} prompts for {len(recipe.environments)} environments"
+    trained = len(trained_on(recipe.environments))
+    if recipe.evaluation.prompts < trained:
+        yield "evaluation.prompts", f"{recipe.evaluation.prompts} prompts for {trained} environments"
 
 
 def _loss_settings_apply(recipe: Recipe, _: ClusterProfile) -> Conflicts:

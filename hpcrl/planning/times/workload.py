@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, Recipe
 from hpcrl.planning.calibration.file import FACTORS, Calibration, Origin, WorkloadConfig, origin_of
 from hpcrl.planning.times.distributions import Constant, quantiles_of, tail_of
@@ -221,12 +222,13 @@ def resolve_workload(recipe: Recipe, calibration: Calibration) -> Workload:
     An environment that the calibration file does not know is taken at its limits: every turn says
     ``max_new_tokens``, and a single-turn one with nothing known fills ``max_model_len``.
     """
-    total = sum(env.weight for env in recipe.environments)
+    trained = trained_on(recipe.environments)
+    total = sum(env.weight for env in trained)
     loads = [
         _known(recipe, env, env.weight / total, calibration.workloads[env.name])
         if env.name in calibration.workloads
         else _limits(recipe, env, env.weight / total)
-        for env in recipe.environments
+        for env in trained
     ]
     return Workload(tuple(loads))
 

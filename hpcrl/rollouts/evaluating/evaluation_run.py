@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from hpcrl.errors import ConfigError, EnvironmentFailedError
 from hpcrl.fs import write_json
@@ -26,6 +25,7 @@ from hpcrl.rollouts.sampling.held_out import (
     HeldOutRollout,
     HeldOutSet,
     HeldOutTask,
+    drawn,
     roll_out_all,
     scored,
     summaries,
@@ -88,11 +88,13 @@ class EvaluationRun:
             beside += [tasks.create_task(pool.watch()), tasks.create_task(label_engines(pool, timeout_s=wait_s))]
             chat, path = self._recipe.model.chat, Path(self._recipe.model.path)
             renderer = Renderer.of_model(path, chat_format=chat.format, variables=chat.variables)
+            held_out = self._config.sampled(self._recipe.evaluation.sampling)
+            sampling = held_out.beside(self._recipe.rollouts.sampling)
             sampler = Sampler(
                 pool,
                 renderer,
-                temperature=self._config.temperature,
-                sampling=self._recipe.rollouts.sampling,
+                temperature=sampling.temperature,
+                sampling=sampling,
                 max_model_len=self._recipe.engine.max_model_len,
                 stream_interval=0 if self._recipe.engine.prefill else self._recipe.rollouts.stream_interval,
             )
@@ -131,7 +133,7 @@ class EvaluationRun:
             "last_version": START_VERSION,
             "due": START_VERSION,
             "samples_per_prompt": self._config.samples,
-            "temperature": self._config.temperature,
+            **drawn(sampler),
             **summaries(samples, self._config, self._recipe.evaluation.failures, self._recipe.seed),
             **told_failures([(task.environment.name, error) for task, error in errors]),
             "seconds": time.monotonic() - began,
@@ -139,8 +141,7 @@ class EvaluationRun:
         about = {"format_version": 1, "run": run.name, "recipe": self._recipe.name, "model": self._recipe.model.path}
         if (origin := RunRecord.read(run).origin) is not None:
             about["weights"] = str(origin)
-        sampling = msgspec.to_builtins(self._recipe.rollouts.sampling.model_dump(mode="json"))
-        await asyncio.to_thread(write_json, result_path(run), {**about, "sampling": sampling, **found})
+        await asyncio.to_thread(write_json, result_path(run), {**about, **found})
         events = self._context.events()
         events.emit("evaluation.set", **found)
         events.close()

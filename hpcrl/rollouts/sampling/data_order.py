@@ -33,11 +33,13 @@ class DataOrder:
         total = sum(weights)
         self._by_name = {environment.name: environment for environment in environments}
         self._bounds = [bound / total for bound in accumulate(weights)]
+        self._last = max((position for position, weight in enumerate(weights) if weight > 0), default=0)
 
     def task(self, index: int) -> GroupTask:
         """The task of group ``index``."""
         draw = stable_fraction("environment", self._seed, index)
-        position = next((i for i, bound in enumerate(self._bounds) if draw < bound), len(self._bounds) - 1)
+        # rounding may leave the last bound below 1
+        position = next((i for i, bound in enumerate(self._bounds) if draw < bound), self._last)
         prompt_index = stable_hash("prompt", self._seed, index) % _PROMPT_INDICES
         return GroupTask(index, self._environments[position], prompt_index)
 
@@ -56,7 +58,12 @@ class DataOrder:
 
 
 def heldout_shares(weights: Sequence[float], prompts: int) -> list[int]:
-    """Held-out prompts of each environment: by weight, largest remainders first, at least one each."""
+    """Return the held-out prompts of each environment: by weight, largest remainders first, at least one each.
+
+    The weight 0 says nothing of an environment's share: where one of them has it, all have as many prompts.
+    """
+    if min(weights) <= 0:
+        weights = [1.0] * len(weights)
     ideal = [weight / sum(weights) * prompts for weight in weights]
     shares = [max(1, int(value)) for value in ideal]
     for i in sorted(range(len(ideal)), key=lambda i: (int(ideal[i]) - ideal[i], i)):

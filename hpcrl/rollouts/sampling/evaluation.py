@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.sampling import EvaluationSampling
 from hpcrl.errors import EnvironmentFailedError, HpcrlError
 from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.records import Rollout
@@ -55,7 +57,7 @@ def held_out_sets(
     recipe: Recipe,
     environments: Sequence[Environment],
     *,
-    sampler_of: Callable[[float], Sampler],
+    sampler_of: Callable[[EvaluationSampling], Sampler],
     up_to: int,
 ) -> list[HeldOutSet]:
     """Make the sets of a recipe.
@@ -63,7 +65,7 @@ def held_out_sets(
     Parameters
     ----------
     sampler_of:
-        Makes a sampler with a temperature.
+        Makes a sampler that draws tokens so.
     up_to:
         The step that the run goes on after.
     """
@@ -73,7 +75,7 @@ def held_out_sets(
             config,
             recipe,
             environments,
-            sampler=sampler_of(config.temperature),
+            sampler=sampler_of(config.sampled(recipe.evaluation.sampling)),
             begun=begun.get(config.name, frozenset()),
         )
         for config in recipe.evaluation.sets
@@ -128,10 +130,12 @@ class Evaluator:
         sets:
             Prompts that are evaluated by themselves.
         """
-        shares = heldout_shares([config.weight for config in recipe.environments], recipe.evaluation.prompts)
+        trained = trained_on(recipe.environments)
+        shares = heldout_shares([config.weight for config in trained], recipe.evaluation.prompts)
+        by_name = {environment.name: environment for environment in environments}
         self._tasks = [
             HeldOutTask(environment, index)
-            for environment, share in zip(environments, shares, strict=True)
+            for environment, share in zip([by_name[config.name] for config in trained], shares, strict=True)
             for index in range(share)
         ]
         self._sampler, self._updater, self._events = sampler, updater, events

@@ -31,6 +31,7 @@ __all__ = [
     "HeldOutRollout",
     "HeldOutSet",
     "HeldOutTask",
+    "drawn",
     "roll_out",
     "roll_out_all",
     "scored",
@@ -157,14 +158,14 @@ class HeldOutSet:
         environments:
             Those of the recipe, in its order.
         sampler:
-            With the temperature of the set.
+            That draws as the set says.
         begun:
             Versions that were evaluated by earlier attempts.
         """
         chosen = [
             (environment, each.weight)
             for environment, each in zip(environments, recipe.environments, strict=True)
-            if config.environments is None or each.name in config.environments
+            if (each.weight > 0 if config.environments is None else each.name in config.environments)
         ]
         shares = heldout_shares([weight for _, weight in chosen], config.prompts)
         self.name, self.config = config.name, config
@@ -214,7 +215,7 @@ class HeldOutSet:
             last_version=max((rollout.last_version for rollout in finished), default=version),
             due=due,
             samples_per_prompt=self.config.samples,
-            temperature=self.config.temperature,
+            **drawn(self._sampler),
             **summaries(samples, self.config, self._failures, self._seed),
             **told_failures(errors),
             seconds=time.monotonic() - started,
@@ -247,6 +248,11 @@ def scored(task: HeldOutTask, result: HeldOutRollout | Exception) -> ScoredSampl
     if isinstance(result, Exception):
         return ScoredSample(environment=name, prompt=task.index, reward=None)
     return ScoredSample(environment=name, prompt=task.index, reward=result.rollout.reward, truncated=result.truncated)
+
+
+def drawn(sampler: Sampler) -> dict[str, Any]:
+    """Return what an event says of how tokens were drawn."""
+    return {"temperature": sampler.temperature, "sampling": sampler.sampling.model_dump(mode="json")}
 
 
 def summaries(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hpcrl.config.base import NonNegativeFloat, PositiveFloat, StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import step_limits
+from hpcrl.config.environments import trained_on
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
@@ -142,7 +143,7 @@ def make_scenario(
         visits = _visits(recipe, durations, size, horizon_s)
         if visits > _VISITS:
             engines = max(1, min(engines, round(engines * _VISITS / visits)))
-        if all(durations.environment(environment.name).trace for environment in recipe.environments):
+        if all(durations.environment(each.name).trace for each in trained_on(recipe.environments)):
             merged = math.ceil(visits * engines / size.engines / _MOST_VISITS)
             durations = durations.merged(merged)
     thinning = size.engines / engines
@@ -241,7 +242,7 @@ def _gpus(cluster: ClusterProfile, trainer_nodes: int, engine_nodes: int) -> int
 
 
 def _check(recipe: Recipe, durations: Durations) -> None:
-    for environment in recipe.environments:
+    for environment in trained_on(recipe.environments):
         durations.environment(environment.name)
     kv, longest = durations.engine.kv_tokens, recipe.engine.max_model_len
     if kv is not None and kv < longest:
@@ -254,8 +255,9 @@ def _check(recipe: Recipe, durations: Durations) -> None:
 def _mean_rollout(recipe: Recipe, durations: Durations) -> tuple[float, float, float]:
     """Means of one rollout: requests, sampled tokens, all tokens; cut to what the recipe allows."""
     total = [0.0, 0.0, 0.0]
-    weights = sum(environment.weight for environment in recipe.environments)
-    for environment in recipe.environments:
+    trained = trained_on(recipe.environments)
+    weights = sum(environment.weight for environment in trained)
+    for environment in trained:
         found, share = durations.environment(environment.name), environment.weight / weights
         if found.trace:
             count = len(found.trace)

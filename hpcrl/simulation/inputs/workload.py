@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from random import Random
 
+from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import Recipe
 from hpcrl.planning.times.distributions import drawer, tail_of
 from hpcrl.simulation.inputs.durations import Durations, EnvironmentDurations, TurnPlan
@@ -28,11 +29,12 @@ class TrajectoryDraws:
 
     def __init__(self, recipe: Recipe, durations: Durations, rng: Random) -> None:
         self._rng = rng
-        self._weights = list(accumulate(environment.weight for environment in recipe.environments))
+        trained = trained_on(recipe.environments)
+        self._weights = list(accumulate(environment.weight for environment in trained))
         self._groups: list[Callable[[], Callable[[], Trajectory]]] = []
         self._latency = []
         self.tool_slots: list[int | None] = []
-        for environment in recipe.environments:
+        for environment in trained:
             found = durations.environment(environment.name)
             self._groups.append(self._trace(found) if found.trace else self._drawn(found))
             self.tool_slots.append(found.tool_slots)

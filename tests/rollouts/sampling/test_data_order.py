@@ -58,6 +58,9 @@ def test_bounds_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draw
     """Sums of weights may be a little below one: what is drawn above them is of the last."""
     monkeypatch.setattr(data_order, "stable_fraction", lambda *parts: draw)
     assert order_of(tmp_path, 1.0, 3.0).task(0).environment.name == name
+    # one that is not trained on is never drawn, also where it is the first or the last
+    assert order_of(tmp_path, 1.0, 3.0, 0.0).task(0).environment.name == name
+    assert order_of(tmp_path, 0.0, 1.0, 3.0).task(0).environment.name == {"a": "b", "b": "c"}[name]
 
 
 def test_a_group_is_dealt_again_as_it_was_where_its_environment_is_still_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from harness import make_recipe, make_run
 from test_evaluation import NOTHING_BEFORE, Plays, Pool, Updater, raised
 
 from hpcrl import reporting
+from hpcrl.config.sampling import EvaluationSampling
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Sampler
@@ -41,20 +43,20 @@ class SetScene:
 
     def __init__(self, run: RunDir, environments: list[Plays], sets: list[dict[str, Any]], **evaluation: Any) -> None:
         self.run, self.pool, self.updater = run, Pool(), Updater()
-        self.temperatures: list[float] = []
+        self.asked: list[EvaluationSampling] = []
         words = [{"name": each.name, "kind": "words"} for each in environments]
         given = {"every_steps": 2, "prompts": 2, "sets": sets, **evaluation}
         self.recipe = make_recipe(run.path.parent / "model", environments=words, evaluation=given)
         self.environments = environments
         self.events = EventWriter(run, attempt=1, writer="orchestrator")
 
-    def sampler(self, temperature: float) -> Sampler:
-        self.temperatures.append(temperature)
+    def sampler(self, sampling: EvaluationSampling) -> Sampler:
+        self.asked.append(sampling)
         return Sampler(
             cast(Any, self.pool),
             Renderer(ChatTokenizer(self.run.path.parent / "model")),
-            temperature=temperature,
-            sampling=self.recipe.rollouts.sampling,
+            temperature=sampling.temperature,
+            sampling=sampling.beside(self.recipe.rollouts.sampling),
             max_model_len=256,
         )
 
@@ -66,7 +68,7 @@ class SetScene:
         return Evaluator(
             recipe=self.recipe,
             environments=cast(Any, self.environments),
-            sampler=self.sampler(0.0),
+            sampler=self.sampler(self.recipe.evaluation.sampling),
             updater=cast(Any, self.updater),
             events=self.events,
             done=NOTHING_BEFORE,
@@ -84,7 +86,13 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     assert reporting.flush(30.0, directory=tmp_path)
 
 
-SAMPLED = {"name": "hard", "environments": ["b"], "prompts": 2, "samples": 4, "temperature": 0.7}
+SAMPLED = {
+    "name": "hard",
+    "environments": ["b"],
+    "prompts": 2,
+    "samples": 4,
+    "sampling": {"temperature": 0.7, "top_p": 0.9},
+}
 
 
 async def test_an_event_says_what_the_samples_come_to(run: RunDir) -> None:
@@ -93,7 +101,8 @@ async def test_an_event_says_what_the_samples_come_to(run: RunDir) -> None:
     (each,) = scene.sets()
     await each.evaluate(4, due=2, events=scene.events)
     (said,) = scene.said()
-    assert scene.temperatures == [0.7]
+    assert scene.asked == [EvaluationSampling(temperature=0.7, top_p=0.9)]
+    assert (said["temperature"], said["sampling"]["top_p"], said["sampling"]["top_k"]) == (0.7, 0.9, 0)
     assert {key: said[key] for key in ("set", "version", "last_version", "due", "samples_per_prompt")} == {
         "set": "hard",
         "version": 4,
@@ -130,6 +139,32 @@ async def test_failed_samples_may_be_left_out(run: RunDir) -> None:
     assert said["mean"]["low"] is None
     assert said["pass_at"]["4"] == {"value": None, "low": None, "high": None, "prompts": 0}
     assert "pass@4 -" in set_words(read_set_evaluations(run)[0])
+
+
+def prompts_of(each: HeldOutSet) -> dict[str, int]:
+    """How many prompts of which environment a set asks."""
+    return dict(Counter(task.environment.name for task in each.tasks))
+
+
+async def test_a_benchmark_is_asked_where_it_is_named(run: RunDir) -> None:
+    sets = [
+        {"name": "benchmark", "environments": ["b"], "prompts": 3},
+        {"name": "both", "environments": ["a", "b"], "prompts": 6},
+        {"name": "others", "prompts": 5},
+    ]
+    scene = SetScene(run, [Plays("a", [1.0] * 2), Plays("b", []), Plays("c", [0.0] * 2)], sets, prompts=4)
+    weights = {"a": 1.0, "b": 0.0, "c": 1.0}
+    environments = tuple(each.model_copy(update={"weight": weights[each.name]}) for each in scene.recipe.environments)
+    scene.recipe = scene.recipe.model_copy(update={"environments": environments})
+    evaluator = scene.evaluator()
+    benchmark, both, others = (each for each, _ in evaluator.take_sets(0))
+    assert prompts_of(benchmark) == {"b": 3}
+    assert prompts_of(both) == {"a": 3, "b": 3}
+    assert prompts_of(others) == {"a": 3, "c": 2}
+    await evaluator.evaluate(0, due=0, exactly=True)
+    assert reporting.flush(30.0, directory=run.path)
+    (said,) = (event.data for event in read_events(run, kind="evaluation"))
+    assert said["counted_by_env"] == {"a": 2, "c": 2}
 
 
 async def test_a_set_in_which_nothing_finishes_ends_nothing(run: RunDir) -> None:
