@@ -13,6 +13,7 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory.activations import ActivationShape
 from hpcrl.planning.memory.padding import model_padding
+from hpcrl.planning.muon import moments_formula, spared_bytes
 
 __all__ = [
     "EXPERT_IMBALANCE",
@@ -94,6 +95,8 @@ class TrainerMemory:
         What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
     optimizer_bucket_bytes:
         Of optimizer state that moves together.
+    muon:
+        Hidden matrices are updated by Muon, which has one moment, and the rest by AdamW.
     reference, reference_on_host:
         A frozen copy of the start model is computed beside the policy; where its parameters are.
     deepep_tokens:
@@ -130,6 +133,7 @@ class TrainerMemory:
     device: Literal["cpu", "cuda"] = "cuda"
     host_is_apart: bool | None = None
     optimizer_bucket_bytes: int = OFFLOAD_BUCKET
+    muon: bool = False
     reference: bool = False
     reference_on_host: bool = False
     deepep_tokens: int = 0
@@ -225,6 +229,7 @@ def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int
     p = trained_parameters(facts, memory.lora)
     if memory.lora is None:
         p += model_padding(facts, shards=memory.shards, ep=memory.ep)
+    spared = spared_bytes(facts, muon=memory.muon)
     inputs: dict[str, float | str] = {"P + padding": p, "N": memory.shards}
-    formula = "12 (P + padding) / N" + (" · ranks" if ranks_here > 1 else "")
-    return Term("copy for a checkpoint", 12 * p // memory.shards * ranks_here, formula, inputs)
+    formula = moments_formula("12 (P + padding)", spared, inputs) + (" · ranks" if ranks_here > 1 else "")
+    return Term("copy for a checkpoint", (12 * p - spared) // memory.shards * ranks_here, formula, inputs)

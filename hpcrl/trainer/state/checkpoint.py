@@ -31,6 +31,7 @@ from hpcrl.modeling.adapters import adapted_matrices
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
 from hpcrl.ours import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel.mesh import Parallel, is_lost_rank
+from hpcrl.trainer.step.muon import MOMENTUM, Muon
 
 __all__ = [
     "BASE",
@@ -51,13 +52,13 @@ _BUFFER_BYTES = 4 << 20
 
 
 def trainer_state(
-    model: nn.Module, optimizer: torch.optim.AdamW, step: int, *, base: Tensor | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, base: Tensor | None = None
 ) -> dict[str, Any]:
     """Everything to save, by name; the tensors are those in use, so that a load fills them in place.
 
     Under ``model`` are parameters and buffers, sharded as they are; under ``optimizer`` by the name of each trained
-    parameter two moments in its shape, and how many steps they have seen, a float32 scalar. ``step`` is an int64
-    scalar, ``base`` ``[1]`` int64.
+    parameter two moments in its shape, and how many steps they have seen, a float32 scalar; of a matrix that Muon has,
+    its momentum alone. ``step`` is an int64 scalar, ``base`` ``[1]`` int64.
 
     Of a model with adapters these are all of it that is saved, with ``base``, the digest of the weights that they
     change (`hpcrl.trainer.state.base_digest`).
@@ -74,11 +75,15 @@ def trainer_state(
         if not parameter.requires_grad:
             continue  # frozen: no optimizer has it
         state = optimizer.state[parameter]
+        keys = (MOMENTUM,) if isinstance(optimizer, Muon) and optimizer.has(parameter) else ("step", *_MOMENTS)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in _MOMENTS:
-                state[moment] = torch.zeros_like(parameter)
-        moments[name] = {key: state[key] for key in ("step", *_MOMENTS)}
+            for key in keys:
+                state[key] = (
+                    torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    if key == "step"
+                    else torch.zeros_like(parameter)
+                )
+        moments[name] = {key: state[key] for key in keys}
     saved = model_tensors(model) if base is None else adapter_parameters(model)
     # ranks draw the same random numbers, so one state serves any number of them
     whole: dict[str, Any] = {
@@ -146,7 +151,7 @@ def write_state(directory: Path, state: dict[str, Any], group: dist.ProcessGroup
 def load_checkpoint(
     entry: CheckpointEntry,
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     parallel: Parallel,
     *,
     base: Tensor | None = None,
@@ -222,10 +227,19 @@ def _check_base(entry: CheckpointEntry, state: dict[str, Any], reader: FileSyste
 def _check_moments(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:
     """Whether all that is trained now was trained then (CheckpointError)."""
     held = reader.read_metadata().state_dict_metadata
-    moment = _MOMENTS[0]
     lacking = [
-        name for name in state["optimizer"] if f"model.{name}" in held and f"optimizer.{name}.{moment}" not in held
+        name
+        for name, moments in state["optimizer"].items()
+        if f"model.{name}" in held and any(f"optimizer.{name}.{key}" not in held for key in moments)
     ]
+    others = [name for name in lacking if any(f"optimizer.{name}.{key}" in held for key in (MOMENTUM, *_MOMENTS))]
+    if others:
+        kinds = ("adamw", "muon") if MOMENTUM in state["optimizer"][others[0]] else ("muon", "adamw")
+        raise CheckpointError(
+            f"checkpoint {entry.path} has optimizer state of another kind for {len(others)} parameters, the first is "
+            f"{others[0]}: it was saved with {kinds[0]}, and the recipe says {kinds[1]}\n"
+            f"    hint: set trainer.optimizer.kind: {kinds[0]}, or start a new run from the exported weights"
+        )
     if lacking:
         raise CheckpointError(
             f"checkpoint {entry.path} has no optimizer state of {len(lacking)} parameters, the first is {lacking[0]}: "

@@ -20,6 +20,7 @@ from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.decoder import Decoder, HeadFn
 from hpcrl.modeling.fp8.backends import Backend
+from hpcrl.modeling.hidden_matrices import hidden_matrices
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import sum_over_copies
 from hpcrl.modeling.spec import spec_of
@@ -37,6 +38,7 @@ from hpcrl.trainer.state.base_digest import base_digest
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss, supervised_loss
 from hpcrl.trainer.step.metrics import TokenSums
+from hpcrl.trainer.step.muon import Muon
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from hpcrl.trainer.step.reference import ReferencePolicy, logprobs_of
@@ -129,7 +131,12 @@ class TrainerPolicy:
 
             self._reference = ReferencePolicy(recipe, parallel, self.model, frozen)
         trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
+        self.optimizer = make_optimizer(
+            trained,
+            recipe.trainer.optimizer,
+            on_host=memory.optimizer_offload,
+            matrices=hidden_matrices(self.model) if recipe.trainer.optimizer.kind == "muon" else None,
+        )
 
     def _carry_mtp(self) -> None:
         """Give the model room for the published tensors of multi-token prediction, cut by rows. Collective."""
@@ -184,7 +191,7 @@ class TrainerPolicy:
             # without trained tokens the loss is 0, and joins the collectives of ranks that have some
             total = shard.stats.total_sampled_tokens if batch.num_trained else 1
             loss, entropies = self._loss(batch, comparison, peers, total, reference)
-            if isinstance(self.optimizer, HostAdamW) and last:
+            if isinstance(self.optimizer, HostAdamW | Muon) and last:
                 self.optimizer.prefetch()
             if comparison is not None:
                 sums.add_routes(comparison, batch)

@@ -247,6 +247,7 @@ def test_an_adapter_is_not_rounded_to_fp8() -> None:
         ("trainer.freeze=['*.mlp.gate.weight']", "trainer.freeze"),
         ("handoff.delta_chain=4", "handoff.delta_chain"),
         ("trainer.memory.compile=true", "trainer.memory.compile"),
+        ("trainer.optimizer.kind=muon", "trainer.optimizer.kind"),
     ],
 )
 def test_adapters_leave_nothing_to_do_for_some_settings(setting: str, key: str) -> None:
