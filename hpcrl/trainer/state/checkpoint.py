@@ -32,9 +32,11 @@ from hpcrl.modeling.hf import adapter_parameters, model_tensors
 from hpcrl.ours import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel.mesh import Parallel, is_lost_rank
 from hpcrl.trainer.step.muon import MOMENTUM, Muon
+from hpcrl.trainer.step.reference import ReferencePolicy
 
 __all__ = [
     "BASE",
+    "REFERENCE",
     "check_owner",
     "copy_to_host",
     "load_alone",
@@ -48,6 +50,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ACCELERATOR_RNG = "rng_accelerator"
 BASE, _SCALE = "base", "lora_scale"
 """Of adapters: the digest of the weights that they change, and the factor of their products."""
+REFERENCE = "reference"
+"""Of a reference that is refreshed: its version, and its weights."""
 _BUFFER_BYTES = 4 << 20
 
 
@@ -155,6 +159,7 @@ def load_checkpoint(
     parallel: Parallel,
     *,
     base: Tensor | None = None,
+    reference: ReferencePolicy | None = None,
 ) -> None:
     """Restore ``model``, ``optimizer`` and the random state in place, on any number of ranks.
 
@@ -162,6 +167,8 @@ def load_checkpoint(
     ----------
     base:
         ``[1]`` int64, as in `trainer_state`: of the weights that adapters change now.
+    reference:
+        Is restored, too; without weights of it in the entry it stays the start model that it was read from.
 
     Raises
     ------
@@ -176,7 +183,10 @@ def load_checkpoint(
     try:
         _check_base(entry, state, reader)
         _check_moments(entry, state, reader)
-        if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in reader.read_metadata().state_dict_metadata:
+        held = reader.read_metadata().state_dict_metadata
+        if reference is not None and (of_reference := reference.state_to_fill(held, REFERENCE)) is not None:
+            state[REFERENCE] = of_reference
+        if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in held:
             del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
         load(state, storage_reader=reader, process_group=parallel.world.group)
     except (CheckpointException, RuntimeError, ValueError) as error:
@@ -188,6 +198,8 @@ def load_checkpoint(
         raise CheckpointError(
             f"checkpoint {entry.path} holds step {int(state['step'])}, its manifest says {entry.step}"
         )
+    if reference is not None and REFERENCE in state:
+        reference.restored(state[REFERENCE])
     torch.set_rng_state(state["rng"])
     if _ACCELERATOR_RNG in state:
         torch.get_device_module(parallel.device).set_rng_state(state[_ACCELERATOR_RNG], parallel.device)

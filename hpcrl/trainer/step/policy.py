@@ -123,13 +123,14 @@ class TrainerPolicy:
             assert model_dir is not None, "adapters are trained on a start model"
             init_adapters(self.model, recipe.seed)
             self.base = base_digest(self.model, parallel.sharding.group)
-        self._reference: ReferencePolicy | None = None
+        self.reference: ReferencePolicy | None = None
+        """What the policy is held near to; None where it is not."""
         if recipe.algorithm.kl is not None:
 
             def frozen(on_host: bool) -> Decoder:
                 return sharded(dtype, lambda model: model.requires_grad_(requires_grad=False), on_host=on_host)
 
-            self._reference = ReferencePolicy(recipe, parallel, self.model, frozen)
+            self.reference = ReferencePolicy(recipe, parallel, self.model, frozen)
         trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(
             trained,
@@ -173,6 +174,8 @@ class TrainerPolicy:
         counts = context is None or context.get_local_rank() == 0
         sums = TokenSums.of_shard(shard, self.parallel.device, counts=counts, replay=self._replay)
         self._watch.begin_step(shard)
+        if self.reference is not None:
+            self.reference.begin_step(shard.step)
         for number, micro_batch in enumerate(shard.micro_batches, start=1):
             last = number == len(shard.micro_batches)
             sum_over_copies(self.model, now=last)
@@ -187,7 +190,7 @@ class TrainerPolicy:
                 peers = context.get_group()
             probe = number == 1 and self._probes(shard.step)
             unreplayed = self._unreplayed(batch) if probe else None
-            reference = None if self._reference is None else self._reference.logprobs(batch)
+            reference = None if self.reference is None else self.reference.logprobs(batch)
             # without trained tokens the loss is 0, and joins the collectives of ranks that have some
             total = shard.stats.total_sampled_tokens if batch.num_trained else 1
             loss, entropies = self._loss(batch, comparison, peers, total, reference)

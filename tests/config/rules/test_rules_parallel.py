@@ -256,6 +256,20 @@ def test_adapters_leave_nothing_to_do_for_some_settings(setting: str, key: str) 
     assert key in {finding.key for finding in caught.value.findings if "adapters-train" in finding.what}
 
 
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("algorithm.kl={coefficient: 0.1, reference_every_steps: 3}",), "algorithm.kl.reference_every_steps"),
+        (("algorithm.kl={coefficient: 0.1, on_host: true}",), "algorithm.kl.on_host"),
+        (("algorithm.kl={coefficient: 0.1, applied_to: reward, estimator: k3}",), "algorithm.kl.estimator"),
+    ],
+)
+def test_settings_of_the_reference_that_do_nothing(settings: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("trainer.lora={}", "trainer.precision.fp8=null", *settings, *UNQUANTIZED)
+    assert key in {finding.key for finding in caught.value.findings if "kl-copy-applies" in finding.what}
+
+
 def test_balanced_experts_are_not_replayed() -> None:
     with pytest.raises(ConfigError, match=r"balancing moves experts.*\[replay-sees-all-routes\]"):
         _check("trainer.router_replay=true", "engine.vllm_args.enable-eplb=true")
