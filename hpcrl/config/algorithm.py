@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpcrl.config.base import NonNegativeFloat, PositiveFloat, StrictModel
+from hpcrl.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
 
 __all__ = ["AlgorithmConfig", "KlConfig", "LossConfig"]
 
@@ -37,18 +37,25 @@ class LossConfig(StrictModel):
 
 
 class KlConfig(StrictModel):
-    """A penalty on the distance of the policy from the start model, added to the loss of each trained token.
+    """A penalty on the distance of the policy from a reference, on each trained token.
 
-    The start model is computed beside the policy in each micro-batch, from a frozen copy in ``trainer.dtype``; with
-    ``trainer.lora`` it is the policy without its adapters, which takes no memory.
+    The reference, the start model or a later version of the policy, is computed beside the policy in each micro-batch,
+    from a frozen copy in ``trainer.dtype``; with ``trainer.lora`` it is the policy without its adapters, which takes no
+    memory.
     """
 
     coefficient: PositiveFloat
     """Weight of the penalty."""
     estimator: Literal["weighted_k3", "k3"] = "weighted_k3"
-    """Of the divergence from the policy to the start model. ``weighted_k3`` has the importance ratio of trainer to
-    engine as a factor, so that its gradient is that of the divergence (DeepSeek-V3.2, arXiv 2512.02556, section 3.1);
-    ``k3`` is that of GRPO (arXiv 2402.03300), without the factor."""
+    """Of the divergence from the policy to the reference, with ``applied_to: loss``. ``weighted_k3`` has the importance
+    ratio of trainer to engine as a factor, so that its gradient is that of the divergence (DeepSeek-V3.2, arXiv
+    2512.02556, section 3.1); ``k3`` is that of GRPO (arXiv 2402.03300), without the factor."""
+    applied_to: Literal["loss", "reward"] = "loss"
+    """``loss``: the estimate is added to the loss of a token. ``reward``: the log-ratio of policy to reference is taken
+    from the token's advantage."""
+    reference_every_steps: PositiveInt | None = None
+    """The reference becomes the policy after every so many steps; it is in checkpoints then. None: it stays the start
+    model."""
     on_host: bool = False
     """The copy is in host memory, and comes to the device to be computed; always so with
     ``trainer.memory.parameter_offload``."""
@@ -62,4 +69,4 @@ class AlgorithmConfig(StrictModel):
     loss: LossConfig = LossConfig()
     """The policy loss."""
     kl: KlConfig | None = None
-    """Penalty on the distance from the start model; none where it is left out."""
+    """Penalty on the distance from a reference, such as the start model; none where it is left out."""

@@ -22,16 +22,22 @@ __all__ = [
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW, clipping and schedule."""
+    """Optimizer, clipping and schedule."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """``muon``: hidden matrices (of attention, MLPs and each expert) are updated by orthogonalised momentum, scaled to
+    the size of AdamW's updates, so that ``learning_rate`` and ``weight_decay`` mean the same. Embedding, head, routers,
+    norms and other vectors have AdamW."""
+    muon_momentum: Fraction = 0.95
+    """``muon``: decay of the momentum, which is Nesterov's."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices; biases, norms, attention sinks and constants of Mamba-2 heads have none."""
     beta1: Fraction = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     beta2: Fraction = 0.99
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

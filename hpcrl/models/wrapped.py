@@ -1,4 +1,4 @@
-"""Models that also see: a language model in a wrapper, whose ``config.json`` has the language model's as text_config."""
+"""Models that also see: a language model in a wrapper; its own configuration is ``text_config`` in config.json."""
 
 from __future__ import annotations
 

@@ -256,7 +256,9 @@ class Trainer:
         start = None if self.recipe.trainer.lora is None else self.model_dir
         policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=start)
         entry = self.checkpoints.ledger.open(step)
-        load_checkpoint(entry, policy.model, policy.optimizer, self.parallel, base=policy.base)
+        load_checkpoint(
+            entry, policy.model, policy.optimizer, self.parallel, base=policy.base, reference=policy.reference
+        )
         self._emit(
             "trainer.restored",
             step=step,

@@ -126,6 +126,9 @@ def _adapters_train(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "trainer.lora.rank", f"{lora.rank} is no multiple of 8, as grouped products in bfloat16 want it"
     if trainer.memory.compile:
         yield "trainer.memory.compile", "layers with adapters are not compiled"
+    if trainer.optimizer.kind == "muon":
+        what = "muon makes whole matrices orthogonal, and of an adapter only the product of its two factors is one"
+        yield "trainer.optimizer.kind", what
 
 
 def _offload_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:

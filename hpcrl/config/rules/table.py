@@ -236,6 +236,13 @@ def _kl_copy_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
             "algorithm.kl.on_host",
             "with trainer.lora the start model is the policy without adapters: there is no copy",
         )
+    if kl is not None and kl.reference_every_steps is not None and recipe.trainer.lora is not None:
+        yield (
+            "algorithm.kl.reference_every_steps",
+            "with trainer.lora the reference is the policy without adapters, which stays the start model",
+        )
+    if kl is not None and kl.applied_to == "reward" and kl.estimator != "weighted_k3":
+        yield "algorithm.kl.estimator", "is of a penalty in the loss, and algorithm.kl.applied_to is reward"
 
 
 def _mask_order(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -341,7 +348,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "kl-copy-applies",
-        "A setting of the copy of the start model is for a run that has one.",
+        "A setting of the reference is for a run in which it does something.",
         "remove the setting",
         _kl_copy_applies,
     ),

@@ -173,6 +173,8 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         saves_aside=recipe.checkpoint.mode == "async",
         reference=recipe.algorithm.kl is not None and trainer.lora is None,
         reference_on_host=recipe.algorithm.kl is not None and (recipe.algorithm.kl.on_host or saving.parameter_offload),
+        reference_saved=recipe.algorithm.kl is not None and recipe.algorithm.kl.reference_every_steps is not None,
+        muon=trainer.optimizer.kind == "muon",
         deepep_tokens=trainer.dispatched_tokens if trainer.parallelism.dispatcher == "deepep" else 0,
         device=device,
     )

@@ -15,6 +15,7 @@ from hpcrl.models.tensors import Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.padding import model_padding, rounded_gradients
 from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image_term, reference_term
+from hpcrl.planning.muon import moments_formula, spared_bytes
 from hpcrl.planning.routes import rollout_routes_bytes, token_routes_bytes
 
 __all__ = ["engine_host", "orchestrator_terms", "pool_terms", "trainer_host"]
@@ -42,11 +43,15 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
     p = facts.num_parameters() + model_padding(facts, shards=n, ep=m.ep)
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
     if m.optimizer_offload:
-        inputs = {"P + padding": p, "N": n, "ranks": per_node}
-        yield Term("optimizer state", 8 * p // n * per_node, "8 (P + padding) / N · ranks", inputs)
+        spared = spared_bytes(facts, muon=m.muon)
+        inputs: dict[str, float | str] = {"P + padding": p, "N": n, "ranks": per_node}
+        formula = f"{moments_formula('8 (P + padding)', spared, inputs)} · ranks"
+        yield Term("optimizer state", (8 * p - spared) // n * per_node, formula, inputs)
     if m.parameter_offload:
+        spared = spared_bytes(facts, muon=m.muon)
         inputs = {"P + padding": p, "N": n, "ranks": per_node}
-        yield Term("parameters and optimizer", 12 * p // n * per_node, "12 (P + padding) / N · ranks", inputs)
+        formula = f"{moments_formula('12 (P + padding)', spared, inputs)} · ranks"
+        yield Term("parameters and optimizer", (12 * p - spared) // n * per_node, formula, inputs)
         gradients = rounded_gradients(facts, shards=n, ep=m.ep) * per_node
         yield Term("gradients", gradients, "Σ 2^⌈log2(4 g / N)⌉ over tensors · ranks", {"N": n, "ranks": per_node})
     if m.offloads_activations:

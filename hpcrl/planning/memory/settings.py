@@ -13,6 +13,7 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import GIB, Term
 from hpcrl.planning.memory.activations import ActivationShape
 from hpcrl.planning.memory.padding import model_padding
+from hpcrl.planning.muon import moments_formula, spared_bytes
 
 __all__ = [
     "EXPERT_IMBALANCE",
@@ -94,8 +95,11 @@ class TrainerMemory:
         What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
     optimizer_bucket_bytes:
         Of optimizer state that moves together.
-    reference, reference_on_host:
-        A frozen copy of the start model is computed beside the policy; where its parameters are.
+    muon:
+        Hidden matrices are updated by Muon, which has one moment, and the rest by AdamW.
+    reference, reference_on_host, reference_saved:
+        A frozen copy of a reference is computed beside the policy; where its parameters are; whether it is in
+        checkpoints.
     deepep_tokens:
         Maximum tokens that one rank gives to DeepEP in one pass; 0: torch's collectives carry them.
     real:
@@ -130,8 +134,10 @@ class TrainerMemory:
     device: Literal["cpu", "cuda"] = "cuda"
     host_is_apart: bool | None = None
     optimizer_bucket_bytes: int = OFFLOAD_BUCKET
+    muon: bool = False
     reference: bool = False
     reference_on_host: bool = False
+    reference_saved: bool = False
     deepep_tokens: int = 0
     real: RealPass | None = None
 
@@ -190,7 +196,7 @@ def trained_parameters(facts: ModelFacts, lora: LoraConfig | None) -> int:
 
 
 def reference_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term | None:
-    """Return the copy of the start model on a rank, or on ``ranks_here`` of them; None where there is none."""
+    """Return the copy of the reference on a rank, or on ``ranks_here`` of them; None where there is none."""
     if not memory.reference:
         return None
     p, n, b = (
@@ -225,6 +231,8 @@ def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int
     p = trained_parameters(facts, memory.lora)
     if memory.lora is None:
         p += model_padding(facts, shards=memory.shards, ep=memory.ep)
+    width = 12 + (memory.element_bytes if memory.reference_saved else 0)
+    spared = spared_bytes(facts, muon=memory.muon)
     inputs: dict[str, float | str] = {"P + padding": p, "N": memory.shards}
-    formula = "12 (P + padding) / N" + (" · ranks" if ranks_here > 1 else "")
-    return Term("copy for a checkpoint", 12 * p // memory.shards * ranks_here, formula, inputs)
+    formula = moments_formula(f"{width} (P + padding)", spared, inputs) + (" · ranks" if ranks_here > 1 else "")
+    return Term("copy for a checkpoint", (width * p - spared) // memory.shards * ranks_here, formula, inputs)

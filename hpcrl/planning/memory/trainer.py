@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa, Layer, Mla
@@ -23,6 +24,7 @@ from hpcrl.planning.memory.activations import (
     saved_bytes,
 )
 from hpcrl.planning.memory.logits import logits_term
+from hpcrl.planning.memory.optimizer import moments_term, muon_batch_term, staging_term
 from hpcrl.planning.memory.settings import (
     CUDA_BYTES,
     FRAGMENTATION,
@@ -103,13 +105,11 @@ class _Trainer:
             return
         yield self._weights()
         if not m.optimizer_offload:
-            yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
+            yield moments_term(self.facts, m, self.trained)
         else:
-            staging = min(buckets * m.optimizer_bucket_bytes, 8 * trained // n)
-            inputs = {"buckets": buckets, "bucket": m.optimizer_bucket_bytes}
-            yield Term("optimizer staging", staging, "buckets · bucket", inputs)
+            yield staging_term(self.facts, m, trained, buckets)
             if not m.has_host:
-                yield Term("optimizer state", 8 * trained // n, "8 P / N", {"P": trained, "N": n})
+                yield moments_term(self.facts, m, self.trained)
         share = {"P": trained, "N": n, "share": gradients}
         yield Term("gradients", round(4 * trained / n * gradients), "4 P / N · share", share)
         yield self._padding(gradients=gradients, moments=not (m.optimizer_offload and m.has_host))
@@ -230,7 +230,8 @@ class _Trainer:
 
     def at_the_update(self) -> Ledger:
         """While the optimizer works."""
-        return self._ledger("optimizer", self.standing(gradients=1.0, buckets=OFFLOAD_BUCKETS))
+        standing = self.standing(gradients=1.0, buckets=OFFLOAD_BUCKETS)
+        return self._ledger("optimizer", chain(standing, [muon_batch_term(self.facts, self.m)]))
 
     @cached_property
     def _candidates(self) -> list[int]:

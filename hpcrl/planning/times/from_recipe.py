@@ -108,6 +108,7 @@ def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
         offload_activations=trainer.memory.activation_offload,
         reference=_reference(recipe),
         micro_batch_tokens=trainer.micro_batch_tokens,
+        muon=trainer.optimizer.kind == "muon",
         trained=None if trainer.lora is None else trained_parameters(facts, trainer.lora),
     )
 

@@ -51,6 +51,8 @@ class TrainerShape:
         Token budget of a micro-batch of one context-parallel group.
     trained:
         Parameters that are trained: those of adapters. None: all.
+    muon:
+        Hidden matrices are updated by Muon.
     rows_sent:
         Rows that a dispatch sends for each token. None: one for each of its experts, as torch's all-to-all does; DeepEP
         sends one to each node that has some of them.
@@ -75,6 +77,7 @@ class TrainerShape:
     offload_parameters: bool = False
     reference: Literal["device", "host"] | None = None
     micro_batch_tokens: int = 32768
+    muon: bool = False
     rows_sent: float | None = None
 
     def __post_init__(self) -> None:

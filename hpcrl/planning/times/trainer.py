@@ -11,6 +11,7 @@ from hpcrl.planning.routes import token_routes_bytes
 from hpcrl.planning.times.collectives import RankGroup, all_gather, all_to_all
 from hpcrl.planning.times.context import context_terms
 from hpcrl.planning.times.lengths import Quantiles
+from hpcrl.planning.times.newton_schulz import muon_terms
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.step_work import BACKWARD_SCORES, TOUCHED, TOUCHED_BACKWARD, StepWork, kept_bytes
@@ -304,8 +305,9 @@ def _parameter_offload_terms(step: StepWork) -> list[Seconds]:
 
 def _optimizer_terms(step: StepWork) -> list[Seconds]:
     shape, rates = step.shape, step.rates
+    muon = muon_terms(step) if shape.muon else []
     if shape.offload_parameters:
-        return _parameter_offload_terms(step)
+        return _parameter_offload_terms(step) + muon
     local = step.trained_share * step.facts.num_parameters() / shape.shards
     terms = [
         attempt(
@@ -326,7 +328,7 @@ def _optimizer_terms(step: StepWork) -> list[Seconds]:
                 {"parameters a rank": local, "parameters a node": on_node},
             )
         )
-    return terms
+    return terms + muon
 
 
 def _replay_term(step: StepWork) -> Seconds:

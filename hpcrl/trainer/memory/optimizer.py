@@ -20,13 +20,22 @@ from torch.optim.adamw import adamw
 from hpcrl.modeling.blocks import is_sharded, local_part
 from hpcrl.trainer.memory.copies import StartedCopy, copies_of, host_like
 
-__all__ = ["BUCKET_BYTES", "HostAdamW"]
+__all__ = ["BUCKET_BYTES", "HostAdamW", "host_zeros"]
 
 BUCKET_BYTES = 256 << 20
 """Of moments that move together, two float32 numbers a parameter."""
 _ALIGNED = 64
 """A parameter is cut at multiples of so many elements: what fills no vector of a processor is rounded otherwise."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def host_zeros(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    """Return zeros in host memory, sharded as ``parameter`` is, from which and to which ``device`` copies."""
+    host = host_like(local_part(parameter), device).zero_()
+    if not is_sharded(parameter):
+        return host
+    # on the mesh of the parameter, though the mesh is of another device: as FSDP2 has offloaded parameters itself
+    return DTensor(host, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class _Piece(NamedTuple):
@@ -65,16 +74,9 @@ class HostAdamW(torch.optim.AdamW):
         self._in, self._out = copies_of(self._device), copies_of(self._device)
         for parameter in parameters:
             self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32)} | {
-                moment: self._zeros(parameter) for moment in _MOMENTS
+                moment: host_zeros(parameter, self._device) for moment in _MOMENTS
             }
         self._buckets = [_Bucket(pieces) for pieces in self._cut(bucket_bytes)]
-
-    def _zeros(self, parameter: nn.Parameter) -> Tensor:
-        host = host_like(local_part(parameter), self._device).zero_()
-        if not is_sharded(parameter):
-            return host
-        # on the mesh of the parameter, though the mesh is of another device: as FSDP2 has offloaded parameters itself
-        return DTensor(host, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _cut(self, bucket_bytes: int) -> Iterator[list[_Piece]]:
         most = max(_ALIGNED, bucket_bytes // (4 * len(_MOMENTS)))

@@ -32,6 +32,7 @@ from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 from hpcrl.trainer.publish.layers import ModelLayer, fill, find_layers
 from hpcrl.trainer.publish.plan import held_blocks
+from hpcrl.trainer.step.muon import Muon
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.handover import HandoverLayer, SharedMemory
@@ -176,7 +177,7 @@ def _beside_weights(policy: TrainerPolicy) -> Iterator[Tensor]:
     for parameter in policy.model.parameters():
         if parameter.grad is not None:
             yield parameter.grad
-    if isinstance(policy.optimizer, HostAdamW):
+    if isinstance(policy.optimizer, HostAdamW) or (isinstance(policy.optimizer, Muon) and policy.optimizer.is_on_host):
         return
     for state in policy.optimizer.state.values():
         # counters have no memory worth moving, and may be on the host

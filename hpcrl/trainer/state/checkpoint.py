@@ -31,9 +31,12 @@ from hpcrl.modeling.adapters import adapted_matrices
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
 from hpcrl.ours import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel.mesh import Parallel, is_lost_rank
+from hpcrl.trainer.step.muon import MOMENTUM, Muon
+from hpcrl.trainer.step.reference import ReferencePolicy
 
 __all__ = [
     "BASE",
+    "REFERENCE",
     "check_owner",
     "copy_to_host",
     "load_alone",
@@ -47,17 +50,19 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ACCELERATOR_RNG = "rng_accelerator"
 BASE, _SCALE = "base", "lora_scale"
 """Of adapters: the digest of the weights that they change, and the factor of their products."""
+REFERENCE = "reference"
+"""Of a reference that is refreshed: its version, and its weights."""
 _BUFFER_BYTES = 4 << 20
 
 
 def trainer_state(
-    model: nn.Module, optimizer: torch.optim.AdamW, step: int, *, base: Tensor | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, base: Tensor | None = None
 ) -> dict[str, Any]:
     """Everything to save, by name; the tensors are those in use, so that a load fills them in place.
 
     Under ``model`` are parameters and buffers, sharded as they are; under ``optimizer`` by the name of each trained
-    parameter two moments in its shape, and how many steps they have seen, a float32 scalar. ``step`` is an int64
-    scalar, ``base`` ``[1]`` int64.
+    parameter two moments in its shape, and how many steps they have seen, a float32 scalar; of a matrix that Muon has,
+    its momentum alone. ``step`` is an int64 scalar, ``base`` ``[1]`` int64.
 
     Of a model with adapters these are all of it that is saved, with ``base``, the digest of the weights that they
     change (`hpcrl.trainer.state.base_digest`).
@@ -74,11 +79,15 @@ def trainer_state(
         if not parameter.requires_grad:
             continue  # frozen: no optimizer has it
         state = optimizer.state[parameter]
+        keys = (MOMENTUM,) if isinstance(optimizer, Muon) and optimizer.has(parameter) else ("step", *_MOMENTS)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in _MOMENTS:
-                state[moment] = torch.zeros_like(parameter)
-        moments[name] = {key: state[key] for key in ("step", *_MOMENTS)}
+            for key in keys:
+                state[key] = (
+                    torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    if key == "step"
+                    else torch.zeros_like(parameter)
+                )
+        moments[name] = {key: state[key] for key in keys}
     saved = model_tensors(model) if base is None else adapter_parameters(model)
     # ranks draw the same random numbers, so one state serves any number of them
     whole: dict[str, Any] = {
@@ -146,10 +155,11 @@ def write_state(directory: Path, state: dict[str, Any], group: dist.ProcessGroup
 def load_checkpoint(
     entry: CheckpointEntry,
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     parallel: Parallel,
     *,
     base: Tensor | None = None,
+    reference: ReferencePolicy | None = None,
 ) -> None:
     """Restore ``model``, ``optimizer`` and the random state in place, on any number of ranks.
 
@@ -157,6 +167,8 @@ def load_checkpoint(
     ----------
     base:
         ``[1]`` int64, as in `trainer_state`: of the weights that adapters change now.
+    reference:
+        Is restored, too; without weights of it in the entry it stays the start model that it was read from.
 
     Raises
     ------
@@ -171,7 +183,10 @@ def load_checkpoint(
     try:
         _check_base(entry, state, reader)
         _check_moments(entry, state, reader)
-        if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in reader.read_metadata().state_dict_metadata:
+        held = reader.read_metadata().state_dict_metadata
+        if reference is not None and (of_reference := reference.state_to_fill(held, REFERENCE)) is not None:
+            state[REFERENCE] = of_reference
+        if _ACCELERATOR_RNG in state and _ACCELERATOR_RNG not in held:
             del state[_ACCELERATOR_RNG]  # saved without an accelerator: its random numbers begin at the seed
         load(state, storage_reader=reader, process_group=parallel.world.group)
     except (CheckpointException, RuntimeError, ValueError) as error:
@@ -183,6 +198,8 @@ def load_checkpoint(
         raise CheckpointError(
             f"checkpoint {entry.path} holds step {int(state['step'])}, its manifest says {entry.step}"
         )
+    if reference is not None and REFERENCE in state:
+        reference.restored(state[REFERENCE])
     torch.set_rng_state(state["rng"])
     if _ACCELERATOR_RNG in state:
         torch.get_device_module(parallel.device).set_rng_state(state[_ACCELERATOR_RNG], parallel.device)
@@ -222,10 +239,19 @@ def _check_base(entry: CheckpointEntry, state: dict[str, Any], reader: FileSyste
 def _check_moments(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:
     """Whether all that is trained now was trained then (CheckpointError)."""
     held = reader.read_metadata().state_dict_metadata
-    moment = _MOMENTS[0]
     lacking = [
-        name for name in state["optimizer"] if f"model.{name}" in held and f"optimizer.{name}.{moment}" not in held
+        name
+        for name, moments in state["optimizer"].items()
+        if f"model.{name}" in held and any(f"optimizer.{name}.{key}" not in held for key in moments)
     ]
+    others = [name for name in lacking if any(f"optimizer.{name}.{key}" in held for key in (MOMENTUM, *_MOMENTS))]
+    if others:
+        kinds = ("adamw", "muon") if MOMENTUM in state["optimizer"][others[0]] else ("muon", "adamw")
+        raise CheckpointError(
+            f"checkpoint {entry.path} has optimizer state of another kind for {len(others)} parameters, the first is "
+            f"{others[0]}: it was saved with {kinds[0]}, and the recipe says {kinds[1]}\n"
+            f"    hint: set trainer.optimizer.kind: {kinds[0]}, or start a new run from the exported weights"
+        )
     if lacking:
         raise CheckpointError(
             f"checkpoint {entry.path} has no optimizer state of {len(lacking)} parameters, the first is {lacking[0]}: "

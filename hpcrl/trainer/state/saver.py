@@ -31,7 +31,7 @@ from hpcrl.errors import CheckpointError, DeadlineError, FencedError
 from hpcrl.fs import FileRecord
 from hpcrl.space import find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
-from hpcrl.trainer.state.checkpoint import copy_to_host, state_bytes, trainer_state, write_state
+from hpcrl.trainer.state.checkpoint import REFERENCE, copy_to_host, state_bytes, trainer_state, write_state
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 __all__ = ["CheckpointSaver", "Emit"]
@@ -117,6 +117,8 @@ class CheckpointSaver:
         started, started_at_s = time.monotonic(), time.time()
         answer = self._all.on_leader(orchestrator_state, f"asking for the orchestrator's state after step {step}")
         state = trainer_state(policy.model, policy.optimizer, step, base=policy.base)
+        if policy.reference is not None and (held := policy.reference.state(step)) is not None:
+            state[REFERENCE] = held
         save = self._last = _Save(step, state, answer, started_at_s)
         if not self._has_room(save):
             return

@@ -48,7 +48,7 @@ class TrainedTokens(NamedTuple):
         Ranks that have other tokens of these rollouts, the context-parallel ones: all of them compute a loss of the
         micro-batch, with or without trained tokens. None where all tokens are here.
     reference_logprobs:
-        ``[N]`` float32: those of the start model, where the loss holds the policy near it.
+        ``[N]`` float32: those of the reference, where the loss holds the policy near it.
     """
 
     logprobs: Tensor
@@ -167,7 +167,7 @@ _LOSSES: dict[str, Callable[[TrainedTokens, Tensor, LossConfig], _Terms]] = {
 
 
 def _divergence(tokens: TrainedTokens, log_ratio: Tensor, config: KlConfig) -> Tensor:
-    """Estimate the divergence from the policy to the start model of each token: ``q - 1 - log q``, q start over policy.
+    """Estimate the divergence from policy to reference of each token: ``q - 1 - log q``, q reference over policy.
 
     Its mean over tokens of the policy is the divergence, its gradient is not; with the ratio of trainer to engine as a
     factor both are (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
@@ -178,6 +178,16 @@ def _divergence(tokens: TrainedTokens, log_ratio: Tensor, config: KlConfig) -> T
     if config.estimator == "k3":
         return found
     return found * _ratio(log_ratio, log_ratio.detach() > MAX_LOG_RATIO)
+
+
+def _held_advantages(tokens: TrainedTokens, config: KlConfig) -> Tensor:
+    """Take each token's log-ratio of policy to reference from its advantage, without what it does to later tokens.
+
+    On policy the gradient of a loss with these is that of the divergence from policy to reference at each token.
+    """
+    assert tokens.reference_logprobs is not None
+    away = (tokens.logprobs.detach() - tokens.reference_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return tokens.advantages - config.coefficient * away
 
 
 def policy_loss(
@@ -195,7 +205,7 @@ def policy_loss(
         Trained tokens of the whole batch, over all ranks and micro-batches: the losses of all
         micro-batches add up to the token mean.
     kl:
-        The penalty on the distance from the start model, with ``tokens.reference_logprobs``.
+        The penalty on the distance from the reference, with ``tokens.reference_logprobs``.
 
     Raises
     ------
@@ -205,8 +215,10 @@ def policy_loss(
     if total_tokens <= 0:
         raise ValueError(f"total_tokens must be positive, it is {total_tokens}")
     log_ratio = tokens.logprobs - tokens.engine_logprobs
+    if kl is not None and kl.applied_to == "reward":
+        tokens = tokens._replace(advantages=_held_advantages(tokens, kl))
     terms, masked = _LOSSES[config.kind](tokens, log_ratio, config)
-    if kl is not None:
+    if kl is not None and kl.applied_to == "loss":
         terms = terms + kl.coefficient * _divergence(tokens, log_ratio, kl)
     return PolicyLoss(terms.sum() / total_tokens, masked, log_ratio.detach())
 

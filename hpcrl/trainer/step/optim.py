@@ -1,9 +1,9 @@
-"""AdamW, the learning-rate schedule, and the global gradient norm over shards."""
+"""The optimizer, the learning-rate schedule, and the global gradient norm over shards."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from hpcrl.config.recipe import OptimizerConfig
 from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.hidden_matrices import MatrixParts
 from hpcrl.trainer.memory.optimizer import HostAdamW
+from hpcrl.trainer.step.muon import Muon
 
 __all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_rate"]
 
@@ -47,12 +49,17 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def make_optimizer(
-    named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, *, on_host: bool = False
-) -> torch.optim.AdamW:
+    named: Iterable[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    *,
+    on_host: bool = False,
+    matrices: Mapping[str, MatrixParts] | None = None,
+) -> torch.optim.AdamW | Muon:
     """AdamW with decoupled decay of what multiplies: matrices, of experts and adapters too, embeddings, convolutions.
 
     Loshchilov and Hutter 2019, arXiv 1711.05101.
-    Biases, norm weights, attention sinks and the constants of Mamba-2's heads are not decayed.
+    Biases, norm weights, attention sinks and the constants of Mamba-2's heads are not decayed. With ``kind: muon`` the
+    hidden matrices have `hpcrl.trainer.step.muon.Muon`, with the same decay.
 
     Parameters
     ----------
@@ -62,10 +69,16 @@ def make_optimizer(
         Learning rate, betas and decay.
     on_host:
         Its moments are in host memory, see `hpcrl.trainer.memory.optimizer`.
+    matrices:
+        The hidden matrices of the model (`hpcrl.modeling.hidden_matrices`); of use with ``kind: muon`` alone.
     """
+    by_muon: list[tuple[nn.Parameter, MatrixParts]] = []
     decayed: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     for name, parameter in named:
+        if config.kind == "muon" and matrices is not None and name in matrices:
+            by_muon.append((parameter, matrices[name]))
+            continue
         # biases of all experts of a layer are one matrix: it is their name that tells
         is_exempt = parameter.dim() == 1 or name.endswith("bias")
         (exempt if is_exempt else decayed).append(parameter)
@@ -74,10 +87,17 @@ def make_optimizer(
         {"params": exempt, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
+    adamw: torch.optim.AdamW
     if on_host:
-        return HostAdamW(groups, lr=config.learning_rate, betas=betas)
-    # fused: one kernel call a group, which on sharded parameters saves most of the dispatch
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+        adamw = HostAdamW(groups, lr=config.learning_rate, betas=betas)
+    else:
+        # fused: one kernel call a group, which on sharded parameters saves most of the dispatch
+        adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+    if not by_muon:
+        return adamw
+    return Muon(
+        by_muon, adamw, lr=config.learning_rate, weight_decay=config.weight_decay, momentum=config.muon_momentum
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

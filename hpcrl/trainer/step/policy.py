@@ -20,6 +20,7 @@ from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.decoder import Decoder, HeadFn
 from hpcrl.modeling.fp8.backends import Backend
+from hpcrl.modeling.hidden_matrices import hidden_matrices
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import sum_over_copies
 from hpcrl.modeling.spec import spec_of
@@ -37,6 +38,7 @@ from hpcrl.trainer.state.base_digest import base_digest
 from hpcrl.trainer.step.freezing import freeze_parameters
 from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss, supervised_loss
 from hpcrl.trainer.step.metrics import TokenSums
+from hpcrl.trainer.step.muon import Muon
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from hpcrl.trainer.step.reference import ReferencePolicy, logprobs_of
@@ -121,15 +123,21 @@ class TrainerPolicy:
             assert model_dir is not None, "adapters are trained on a start model"
             init_adapters(self.model, recipe.seed)
             self.base = base_digest(self.model, parallel.sharding.group)
-        self._reference: ReferencePolicy | None = None
+        self.reference: ReferencePolicy | None = None
+        """What the policy is held near to; None where it is not."""
         if recipe.algorithm.kl is not None:
 
             def frozen(on_host: bool) -> Decoder:
                 return sharded(dtype, lambda model: model.requires_grad_(requires_grad=False), on_host=on_host)
 
-            self._reference = ReferencePolicy(recipe, parallel, self.model, frozen)
+            self.reference = ReferencePolicy(recipe, parallel, self.model, frozen)
         trained = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(trained, recipe.trainer.optimizer, on_host=memory.optimizer_offload)
+        self.optimizer = make_optimizer(
+            trained,
+            recipe.trainer.optimizer,
+            on_host=memory.optimizer_offload,
+            matrices=hidden_matrices(self.model) if recipe.trainer.optimizer.kind == "muon" else None,
+        )
 
     def _carry_mtp(self) -> None:
         """Give the model room for the published tensors of multi-token prediction, cut by rows. Collective."""
@@ -166,6 +174,8 @@ class TrainerPolicy:
         counts = context is None or context.get_local_rank() == 0
         sums = TokenSums.of_shard(shard, self.parallel.device, counts=counts, replay=self._replay)
         self._watch.begin_step(shard)
+        if self.reference is not None:
+            self.reference.begin_step(shard.step)
         for number, micro_batch in enumerate(shard.micro_batches, start=1):
             last = number == len(shard.micro_batches)
             sum_over_copies(self.model, now=last)
@@ -180,11 +190,11 @@ class TrainerPolicy:
                 peers = context.get_group()
             probe = number == 1 and self._probes(shard.step)
             unreplayed = self._unreplayed(batch) if probe else None
-            reference = None if self._reference is None else self._reference.logprobs(batch)
+            reference = None if self.reference is None else self.reference.logprobs(batch)
             # without trained tokens the loss is 0, and joins the collectives of ranks that have some
             total = shard.stats.total_sampled_tokens if batch.num_trained else 1
             loss, entropies = self._loss(batch, comparison, peers, total, reference)
-            if isinstance(self.optimizer, HostAdamW) and last:
+            if isinstance(self.optimizer, HostAdamW | Muon) and last:
                 self.optimizer.prefetch()
             if comparison is not None:
                 sums.add_routes(comparison, batch)

@@ -1,11 +1,13 @@
-"""The start model beside the policy: log-probabilities that a penalty holds the policy near to."""
+"""A reference beside the policy, the start model or a later version: what a penalty holds the policy near to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.modeling.adapters import use_adapters
+from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.decoder import Decoder, HeadFn
+from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.load import load_model_dir
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.memory.head import chunked_logprobs, whole_logprobs
 from hpcrl.trainer.parallel.mesh import Parallel
 
 __all__ = ["ReferencePolicy", "logprobs_of"]
+
+_log = logging.getLogger(__name__)
 
 
 class ReferencePolicy:
@@ -43,15 +49,61 @@ class ReferencePolicy:
             As `load_model_dir`, on all ranks.
         """
         self._recipe, self._adapted = recipe, recipe.trainer.lora is not None
-        self._model = policy
+        self._policy = self._model = policy
+        self.version = 0
+        """Which version of the policy the reference is; 0: the start model."""
+        self._has_weights = True
+        self._every: int | None = None
         if self._adapted:
             return
         kl = recipe.algorithm.kl
         assert kl is not None
+        self._every = kl.reference_every_steps
         self._model = frozen_model(kl.on_host or recipe.trainer.memory.parameter_offload)
         model_dir = Path(recipe.model.path)
         read = partial(load_model_dir, self._model, self._model.adapter, model_dir)
         parallel.world.all_succeed(read, f"reading {model_dir} as the reference")
+
+    @torch.no_grad()
+    def begin_step(self, step: int) -> None:
+        """Become the policy where ``step``, the next one, is the first after a refresh. All ranks call it.
+
+        The policy after step n is the reference of the steps n + 1 to n + ``reference_every_steps``.
+        """
+        now = step - 1
+        if self._every is None or now == self.version or (now % self._every and self._has_weights):
+            return
+        source = model_tensors(self._policy)
+        for name, own in model_tensors(self._model).items():
+            local_part(own).copy_(local_part(source[name]))
+        self.version, self._has_weights = now, True
+        _log.info("the reference is the policy after step %d now", now)
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """Return what a checkpoint after ``step`` holds of the reference, in place; None where nothing is needed.
+
+        The start model is read from its directory again, and a reference that is refreshed at once is not read at all.
+        """
+        if self._every is None or self.version == 0:
+            return None
+        held: dict[str, Any] = {"version": torch.tensor(self.version)}
+        if step % self._every:
+            held["weights"] = {name: own.detach() for name, own in model_tensors(self._model).items()}
+        return held
+
+    def state_to_fill(self, held: Container[str], prefix: str) -> dict[str, Any] | None:
+        """Return what a checkpoint whose tensors have the names ``held`` has of the reference, to be read in place."""
+        if self._every is None or f"{prefix}.version" not in held:
+            return None
+        state: dict[str, Any] = {"version": torch.tensor(0)}
+        names = model_tensors(self._model)
+        if any(f"{prefix}.weights.{name}" in held for name in names):
+            state["weights"] = {name: own.detach() for name, own in names.items()}
+        return state
+
+    def restored(self, state: dict[str, Any]) -> None:
+        """Take over what `state_to_fill` was filled with; without weights the next step refreshes the reference."""
+        self.version, self._has_weights = int(state["version"]), "weights" in state
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> Tensor:

@@ -247,12 +247,27 @@ def test_an_adapter_is_not_rounded_to_fp8() -> None:
         ("trainer.freeze=['*.mlp.gate.weight']", "trainer.freeze"),
         ("handoff.delta_chain=4", "handoff.delta_chain"),
         ("trainer.memory.compile=true", "trainer.memory.compile"),
+        ("trainer.optimizer.kind=muon", "trainer.optimizer.kind"),
     ],
 )
 def test_adapters_leave_nothing_to_do_for_some_settings(setting: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _check("trainer.lora={}", "trainer.precision.fp8=null", setting, *UNQUANTIZED)
     assert key in {finding.key for finding in caught.value.findings if "adapters-train" in finding.what}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (("algorithm.kl={coefficient: 0.1, reference_every_steps: 3}",), "algorithm.kl.reference_every_steps"),
+        (("algorithm.kl={coefficient: 0.1, on_host: true}",), "algorithm.kl.on_host"),
+        (("algorithm.kl={coefficient: 0.1, applied_to: reward, estimator: k3}",), "algorithm.kl.estimator"),
+    ],
+)
+def test_settings_of_the_reference_that_do_nothing(settings: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _check("trainer.lora={}", "trainer.precision.fp8=null", *settings, *UNQUANTIZED)
+    assert key in {finding.key for finding in caught.value.findings if "kl-copy-applies" in finding.what}
 
 
 def test_balanced_experts_are_not_replayed() -> None:

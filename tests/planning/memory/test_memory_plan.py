@@ -277,6 +277,17 @@ def test_a_copy_of_the_start_model_is_where_the_recipe_has_it() -> None:
     assert other.total == plain.place(Role.TRAINER, "gpu").ledger.total
 
 
+def test_a_reference_that_is_refreshed_is_saved() -> None:
+    start, refreshed = (
+        _report("checkpoint.mode=async", f"algorithm.kl={{coefficient: 0.1{more}}}")
+        .place(Role.TRAINER, "host")
+        .ledger["copy for a checkpoint"]
+        .value
+        for more in ("", ", reference_every_steps: 5")
+    )
+    assert refreshed * 12 == pytest.approx(start * 14, rel=1e-6)
+
+
 @pytest.mark.parametrize("settings", [(), ("trainer.parallelism.ep=1", "trainer.parallelism.dispatcher=deepep")])
 def test_no_buffer_of_deepep_where_it_carries_nothing(settings: tuple[str, ...]) -> None:
     assert "DeepEP buffer" not in _names_of_trainer(*settings)

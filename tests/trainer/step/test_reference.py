@@ -12,11 +12,14 @@ from test_meshes import MODELS
 from torch import Tensor
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_model_dir
 
+from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.algorithm import AlgorithmConfig, KlConfig, LossConfig
-from hpcrl.config.recipe import TrainerParallelismConfig
+from hpcrl.config.recipe import CheckpointConfig, TrainerParallelismConfig
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
+from hpcrl.trainer.state.checkpoint import load_checkpoint
+from hpcrl.trainer.state.saver import CheckpointSaver
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
 from hpcrl.trainer.step.policy import TrainerPolicy
 
@@ -138,7 +141,7 @@ def test_the_reference_is_the_start_model_and_holds_the_policy(tmp_path: Path, t
         fresh = new_policy(model_dir, parallel, None, **trainer)
         # after training the reference is what it was at the start
         torch.testing.assert_close(
-            policy._reference.logprobs(batch), fresh._unreplayed(batch) + batch.engine_logprobs, rtol=0, atol=1e-6
+            policy.reference.logprobs(batch), fresh._unreplayed(batch) + batch.engine_logprobs, rtol=0, atol=1e-6
         )
         held = train(new_policy(model_dir, parallel, {"coefficient": 100.0, "estimator": "k3"}, **trainer))
     assert distances[0] == pytest.approx(0.0, abs=1e-9)
@@ -167,3 +170,85 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, degrees: dict[str, int]
     for found, own in run_ranks(2, on_ranks, model_dir, degrees, {"on_host": degrees == {"ep": 2}}):
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
         assert own == pytest.approx(loss, rel=1e-3)
+
+
+def test_a_penalty_in_the_reward_is_one_of_the_advantages() -> None:
+    scores, reference = drawn(0).requires_grad_(), drawn(1).log_softmax(-1)
+    logprobs = scores.log_softmax(-1)
+    config = KlConfig(coefficient=0.3, applied_to="reward")
+    tokens = TrainedTokens(
+        logprobs, logprobs.detach(), torch.linspace(-1, 1, VOCAB), torch.zeros(VOCAB, dtype=torch.int64), 1
+    )
+    held = tokens.advantages - 0.3 * (logprobs.detach() - reference)
+    wanted = policy_loss(tokens._replace(advantages=held), LossConfig(), total_tokens=VOCAB)
+    found = policy_loss(tokens._replace(reference_logprobs=reference), LossConfig(), total_tokens=VOCAB, kl=config)
+    torch.testing.assert_close(found.loss, wanted.loss)
+
+
+def test_on_policy_its_gradient_is_that_of_the_divergence() -> None:
+    scores, reference = drawn(0).requires_grad_(), drawn(1).log_softmax(-1)
+    policy = scores.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), scores)
+    config = KlConfig(coefficient=1.0, applied_to="reward")
+    (found,) = torch.autograd.grad(penalty(scores, policy.detach(), reference, config), scores)
+    torch.testing.assert_close(found, wanted)
+    far = TrainedTokens(
+        torch.tensor([-90.0]),
+        torch.tensor([-90.0]),
+        torch.zeros(1),
+        torch.tensor([0]),
+        1,
+        reference_logprobs=torch.tensor([-0.1]),
+    )
+    assert float(policy_loss(far, NO_LOSS, total_tokens=1, kl=config).loss) == pytest.approx(-20.0)
+
+
+REFRESHED = {"coefficient": 1e-3, "reference_every_steps": 3}
+
+
+def distances(rank: int, model_dir: Path, root: Path, degrees: dict[str, int], steps: range) -> list[Any]:
+    """Train some steps, from the checkpoint before them if there is one; save after the last."""
+    with distributed(timeout_s=60.0, parallelism=TrainerParallelismConfig(**degrees)) as parallel:
+        policy = new_policy(model_dir, parallel, REFRESHED, parallelism=degrees)
+        if steps[0] > 1:
+            entry = CheckpointLedger(root).newest_verified().entry
+            assert entry is not None
+            load_checkpoint(entry, policy.model, policy.optimizer, parallel, reference=policy.reference)
+        found = []
+        for step in steps:
+            sums = policy.forward_backward(Rollouts(step).shard(parallel.data.rank, parallel.data.size))
+            assert policy.reference is not None
+            found.append((policy.reference.version, sums.reduce(parallel.world).reference_kl))
+            policy.optimizer_step(step)
+        writer = parallel.world.on_leader(lambda: CheckpointWriter.claim(root, steps[0]), "claiming")
+        saver = CheckpointSaver(writer, parallel.world, CheckpointConfig(), lambda kind, **data: None)
+        saver.start(policy, steps[-1], orchestrator_state=lambda: b"")
+        assert saver.wait(30.0) is None
+        return found
+
+
+def test_the_reference_follows_the_policy_every_so_many_steps(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path / "model", tiny_arch())
+    found = distances(0, model_dir, tmp_path / "checkpoints", {}, range(1, 9))
+    assert [version for version, _ in found] == [0, 0, 0, 3, 3, 3, 6, 6]
+    # at the first step with a reference the policy is it
+    assert [step for step, (_, kl) in enumerate(found, 1) if abs(kl) < 1e-9] == [1, 4, 7]
+
+
+@pytest.mark.parametrize("before", [2, 3, 4, 5])
+def test_a_resumed_run_has_the_reference_of_one_without_a_break(tmp_path: Path, before: int) -> None:
+    model_dir = write_model_dir(tmp_path / "model", tiny_arch())
+    wanted = distances(0, model_dir, tmp_path / "whole", {}, range(1, 8))
+    root = tmp_path / "parts"
+    first = distances(0, model_dir, root, {}, range(1, before + 1))
+    assert first + distances(0, model_dir, root, {}, range(before + 1, 8)) == wanted
+
+
+def test_a_reference_is_restored_on_other_ranks(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path / "model", tiny_arch())
+    root = tmp_path / "checkpoints"
+    wanted = distances(0, model_dir, tmp_path / "whole", {}, range(1, 7))
+    run_ranks(2, distances, model_dir, root, {"ep": 2}, range(1, 5))
+    (found, _) = run_ranks(2, distances, model_dir, root, {}, range(5, 7))
+    assert [version for version, _ in found] == [version for version, _ in wanted[4:]]
+    assert [kl for _, kl in found] == pytest.approx([kl for _, kl in wanted[4:]], rel=1e-2)
