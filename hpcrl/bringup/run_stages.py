@@ -11,7 +11,6 @@ from hpcrl.bringup.rollout_proof import prove_rollouts
 from hpcrl.bringup.stage import Outcome, SiteBench, StageStoppedError, quoted
 from hpcrl.bringup.tiny_recipe import RECIPE_FILE, engine_backend, make_model, tiny_settings, write_recipe
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.joined import load_both
 from hpcrl.config.plan import Plan
 from hpcrl.config.runs_root import absolute_path
 from hpcrl.decoding import decode_json
@@ -22,10 +21,8 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.probe import collect
 from hpcrl.runs.rundir import RunDir
-from hpcrl.slurm.admission import check_admission
-from hpcrl.submit.new_run import submit_new
-from hpcrl.submit.prepare import PreparedRun, RunPlace, examine
-from hpcrl.submit.submission import create_run
+from hpcrl.submit.prepare import PreparedRun, prepare
+from hpcrl.submit.start import admit, make_and_submit
 
 __all__ = ["plan_tiny_run", "run_probe", "run_tiny", "tiny_inputs"]
 
@@ -49,7 +46,7 @@ def plan_tiny_run(bench: SiteBench) -> Outcome:
     prepared = _prepared(bench, cluster)
     plan = prepared.planned()
     verdict = _verdict(bench, prepared)
-    check_admission(plan, cluster, bench.client)
+    admit(prepared, client=bench.client)
     backend = engine_backend(cluster)
     facts: dict[str, Any] = {
         "recipe": str(path),
@@ -147,9 +144,16 @@ def _prepared(
     """Find out whether a run of the recipe would start; ``programs``: also try what roles execute."""
     request = bench.request
     recipe, profile = str(request.directory / RECIPE_FILE), bench.profile_file
-    loaded, site = load_both(recipe, profile, settings, environ=request.environ)
-    place = RunPlace(cwd=request.cwd, name=name, root=bench.runs_root(cluster))
-    return examine(loaded, site, place, programs=programs)
+    return prepare(
+        recipe,
+        profile,
+        settings,
+        environ=request.environ,
+        cwd=request.cwd,
+        name=name,
+        root=lambda _: bench.runs_root(cluster),
+        programs=programs,
+    )
 
 
 def _run(bench: SiteBench, kind: str, *settings: str) -> tuple[RunDir, Plan, float]:
@@ -163,18 +167,16 @@ def _run(bench: SiteBench, kind: str, *settings: str) -> tuple[RunDir, Plan, flo
     # the plan has tried what roles execute
     prepared = _prepared(bench, cluster, *settings, name=name, programs=False)
     plan = prepared.planned()
-    check_admission(plan, cluster, bench.client)
-    provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
+    admit(prepared, client=bench.client)
     started = time.monotonic()
     try:
         with without_interruption():
             # written first: a call that is killed now leaves a run that the next call ends
             bench.state.open_run = str(plan.run_dir)
             bench.keep()
-            made = create_run(prepared.resolved, prepared.profile, plan, provenance=provenance)
-            submit_new(made)
-        bench.say(f"submitted {name} in {made.run.path}")
-        follow_to_end(made.run, plan, wait_s=bench.request.wait_s, say=bench.say)
+            run = make_and_submit(prepared)
+        bench.say(f"submitted {name} in {run.path}")
+        follow_to_end(run, plan, wait_s=bench.request.wait_s, say=bench.say)
     finally:
         end_open_run(bench)
-    return made.run, plan, round(time.monotonic() - started, 1)
+    return run, plan, round(time.monotonic() - started, 1)

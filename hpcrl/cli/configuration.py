@@ -11,12 +11,9 @@ from hpcrl.cli.options import ClusterOption, JsonOption, ListGroup, RecipeArgume
 from hpcrl.cli.output import fits, say, table_console
 
 if TYPE_CHECKING:
-    from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.load import Loaded
-    from hpcrl.config.plan import Plan
-    from hpcrl.config.recipe import Recipe
 
-__all__ = ["cluster_app", "plan_from_here", "register"]
+__all__ = ["cluster_app", "register"]
 
 recipe_app = typer.Typer(cls=ListGroup, help="Recipes: what to train.", no_args_is_help=True)
 cluster_app = typer.Typer(cls=ListGroup, help="Cluster profiles: where to train.", no_args_is_help=True)
@@ -73,20 +70,6 @@ def recipe_check(recipe: RecipeArgument, cluster: ClusterOption = "local", overr
         say(f"note: {unmade.what}\n    hint: {unmade.hint}", err=True)
         made += "; its start model is not made yet"
     say(f"{loaded.source}: good on {prepared.site.value.name} ({len(RULES)} rules checked{made})")
-
-
-def plan_from_here(recipe: Recipe, cluster: ClusterProfile) -> Plan:
-    """What would be submitted from here, under a name that is made up."""
-    import time
-    from pathlib import Path
-
-    from hpcrl.config.runs_root import resolve_runs_root
-    from hpcrl.jobplan import absolute_paths, absolute_site_paths, default_run_name, make_plan
-
-    here, name = Path.cwd(), default_run_name(recipe, time.time())
-    profile = absolute_site_paths(cluster, here)
-    root = resolve_runs_root(profile.paths.runs_root, here)
-    return make_plan(absolute_paths(recipe, here), profile, name, root / name)
 
 
 @recipe_app.command("show")

@@ -46,15 +46,15 @@ def try_(
     """
     import os
     from contextlib import suppress
+    from pathlib import Path
 
-    from hpcrl.cli.configuration import plan_from_here
     from hpcrl.cli.progress import working
-    from hpcrl.config.joined import load_both
     from hpcrl.errors import ExitCode, HpcrlError
     from hpcrl.jobplan.environment_trial import check_environments, try_environment
+    from hpcrl.submit.prepare import prepare
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
-    plan = plan_from_here(loaded.value, site.value)
+    prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd(), programs=False)
+    loaded, site, plan = prepared.recipe, prepared.site, prepared.outlined()
     notes: list[str] = []
     with working("making the recipe's environments"), suppress(HpcrlError):  # trying it says more
         notes = check_environments(loaded, plan, site.value)

@@ -141,12 +141,9 @@ def _start(
     from pathlib import Path
 
     from hpcrl.cli.progress import working
-    from hpcrl.cli.submit import refuse_what_cannot_start
-    from hpcrl.config.load import load_recipe
     from hpcrl.submit.evaluation import evaluation_name, evaluation_settings
-    from hpcrl.submit.new_run import submit_new
     from hpcrl.submit.prepare import prepare
-    from hpcrl.submit.submission import create_run
+    from hpcrl.submit.start import submit
 
     with working("looking whether it would start"):
         settings = [*overrides, *evaluation_settings(recipe, overrides, request)]
@@ -156,24 +153,20 @@ def _start(
             settings,
             environ=os.environ,
             cwd=Path.cwd(),
-            name=name or evaluation_name(load_recipe(recipe, overrides).value),
+            name=name or evaluation_name,
             root=lambda profile: runs_root(root, profile),
             from_run=from_run,
             roots=profile_roots if root is None else None,
         )
     for note in prepared.notes:
         say(f"note: {note}", err=True)
-    plan = prepared.planned()
+    prepared.refuse()
     ask_slurm()
-    refuse_what_cannot_start(plan, prepared.profile)
-    provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
     if prepared.source is not None:
         say(f"taking the weights of {prepared.source.origin}", err=True)
-        provenance["model.path"] = f"--from {from_run}"
-    made = create_run(prepared.resolved, prepared.profile, plan, provenance=provenance, source=prepared.source)
-    submit_new(made)
-    say(f"submitted {plan.run} in {made.run.path}", err=True)
-    return made.run
+    run = submit(prepared, from_run=from_run)
+    say(f"submitted {run.name} in {run.path}", err=True)
+    return run
 
 
 def _finish(run: RunDir, output: Path | None, *, as_json: bool, new: bool) -> int:

@@ -10,7 +10,7 @@ from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.output import json_text, say, table_console
-from hpcrl.cli.planning_inputs import load_for_planning, read_calibration, say_refusals
+from hpcrl.cli.planning_inputs import prepare_forecast, read_calibration, say_refusals
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.memory.settings import RealPass
+    from hpcrl.submit.prepare import PreparedRun
 
 __all__ = ["register"]
 
@@ -75,13 +76,11 @@ def show(
     """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing.
 
     Exit code: 0 it fits, 3 it does not, 4 that cannot be said: the model's sizes are not known, or the profile lacks a
-    number. Whether a submit would start it stands in `starts`, and in the exit code of `hpcrl recipe check`.
+    number. Whether `hpcrl submit` would start it stands in `starts`, with the exit code of that in --json; Slurm is
+    asked where nothing else is missing.
     """
     import json
-    from dataclasses import replace
-    from pathlib import Path
 
-    from hpcrl.cli.configuration import plan_from_here
     from hpcrl.cli.planning_answers import print_answers, print_verdict, starts_document
     from hpcrl.cli.planning_tables import print_explanation, print_outlook
     from hpcrl.cli.progress import working
@@ -90,12 +89,15 @@ def show(
     from hpcrl.planning.report import find_facts, make_outlook
     from hpcrl.planning.search.recipe import better_document, better_split
     from hpcrl.planning.verdict import judge
-    from hpcrl.submit.prepare import RunPlace, examine
+    from hpcrl.submit.prepare import try_programs
+    from hpcrl.submit.start import with_admission
 
-    loaded, site = load_for_planning(recipe, cluster, overrides)
+    prepared = prepare_forecast(recipe, cluster, overrides)
+    site = prepared.site
     measured = read_calibration(calibration, site.value, tables)
-    wanted = loaded.value if nodes is None else _best_split(loaded.value, site.value, measured, nodes)
-    resolved = plan_from_here(wanted, site.value)
+    if nodes is not None:
+        prepared = _best_split(prepared, measured, nodes)
+    wanted, resolved = prepared.recipe.value, prepared.outlined()
     facts = find_facts(wanted)
     with working("computing memory and times") as told:
         real = _measured(wanted, site.value) if real_model else None
@@ -107,7 +109,7 @@ def show(
         better = better_split(outlook, measured) if verdict.fits else None
     blocked = unstartable(wanted, site.value)
     with working("looking whether it would start"):
-        prepared = examine(replace(loaded, value=wanted), site, RunPlace(cwd=Path.cwd()))
+        prepared = with_admission(try_programs(prepared))
     if as_json:
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
         parts |= {"starts": starts_document(prepared)}
@@ -134,16 +136,21 @@ def _measured(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
     return measure_pass(recipe, cluster)
 
 
-def _best_split(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration, nodes: int) -> Recipe:
-    """The recipe with the best split of so many nodes."""
+def _best_split(prepared: PreparedRun, calibration: Calibration, nodes: int) -> PreparedRun:
+    """Return the run with the best split of so many nodes."""
+    from dataclasses import replace
+
     from hpcrl.errors import DoesNotFitError
     from hpcrl.planning.search.recipe import node_range, run_search
     from hpcrl.planning.times.from_recipe import with_layout
+    from hpcrl.submit.prepare import examine
 
-    found = run_search(recipe, cluster, calibration, node_range(str(nodes)))
+    loaded, site = prepared.recipe, prepared.site
+    found = run_search(loaded.value, site.value, calibration, node_range(str(nodes)))
     if not found.candidates:
         raise DoesNotFitError(f"no split of {nodes} nodes fits\n    {found.why_not}")
-    return with_layout(recipe, found.candidates[0].layout)
+    split = with_layout(loaded.value, found.candidates[0].layout)
+    return examine(replace(loaded, value=split), site, prepared.place)
 
 
 @app.command()
@@ -185,8 +192,9 @@ def search(
     from hpcrl.planning.search.recipe import default_range, node_range, run_search, search_document
     from hpcrl.planning.search.splits import pareto
 
-    loaded, site = load_for_planning(recipe, cluster, overrides)
-    say_refusals(loaded, site)
+    prepared = prepare_forecast(recipe, cluster, overrides)
+    say_refusals(prepared)
+    loaded, site = prepared.recipe, prepared.site
     wanted = default_range(loaded.value, site.value) if nodes is None else node_range(nodes)
     measured = read_calibration(calibration, site.value, tables)
     with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:

@@ -149,7 +149,12 @@ def print_lines(console: Console, lines: Sequence[tuple[str | Text, str | Text]]
 def starts_document(prepared: PreparedRun) -> dict[str, Any]:
     """Give whether ``hpcrl submit`` would start a run as a JSON document."""
     problems = [{"where": f.where, "key": f.key, "what": f.what, "hint": f.hint} for f in prepared.problems]
-    return {"ok": prepared.starts, "problems": problems, "notes": list(prepared.notes)}
+    return {
+        "ok": prepared.starts,
+        "exit_code": int(prepared.exit_code),
+        "problems": problems,
+        "notes": list(prepared.notes),
+    }
 
 
 def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str]) -> str | Text:

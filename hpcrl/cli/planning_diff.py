@@ -107,7 +107,7 @@ def _loaded(side: Side, cluster: str, root: str | None) -> tuple[str, Recipe, Cl
     """Name, recipe, cluster and measured seconds of a step of one side."""
     from statistics import median
 
-    from hpcrl.cli.planning_inputs import load_for_planning, say_refusals
+    from hpcrl.cli.planning_inputs import prepare_forecast, say_refusals
     from hpcrl.cli.selection import runs_root
     from hpcrl.config.load import load_recipe
     from hpcrl.runs.known import known_runs
@@ -118,9 +118,9 @@ def _loaded(side: Side, cluster: str, root: str | None) -> tuple[str, Recipe, Cl
     places = [Path(side.name), runs_root(root) / side.name, *(known.path for _, known in known_runs(side.name))]
     run = next((RunDir(path) for path in places if (path / "plan.json").is_file()), None)
     if run is None:
-        loaded, profile = load_for_planning(side.name, cluster, list(side.overrides))
-        say_refusals(loaded, profile)
-        return side.name, loaded.value, profile.value, None
+        prepared = prepare_forecast(side.name, cluster, list(side.overrides))
+        say_refusals(prepared)
+        return side.name, prepared.recipe.value, prepared.site.value, None
     steps = read_metrics(run)
     measured = median(sum(step.phases_s.values()) for step in steps) if steps else None
     recipe = load_recipe(str(run.recipe_path), side.overrides).value if side.overrides else run.recipe()

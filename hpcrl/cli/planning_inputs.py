@@ -9,11 +9,10 @@ from hpcrl.cli.output import say
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
-    from hpcrl.config.load import Loaded
-    from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.submit.prepare import PreparedRun
 
-__all__ = ["load_for_planning", "read_calibration", "say_refusals"]
+__all__ = ["prepare_forecast", "read_calibration", "say_refusals"]
 
 
 def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
@@ -28,36 +27,26 @@ def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str
     return load_calibration(None if path is None else Path(path), files)
 
 
-def load_for_planning(
-    recipe: str, cluster: str, overrides: list[str] | None
-) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
-    """Load both and check all rules but those about what this version can start."""
+def prepare_forecast(recipe: str, cluster: str, overrides: list[str] | None) -> PreparedRun:
+    """Prepare a run that is computed about: all rules must hold but those about what this version can start."""
+    from pathlib import Path
 
-    from hpcrl.config.joined import load_both
-    from hpcrl.config.rules.table import check_rules
-    from hpcrl.jobplan.model_rules import check_model_rules
     from hpcrl.planning.report import find_facts
+    from hpcrl.submit.prepare import prepare
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
-    check_rules(loaded, site, planning=True)
-    facts = find_facts(loaded.value)
-    if not isinstance(facts, str):
-        check_model_rules(loaded, site, facts)
-    return loaded, site
+    prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd(), programs=False)
+    prepared.refuse_forecast()
+    find_facts(prepared.recipe.value)
+    return prepared
 
 
-def say_refusals(loaded: Loaded[Recipe], site: Loaded[ClusterProfile]) -> None:
+def say_refusals(prepared: PreparedRun) -> None:
     """Say on the standard error why `hpcrl submit` would refuse what is computed about here, in one line.
 
     Rules, model and secrets are looked at; `hpcrl plan` and `hpcrl recipe check` try what roles execute, too.
     """
-    from pathlib import Path
-
-    from hpcrl.submit.prepare import RunPlace, examine
-
-    prepared = examine(loaded, site, RunPlace(cwd=Path.cwd()), programs=False)
     if not prepared.problems:
         return
     first, others = prepared.problems[0], len(prepared.problems) - 1
     more = f" (and {others} more: hpcrl recipe check)" if others else ""
-    say(f"note: hpcrl submit would refuse {loaded.source}: {first.key}: {first.what}{more}", err=True)
+    say(f"note: hpcrl submit would refuse {prepared.recipe.source}: {first.key}: {first.what}{more}", err=True)

@@ -42,23 +42,27 @@ def render(
 
     from hpcrl.cli.planning_inputs import say_refusals
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.config.joined import load_both
-    from hpcrl.config.rules.table import check_rules
     from hpcrl.errors import UsageError
     from hpcrl.fs import atomic_write
-    from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
-    from hpcrl.runs.registry import check_name
     from hpcrl.slurm.scripts import STAND_IN_ID, run_scripts
+    from hpcrl.submit.prepare import prepare
 
-    loaded, site = load_both(recipe, cluster, overrides or (), environ=os.environ)
-    check_rules(loaded, site)
-    say_refusals(loaded, site)
-    cwd = Path.cwd()
-    profile = absolute_site_paths(site.value, cwd)
+    prepared = prepare(
+        recipe,
+        cluster,
+        overrides or (),
+        environ=os.environ,
+        cwd=Path.cwd(),
+        name=name or (lambda loaded: loaded.name),
+        root=lambda profile: runs_root(root, profile),
+        programs=False,
+    )
+    if prepared.plan is None:
+        prepared.refuse()
+    say_refusals(prepared)
+    plan, profile = prepared.outlined(), prepared.profile
     if not isinstance(profile, SlurmCluster):
         raise UsageError(f"{profile.name} is no Slurm site: there is no script to render (give one with --cluster)")
-    run_name = loaded.value.name if name is None else check_name(name)
-    plan = make_plan(absolute_paths(loaded.value, cwd), profile, run_name, runs_root(root, profile) / run_name)
     scripts = run_scripts(plan, profile, run_id=STAND_IN_ID, templates=templates)
     directory.mkdir(parents=True, exist_ok=True)
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}

@@ -81,17 +81,17 @@ def simulate(
 
     from pydantic import ValidationError
 
-    from hpcrl.cli.planning_inputs import load_for_planning, say_refusals
+    from hpcrl.cli.planning_inputs import prepare_forecast, say_refusals
     from hpcrl.cli.progress import working
     from hpcrl.errors import UsageError
     from hpcrl.simulation import Failures, make_scenario, save_durations
     from hpcrl.simulation import simulate as simulate_scenario
 
-    checked, where = load_for_planning(recipe, cluster, overrides)
-    if checked.value.sft is not None:
+    prepared = prepare_forecast(recipe, cluster, overrides)
+    loaded, site = prepared.recipe.value, prepared.site.value
+    if loaded.sft is not None:
         raise UsageError("a supervised run (sft) has a trainer alone: there are no rollouts to simulate")
-    say_refusals(checked, where)
-    loaded, site = checked.value, where.value
+    say_refusals(prepared)
     with working("predicting how long things take"):
         outlook, found = _durations(loaded, site, durations or [], calibration, tables, root)
     try:

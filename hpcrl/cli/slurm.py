@@ -19,13 +19,7 @@ def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
 
 
 def reach_slurm_of(run: RunDir) -> None:
-    """See that the Slurm answers which alone can say what becomes of a run; nothing where the run has ended, or has
-    no job.
+    """See `hpcrl.submit.resume.reach_slurm_of`."""
+    from hpcrl.submit.resume import reach_slurm_of as reach
 
-    Raises what `reachable_slurm` does.
-    """
-    from hpcrl.runs.observe import open_job
-    from hpcrl.slurm.lookup import client_of
-
-    if (submission := open_job(run)) is not None:
-        reachable_slurm(client_of(submission))
+    reach(run)

@@ -12,10 +12,9 @@ from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunsRootOption, ask_slurm, profile_roots, runs_root
 
 if TYPE_CHECKING:
-    from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.plan import Plan
 
-__all__ = ["refuse_what_cannot_start", "register"]
+__all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +59,9 @@ def submit(
     from hpcrl.slurm.client import SlurmClient
     from hpcrl.slurm.in_job import find_allocation
     from hpcrl.submit.prepare import prepare
+    from hpcrl.submit.submission import check_vacant
 
+    ask_slurm()
     with working("looking whether it would start"):
         prepared = prepare(
             recipe,
@@ -79,27 +80,21 @@ def submit(
     for note in prepared.notes:
         say(f"note: {note}", err=True)
     plan = prepared.planned()
-    profile, source, run_name = prepared.profile, prepared.source, plan.run
     allocation = find_allocation(plan, os.environ, SlurmClient()) if in_job else None
     _name_unread_variables(plan, in_job=in_job)
     if dry_run:
+        check_vacant(plan.run_dir)
         say("\nnothing was started or written (--dry-run)", err=True)
         return
 
-    from hpcrl.submit.new_run import submit_new
-    from hpcrl.submit.submission import create_run
+    from hpcrl.submit.start import submit as start
 
-    ask_slurm()
-    refuse_what_cannot_start(plan, profile, wanted=not queue_anyway, in_job=in_job)
-    provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
-    if source is not None:
-        say(f"taking the weights of {source.origin}", err=True)
-        provenance["model.path"] = f"--from {from_run}"
-    made = create_run(prepared.resolved, profile, plan, provenance=provenance, source=source)
-    submit_new(made, in_job=allocation)
+    if prepared.source is not None:
+        say(f"taking the weights of {prepared.source.origin}", err=True)
+    run = start(prepared, from_run=from_run, in_job=allocation, queue_anyway=queue_anyway)
     where = "" if allocation is None else f", inside of job {allocation.job_id}"
-    say(f"submitted {run_name} in {made.run.path}{where}", err=True)
-    follow_or_tell(made.run, follow)
+    say(f"submitted {run.name} in {run.path}{where}", err=True)
+    follow_or_tell(run, follow)
 
 
 def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:
@@ -110,15 +105,3 @@ def _name_unread_variables(plan: Plan, *, in_job: bool) -> None:
 
     for variable in () if in_job or plan.layout.kind == "local" else unused_variables(os.environ):
         say(f"note: {variable} is not read: the plan says what sbatch is told (hpcrl plan)", err=True)
-
-
-def refuse_what_cannot_start(plan: Plan, profile: ClusterProfile, *, wanted: bool = True, in_job: bool = False) -> None:
-    """Refuse what Slurm could not start (UsageError with the reasons), where that is wanted. It must answer."""
-    from hpcrl.cli.slurm import reachable_slurm
-    from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.slurm.admission import check_admission
-
-    if isinstance(profile, SlurmCluster) and plan.layout.components and not in_job:
-        client = reachable_slurm()
-        if wanted:
-            check_admission(plan, profile, client)

@@ -11,6 +11,7 @@ from hpcrl.jobplan.plan import (
 from hpcrl.jobplan.preflight import (
     check_engine_flags,
     check_packages,
+    check_planned_sizes,
     check_pythons,
     check_secrets,
     check_sizes,
@@ -25,6 +26,7 @@ __all__ = [
     "check_engine_flags",
     "check_model",
     "check_packages",
+    "check_planned_sizes",
     "check_pythons",
     "check_secrets",
     "check_sizes",

@@ -24,7 +24,7 @@ from hpcrl.jobplan.packages import has_package
 from hpcrl.models import load_arch, load_facts
 from hpcrl.ours import read_secret
 
-__all__ = ["check_engine_flags", "check_packages", "check_pythons", "check_sizes"]
+__all__ = ["check_engine_flags", "check_packages", "check_planned_sizes", "check_pythons", "check_sizes"]
 
 _STORE = "store"
 """An extra of hpcrl, not a distribution."""
@@ -80,6 +80,15 @@ def check_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None
     except ValueError as error:
         hint = "choose a model of a known architecture"
         raise ConfigError([Finding(recipe.where("model.path"), "model.path", str(error), hint)]) from error
+    check_model_rules(recipe, cluster, facts)
+
+
+def check_planned_sizes(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> None:
+    """Check as `check_sizes` does, but say nothing of an unknown architecture: the planner says what it lacks."""
+    try:
+        facts = load_facts(recipe.value.model.path)
+    except (FileNotFoundError, ValueError):
+        return
     check_model_rules(recipe, cluster, facts)
 
 

@@ -1,9 +1,10 @@
-"""Whether a run of a recipe on a cluster would start, and why not: asked by every command that has an opinion on it.
+"""The one way from a recipe and a profile to a run that can be started; every command takes it and differs in output.
 
-`prepare` loads a recipe and a profile and looks at all that can be seen before anything is started: rules, the model
-and its directory, its chat format, secrets, interpreters of roles and their packages, environments of the user's own,
-flags of engines. Problems are collected and not raised, so that a person reads all of them at once. `hpcrl submit`
-refuses a run with problems; `hpcrl plan` and the others say the same sentences.
+`prepare` loads a recipe and a profile, and checks rules, the model and its directory, secrets and the directory of
+runs. `try_programs` also tries what roles execute: interpreters and their packages, environments of the user's own,
+flags of engines, the chat format. `hpcrl.submit.start` then asks Slurm, and hands the run over. Problems are collected
+and not raised, so that a person reads all of them at once: ``hpcrl submit`` refuses a run with problems, and no other
+command says that a run starts unless this object has none.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_rules
 from hpcrl.config.runs_root import resolve_runs_root
-from hpcrl.errors import ConfigError, Finding, UsageError
+from hpcrl.errors import ConfigError, ExitCode, Finding, UsageError
 from hpcrl.jobplan import (
     absolute_paths,
     absolute_site_paths,
     check_engine_flags,
     check_packages,
+    check_planned_sizes,
     check_pythons,
     check_secrets,
     check_sizes,
@@ -37,11 +39,12 @@ from hpcrl.jobplan.chat_trial import check_chat_format
 from hpcrl.jobplan.conversation_trial import ConversationReport, check_conversations, with_steps
 from hpcrl.jobplan.environment_trial import check_environments
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
-from hpcrl.jobplan.start_model import ModelReport, check_model, report_model
+from hpcrl.jobplan.start_model import ModelReport, report_model
 from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
+from hpcrl.runs.start.privacy import check_root
 
-__all__ = ["PreparedRun", "RunPlace", "check_programs", "examine", "prepare"]
+__all__ = ["PreparedRun", "RunPlace", "examine", "examine_attempt", "prepare", "try_programs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,35 +79,48 @@ class PreparedRun:
         As loaded.
     resolved, profile:
         The same with absolute paths.
+    place:
+        Where and as what the run would be.
     plan:
-        None where rules do not hold: a plan is made of what is right in itself.
-    source:
-        The run whose weights it begins with.
+        None where rules do not hold.
     problems:
         Why ``hpcrl submit`` refuses it; empty where it does not.
     unmade:
         The start model is not there yet, and the recipe's warm-up makes it. One of the problems.
     notes:
         What could not be seen from here, and keys of the model's ``config.json`` that nothing reads; a sentence each.
+    exists:
+        The run is there, and this is its next attempt: its weights come from its versions and checkpoints.
     """
 
     recipe: Loaded[Recipe]
     site: Loaded[ClusterProfile]
     resolved: Recipe
     profile: ClusterProfile
-    plan: Plan | None
-    source: ModelOrigin | None = None
+    place: RunPlace
+    plan: Plan | None = None
     problems: tuple[Finding, ...] = ()
     unmade: Finding | None = None
     notes: tuple[str, ...] = ()
+    exists: bool = False
+
+    @property
+    def source(self) -> ModelOrigin | None:
+        """The run whose weights it begins with."""
+        return self.place.source
 
     @property
     def starts(self) -> bool:
-        """Whether ``hpcrl submit`` would start it, as far as that is known without asking Slurm."""
+        """Return whether ``hpcrl submit`` would start it, by everything that was looked at."""
         return not self.problems
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of ``hpcrl submit``: 0, or that of the refusal."""
+        return ExitCode.OK if self.starts else ConfigError.exit_code
+
     def planned(self) -> Plan:
-        """The plan, of a run that starts (ConfigError with all problems otherwise)."""
+        """Return the plan of a run that starts (ConfigError with all problems otherwise)."""
         self.refuse()
         assert self.plan is not None
         return self.plan
@@ -121,6 +137,23 @@ class PreparedRun:
         if wanted:
             raise ConfigError(wanted)
 
+    def refuse_forecast(self) -> None:
+        """Raise what keeps the planner from computing: rules, but not those about what this version can start.
+
+        Raises
+        ------
+        ConfigError
+            Rules of recipe, profile or model do not hold.
+        DoesNotFitError
+            Nothing is wrong but that the site has fewer nodes.
+        """
+        check_rules(self.recipe, self.site, planning=True)
+        check_planned_sizes(self.recipe, self.site)
+
+    def outlined(self) -> Plan:
+        """Return the plan also where rules do not hold, to show what a run would be that does not start here."""
+        return self.plan or _planned(self)[1]
+
 
 def prepare(
     recipe: str,
@@ -129,11 +162,12 @@ def prepare(
     *,
     environ: Mapping[str, str],
     cwd: Path,
-    name: str | None = None,
+    name: str | Callable[[Recipe], str] | None = None,
     root: Callable[[ClusterProfile], Path] | None = None,
     from_run: str | None = None,
     roots: Roots | None = None,
     in_job: bool = False,
+    programs: bool = True,
 ) -> PreparedRun:
     """Load a recipe and a profile, and find out whether a run would start. Starts and writes nothing.
 
@@ -144,11 +178,13 @@ def prepare(
     cwd:
         Relative paths begin here.
     name:
-        Of the run; by default the recipe's with the time.
+        Of the run, or a function that names it by its recipe; by default the recipe's name with the time.
     root:
         The directory of runs on a profile; by default what the environment or the profile says.
     from_run, roots:
         The run whose weights it begins with, and where to look for it (`hpcrl.runs.start.origin.find_source`).
+    programs:
+        Also try what roles execute (`try_programs`), which starts other processes.
 
     Raises
     ------
@@ -164,27 +200,19 @@ def prepare(
     if from_run is not None:
         source = find_source(from_run, root(site.value) if root is not None else cwd, roots)
         loaded = with_model_of(loaded, source.config_dir, named=str(source.origin))
-    name = check_name(name) if name is not None else None
-    return examine(loaded, site, RunPlace(cwd=cwd, name=name, root=place, source=source))
+    named = name(loaded.value) if callable(name) else name
+    named = None if named is None else check_name(named)
+    prepared = examine(loaded, site, RunPlace(cwd=cwd, name=named, root=place, source=source))
+    return try_programs(prepared) if programs else prepared
 
 
-def examine(
-    loaded: Loaded[Recipe], site: Loaded[ClusterProfile], place: RunPlace, *, programs: bool = True
-) -> PreparedRun:
-    """Find out whether a run of a loaded recipe would start.
-
-    Parameters
-    ----------
-    programs:
-        Also try what roles execute: interpreters, packages, environments, flags. False: rules, model and secrets alone,
-        which takes no other process.
-    """
-    problems, notes = _Problems(loaded), list[str]()
+def examine(loaded: Loaded[Recipe], site: Loaded[ClusterProfile], place: RunPlace) -> PreparedRun:
+    """Find out whether a run of a loaded recipe would start, without the programs of its roles: see `try_programs`."""
+    problems = _Problems(loaded)
     problems.of(lambda: check_rules(loaded, site))
-    resolved, profile = absolute_paths(loaded.value, place.cwd), absolute_site_paths(site.value, place.cwd)
     sound = not problems.found
+    resolved, profile = absolute_paths(loaded.value, place.cwd), absolute_site_paths(site.value, place.cwd)
     model = _model(loaded, resolved, place, site)
-    notes += model.notes
     problems.found += model.problems
     problems.of(lambda: check_sizes(loaded, site), unless="model.path" if model.findings else None)
     prepared = PreparedRun(
@@ -192,54 +220,70 @@ def examine(
         site=site,
         resolved=resolved,
         profile=profile,
-        plan=None,
-        source=place.source,
+        place=place,
         unmade=model.unmade,
+        notes=tuple(model.notes),
     )
     if sound:
-        prepared = _with_plan(prepared, place)
-        plan = prepared.plan
-        assert plan is not None
+        resolved, plan = _planned(prepared)
+        prepared = replace(prepared, resolved=resolved, plan=plan)
         problems.of(lambda: check_secrets(plan, site))
-        if programs and loaded.value.job.payload != "probe":
-            notes += _try_programs(problems, loaded, site, plan)
-            if not model.problems and loaded.value.sft is None:
-                notes += (
-                    problems.of(lambda: check_chat_format(loaded, plan, site.value, _model_dir(resolved, place))) or ()
-                )
-            report = _conversations(problems, loaded, site, plan)
-            notes += report.notes
-            if report.steps is not None:
-                prepared = replace(prepared, resolved=with_steps(prepared.resolved, report.steps))
-    return replace(prepared, problems=tuple(problems.found), notes=tuple(notes))
+        problems.of(lambda: check_root(plan.run_dir.parent))
+    return replace(prepared, problems=tuple(problems.found))
 
 
-def check_programs(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> list[str]:
-    """Check what roles of a plan execute and read, of a run that exists (ConfigError with all problems).
+def examine_attempt(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> PreparedRun:
+    """Find out whether the next attempt of a run that exists would start, with the programs of its roles.
 
     Of its model the configuration and the tokenizer are looked at: weights come from its versions and checkpoints.
-
-    Returns
-    -------
-    list of str
-        What could not be seen from here.
     """
     problems = _Problems(recipe)
     problems.of(lambda: check_secrets(plan, site))
-    notes: list[str] = []
     if recipe.value.job.payload != "probe":
-        notes += _try_programs(problems, recipe, site, plan)
-        model_dir = Path(recipe.value.model.path)
-        if problems.of(lambda: check_model(recipe, model_dir, weights=False)) is not None:
-            notes += problems.of(lambda: check_chat_format(recipe, plan, site.value, model_dir)) or ()
-    if problems.found:
-        raise ConfigError(problems.found)
-    return notes
+        problems.found += report_model(recipe, Path(recipe.value.model.path), weights=False).problems
+    place = RunPlace(cwd=Path.cwd(), name=plan.run, root=plan.run_dir.parent)
+    return try_programs(
+        PreparedRun(
+            recipe=recipe,
+            site=site,
+            resolved=recipe.value,
+            profile=site.value,
+            place=place,
+            plan=plan,
+            problems=tuple(problems.found),
+            exists=True,
+        )
+    )
 
 
-def _try_programs(
-    problems: _Problems, loaded: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan
-) -> Iterator[str]:
+def try_programs(prepared: PreparedRun) -> PreparedRun:
+    """Try what roles execute, of a run whose rules hold: interpreters, packages, environments, flags, chat format.
+
+    Returns
+    -------
+    PreparedRun
+        With the problems and notes of that behind those which it had.
+    """
+    recipe, site, plan = prepared.recipe, prepared.site, prepared.plan
+    if plan is None or recipe.value.job.payload == "probe":
+        return prepared
+    problems, notes = _Problems(recipe, prepared.problems), list(prepared.notes)
+    notes += _try_roles(problems, recipe, site, plan)
+    model_dir = _model_dir(prepared.resolved, prepared.place)
+    if not any(each.key == "model.path" for each in prepared.problems) and (
+        prepared.exists or recipe.value.sft is None
+    ):
+        notes += problems.of(lambda: check_chat_format(recipe, plan, site.value, model_dir)) or ()
+    resolved = prepared.resolved
+    if not prepared.exists:
+        report = _conversations(problems, recipe, site, plan)
+        notes += report.notes
+        if report.steps is not None:
+            resolved = with_steps(resolved, report.steps)
+    return replace(prepared, resolved=resolved, problems=tuple(problems.found), notes=tuple(notes))
+
+
+def _try_roles(problems: _Problems, loaded: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> Iterator[str]:
     """Try what roles execute; yields what could not be seen."""
     yield from problems.of(lambda: check_pythons(plan, site)) or ()
     packages = problems.of(lambda: check_role_packages(loaded, plan, site))
@@ -294,23 +338,23 @@ def _model_dir(resolved: Recipe, place: RunPlace) -> Path:
     return Path(resolved.model.path) if place.source is None else place.source.config_dir
 
 
-def _with_plan(prepared: PreparedRun, place: RunPlace) -> PreparedRun:
-    """The run with its plan, which names the start model in the run's own directory where it has one there."""
+def _planned(prepared: PreparedRun) -> tuple[Recipe, Plan]:
+    """Return recipe and plan; they name the start model in the run's own directory where it has one there."""
+    place, resolved = prepared.place, prepared.resolved
     name = place.name or default_run_name(prepared.recipe.value, time.time())
-    root = place.root or resolve_runs_root(prepared.profile.paths.runs_root, place.cwd)
-    resolved, run_dir = prepared.resolved, root / name
+    run_dir = (place.root or resolve_runs_root(prepared.profile.paths.runs_root, place.cwd)) / name
     if place.source is not None:
         model = resolved.model.model_copy(update={"path": str(run_dir / START_MODEL)})
         resolved = resolved.model_copy(update={"model": model})
-    return replace(prepared, resolved=resolved, plan=make_plan(resolved, prepared.profile, name, run_dir))
+    return resolved, make_plan(resolved, prepared.profile, name, run_dir)
 
 
 class _Problems:
-    """Collects what checks raise."""
+    """Collects what checks raise, behind what was ``found`` before."""
 
-    def __init__(self, recipe: Loaded[Recipe]) -> None:
+    def __init__(self, recipe: Loaded[Recipe], found: Sequence[Finding] = ()) -> None:
         self._recipe = recipe
-        self.found: list[Finding] = []
+        self.found = list(found)
 
     def of(self, check: Callable[[], Sequence[str] | None], *, unless: str | None = None) -> Sequence[str] | None:
         """Call a check, keep what it finds wrong, and return its notes; None where something is.

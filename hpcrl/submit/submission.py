@@ -49,6 +49,7 @@ from hpcrl.supervisor.process.sweep import find_leftovers, sweep
 
 __all__ = [
     "cancel",
+    "check_vacant",
     "create_run",
     "end_leftovers",
     "interrupt",
@@ -87,8 +88,7 @@ def create_run(
         The directory exists, or others could replace it; the message has a hint.
     """
     target = plan.run_dir
-    if os.path.lexists(target):
-        raise RunDirError(_occupied(target))
+    check_vacant(target)
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     check_root(target.parent)
     stage = StagedDirectory(target, token=f"{procfs.hostname()}-{os.getpid()}")
@@ -115,6 +115,12 @@ def create_run(
     run = RunDir(target)
     remember(run, record.run_id)
     return RunContents(run, cluster, plan, record)
+
+
+def check_vacant(target: Path) -> None:
+    """Refuse a directory of a new run that exists (RunDirError with what is there and what can be done)."""
+    if os.path.lexists(target):
+        raise RunDirError(_occupied(target))
 
 
 def _occupied(target: Path) -> str:

@@ -8,13 +8,13 @@ import pytest
 import yaml
 from start_models import write_tiny_model
 
-from hpcrl.cli.resume import _renewal
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.credentials import TOKEN_FILE
 from hpcrl.errors import ConfigError
 from hpcrl.jobplan import change_recipe, make_plan
-from hpcrl.submit.prepare import check_programs
+from hpcrl.submit.prepare import examine_attempt
+from hpcrl.submit.resume import plan_attempt
 from hpcrl.submit.submission import create_run
 
 
@@ -46,15 +46,15 @@ def test_a_run_that_was_planned_before_there_were_tokens_is_planned_anew(tmp_pat
     """Its vLLM engines would answer everybody."""
     recipe, cluster = load_recipe("quickstart_vllm").value, load_cluster("local").value
     run = create_run(recipe, cluster, make_plan(recipe, cluster, "old", tmp_path / "old")).run
-    assert _renewal(run) is None
+    assert plan_attempt(run).changes is None
     (run.path / TOKEN_FILE).unlink()
     run.plan_path.write_text(run.plan_path.read_text().replace('"--middleware"', '"--seed"'))
-    change = _renewal(run)
-    assert change is not None
+    change = plan_attempt(run)
+    assert change.changes is not None
     change.write(run)
     assert "--middleware" in run.plan().group(Role.ENGINE).command
     run.start_attempt()
-    assert _renewal(run) is None
+    assert plan_attempt(run).changes is None
 
 
 def test_a_run_whose_model_is_gone_is_not_resumed(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_a_run_whose_model_is_gone_is_not_resumed(tmp_path: Path) -> None:
     recipe, cluster = load_recipe("quickstart", overrides=[f"model.path={model}"]), load_cluster("local")
     plan = make_plan(recipe.value, cluster.value, "old", tmp_path / "old")
     (model / "model.safetensors").unlink()
-    check_programs(recipe, cluster, plan)
+    examine_attempt(recipe, cluster, plan).refuse()
     (model / "tokenizer.json").rename(tmp_path / "kept.json")
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        check_programs(recipe, cluster, plan)
+        examine_attempt(recipe, cluster, plan).refuse()
     (tmp_path / "kept.json").rename(model / "tokenizer.json")
     (model / "config.json").rename(tmp_path / "kept.json")
     with pytest.raises(ConfigError, match=r"holds no model \(no config\.json\)"):
-        check_programs(recipe, cluster, plan)
+        examine_attempt(recipe, cluster, plan).refuse()
