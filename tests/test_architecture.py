@@ -19,7 +19,7 @@ import hpcrl
 
 PACKAGE = Path(hpcrl.__file__).parent
 #: modules beside the rooms; they import nothing but each other
-LEAVES = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+LEAVES = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "api"}
 #: which rooms each room may import, beside itself, `LEAVES` and `hpcrl` itself
 ARROWS: dict[str, set[str]] = {
     "config": set(),
@@ -54,6 +54,8 @@ EXCEPTIONS = {
     "models": {"hpcrl.weights.read.model_files", "hpcrl.weights.read.stored_weights"},
     # `python -m hpcrl` is the command line
     "__main__": {"hpcrl.cli.main"},
+    # the functions for scripts stand beside the command line, above all that they call
+    "api": {f"hpcrl.{room}" for room in ("config", "planning", "runs", "simulation", "slurm", "submit")},
     # the simulator decides by the scheduler's own policy and account, which import nothing else
     "simulation": {"hpcrl.rollouts.sampling.policy", "hpcrl.rollouts.sampling.staleness"},
     # the warm-up takes demonstrations from the environments of the recipe; supervised training reads rows of data as

@@ -17,14 +17,9 @@ __all__ = ["prepare_forecast", "read_calibration", "say_refusals"]
 
 def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
     """Read the calibration file, with the kernel times of the site and those that were named."""
-    from pathlib import Path
+    from hpcrl.planning.calibration.file import load_site_calibration
 
-    from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.planning.calibration.file import load_calibration
-
-    own = cluster.paths.tables if isinstance(cluster, SlurmCluster) else ()
-    files = [Path(os.path.expandvars(name)).expanduser() for name in (*own, *(tables or ()))]
-    return load_calibration(None if path is None else Path(path), files)
+    return load_site_calibration(cluster, path, tables or ())
 
 
 def prepare_forecast(recipe: str, cluster: str, overrides: list[str] | None) -> PreparedRun:

@@ -53,7 +53,7 @@ def render(
         overrides or (),
         environ=os.environ,
         cwd=Path.cwd(),
-        name=name or (lambda loaded: loaded.name),
+        name=(lambda loaded: loaded.name) if name is None else name,
         root=lambda profile: runs_root(root, profile),
         programs=False,
     )

@@ -51,45 +51,32 @@ RunsRootOption = Annotated[
 
 
 def runs_root(option: str | None, cluster: ClusterProfile | None = None) -> Path:
-    """Where runs are: the option, else ``HPCRL_RUNS_ROOT``, else the cluster profile (``local`` by default)."""
-    from pathlib import Path
+    """See `hpcrl.runs.locate.runs_root`."""
+    from hpcrl.runs.locate import runs_root
 
-    from hpcrl.config.runs_root import resolve_runs_root
-
-    if option is not None:
-        return Path(option).expanduser().resolve()
-    return resolve_runs_root(None if cluster is None else cluster.paths.runs_root, Path.cwd())
+    return runs_root(option, cluster)
 
 
 def find(run: str | None, option: str | None) -> RunDir:
-    """The run that is meant, wherever it is; the newest one where none is named."""
-    import os
-
-    from hpcrl.runs.registry import find_run, newest_run
+    """Return the run that is meant, wherever it is; the newest one where none is named."""
+    from hpcrl.runs.locate import locate_run
 
     ask_slurm()
-    if run is None:
-        return newest_run(runs_in_sight(option), f"in {runs_root(option)}")
-    anywhere, chosen = profile_roots if option is None else None, bool(option or os.environ.get("HPCRL_RUNS_ROOT"))
-    return find_run(run, runs_root(option), anywhere, chosen=chosen)
+    return locate_run(run, option)
 
 
 def runs_in_sight(option: str | None) -> list[RunDir]:
-    """All runs of the user, and those of others in the directory of runs, newest first; with the option that alone."""
-    from hpcrl.runs.registry import all_runs, list_runs
+    """See `hpcrl.runs.locate.runs_in_sight`."""
+    from hpcrl.runs.locate import runs_in_sight
 
-    root = runs_root(option)
-    return all_runs(root, profile_roots) if option is None else list_runs(root)
+    return runs_in_sight(option)
 
 
 def profile_roots() -> Iterator[Path]:
-    """Where runs are: of this directory, and of each cluster profile that can be read."""
-    from pathlib import Path
+    """See `hpcrl.runs.locate.profile_roots`."""
+    from hpcrl.runs.locate import profile_roots
 
-    from hpcrl.config.runs_root import written_runs_roots
-
-    yield runs_root(None)
-    yield from written_runs_roots(Path.cwd())
+    yield from profile_roots()
 
 
 def ask_slurm() -> None:

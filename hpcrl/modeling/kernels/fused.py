@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcrl.modeling.kernels.kernel import QKV, Attended, Run, Segments, score_dtype
+from hpcrl.modeling.kernels.kernel import QKV, Attended, QueryRange, Segments, score_dtype
 from hpcrl.modeling.transfer import kept_for_layers
 
 __all__ = ["FusedKernel"]
@@ -215,7 +215,7 @@ def _pad(group: list[slice], longest: int) -> _Padded:
     return _Padded(*map(torch.from_numpy, (np.minimum(places, ends - 1), real, places.flatten()[real])))
 
 
-def _windows(run: Run, window: int) -> Iterator[_Part]:
+def _windows(run: QueryRange, window: int) -> Iterator[_Part]:
     """Some queries at a time, with the keys that one of them sees."""
     for begin in range(run.queries.start, run.queries.stop, _WINDOW_STEP):
         end = min(begin + _WINDOW_STEP, run.queries.stop)

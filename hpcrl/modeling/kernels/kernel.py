@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["QKV", "Attended", "Kernel", "Run", "Segments", "score_dtype"]
+__all__ = ["QKV", "Attended", "Kernel", "QueryRange", "Segments", "score_dtype"]
 
 
-class Run(NamedTuple):
+class QueryRange(NamedTuple):
     """A run of queries, and the keys that belong to it."""
 
     queries: slice
@@ -44,11 +44,11 @@ class Segments:
         assert not self.causal or self.queries == self.keys
         assert self.window is None or (self.causal and self.window > 0)
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[QueryRange]:
         """Segments in which there is something to compute."""
         for (begin, end), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
             if begin < end and first < last:
-                yield Run(slice(begin, end), slice(first, last))
+                yield QueryRange(slice(begin, end), slice(first, last))
 
 
 class QKV(NamedTuple):

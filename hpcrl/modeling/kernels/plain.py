@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.kernels.kernel import QKV, Attended, Run, Segments, score_dtype
+from hpcrl.modeling.kernels.kernel import QKV, Attended, QueryRange, Segments, score_dtype
 
 __all__ = ["PlainKernel"]
 
@@ -57,20 +57,20 @@ class PlainKernel:
         return QKV(dq, dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _chunks(segments: Segments, heads: int) -> Iterator[Run]:
+def _chunks(segments: Segments, heads: int) -> Iterator[QueryRange]:
     for run in segments:
         longest = run.keys.stop - run.keys.start
         step = max(1, _CHUNK_BYTES // (2 * heads * longest * 4))
         for begin in range(run.queries.start, run.queries.stop, step):
             end = min(begin + step, run.queries.stop)
             if not segments.causal:
-                yield Run(slice(begin, end), run.keys)
+                yield QueryRange(slice(begin, end), run.keys)
                 continue
             first = run.keys.start if segments.window is None else max(run.keys.start, begin - segments.window + 1)
-            yield Run(slice(begin, end), slice(first, end))
+            yield QueryRange(slice(begin, end), slice(first, end))
 
 
-def _scores(q: Tensor, k: Tensor, part: Run, segments: Segments, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, part: QueryRange, segments: Segments, scale: float) -> Tensor:
     """``[key_heads, chunk · heads of each, keys]``, minus infinity where a query sees no key."""
     scores = (_grouped(q[part.queries], k.shape[1]) @ _by_head(k[part.keys]).transpose(1, 2)).to(score_dtype(q.dtype))
     scores *= scale

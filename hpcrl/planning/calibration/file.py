@@ -6,6 +6,7 @@ makes a file from a run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from hpcrl.config.base import Fraction, Name, NonNegativeFloat, PositiveFloat, StrictModel
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
@@ -30,6 +32,7 @@ __all__ = [
     "Sourced",
     "WorkloadConfig",
     "load_calibration",
+    "load_site_calibration",
     "shipped_calibration_path",
 ]
 
@@ -259,6 +262,16 @@ class Calibration(StrictModel):
 def shipped_calibration_path() -> Path:
     """The file that comes with hpcrl."""
     return Path(__file__).parent / "data" / "calibration.yaml"
+
+
+def load_site_calibration(
+    cluster: ClusterProfile, path: str | Path | None = None, tables: Sequence[str] = ()
+) -> Calibration:
+    """Read a calibration file with the kernel times that a profile names, and with further ``tables``; see
+    `load_calibration`."""
+    own = cluster.paths.tables if isinstance(cluster, SlurmCluster) else ()
+    files = [Path(os.path.expandvars(name)).expanduser() for name in (*own, *tables)]
+    return load_calibration(None if path is None else Path(path), files)
 
 
 def load_calibration(path: Path | None = None, tables: Sequence[Path] = ()) -> Calibration:

@@ -1,0 +1,397 @@
+"""hpcrl for people who script: what ``hpcrl plan``, ``submit``, ``resume`` and ``simulate`` do, as functions.
+
+Recipes, profiles and overrides are given as on the command line; errors are those of `hpcrl.errors`, with the same
+sentences. Nothing here imports torch. See docs/python.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.plan import Plan
+from hpcrl.errors import UsageError
+from hpcrl.planning.calibration.file import load_site_calibration
+from hpcrl.planning.report import Outlook, find_facts, make_outlook
+from hpcrl.planning.verdict import Verdict, judge
+from hpcrl.runs.job_facts import use_source
+from hpcrl.runs.locate import locate_run, profile_roots, runs_root
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.observe import RunView, observe
+from hpcrl.runs.record import user_name
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.start.resume import ResumeFrom
+from hpcrl.runs.views.logs import LogFilter, LogLine, iterate_logs
+from hpcrl.runs.views.rollouts import RolloutItem, choose_rollouts, read_ledger, rollout_items
+from hpcrl.runs.waiting import wait_for_state
+from hpcrl.simulation import Failures, SimulationResult, durations_from_plan, load_durations, make_scenario
+from hpcrl.simulation import simulate as simulate_scenario
+from hpcrl.slurm.lookup import look_up
+from hpcrl.submit.prepare import PreparedRun, prepare, try_programs
+from hpcrl.submit.resume import reach_slurm_of
+from hpcrl.submit.resume import resume as resume_run
+from hpcrl.submit.start import submit as submit_prepared
+from hpcrl.submit.start import with_admission
+from hpcrl.submit.submission import cancel as cancel_run
+
+__all__ = ["Overrides", "PlannedRun", "Run", "plan", "resume", "simulate", "submit"]
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Changes of a recipe: ``["trainer.steps=10"]`` as of ``--set``, or ``{"trainer.steps": 10}``."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What ``hpcrl plan`` says of a recipe on a cluster.
+
+    Attributes
+    ----------
+    prepared:
+        Recipe, profile and everything that speaks against a submit.
+    outlook:
+        Memory and times.
+    verdict:
+        Whether it fits.
+    """
+
+    prepared: PreparedRun
+    outlook: Outlook
+    verdict: Verdict
+
+    @property
+    def plan(self) -> Plan:
+        """The resolved plan: groups of roles, their places, commands and limits."""
+        return self.prepared.outlined()
+
+    @property
+    def starts(self) -> bool:
+        """Return whether `submit` would start it; else `problems` says why not."""
+        return self.prepared.starts
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why `submit` refuses it, a sentence each; empty where it does not."""
+        return tuple(f"{each.key}: {each.what}" if each.key else each.what for each in self.prepared.problems)
+
+    @property
+    def fits(self) -> bool | None:
+        """Return whether memory and nodes suffice; None where that cannot be said."""
+        return self.verdict.fits
+
+    @property
+    def step_s(self) -> float | None:
+        """Expected seconds of a step; None where there is no forecast."""
+        return None if self.outlook.loop is None else self.outlook.loop.step_s
+
+
+class Run:
+    """A run, by its name, id, job number or directory.
+
+    Parameters
+    ----------
+    run:
+        Which one; None: the newest.
+    root:
+        Only this directory of runs. By default all that are known are searched.
+
+    Raises
+    ------
+    RunDirError
+        There is no such run, or there are several.
+    """
+
+    def __init__(self, run: str | Path | None = None, *, root: str | Path | None = None) -> None:
+        use_source(look_up)
+        self.directory: RunDir = locate_run(None if run is None else str(run), None if root is None else str(root))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.directory.name
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory.path
+
+    def status(self) -> RunView:
+        """Return state, attempt, replicas, warnings and the first cause of a failure."""
+        return observe(self.directory)
+
+    def logs(
+        self,
+        *,
+        role: str | None = None,
+        replica: int | None = None,
+        attempt: int | None = None,
+        grep: str | None = None,
+        since: str | None = None,
+        lines: int = 0,
+    ) -> Iterator[LogLine]:
+        """Yield lines of logs, merged by time.
+
+        Parameters
+        ----------
+        role, replica, attempt, grep, since:
+            As of ``hpcrl logs``; ``role`` may be ``engine/0``. The newest attempt by default.
+        lines:
+            Only the newest; 0: all.
+
+        Raises
+        ------
+        UsageError
+            There is no such role or attempt, or ``grep`` or ``since`` cannot be read.
+        """
+        wanted = LogFilter.make(self.directory, role=role, replica=replica, attempt=attempt, grep=grep, since=since)
+        return iterate_logs(self.directory, wanted, lines=lines)
+
+    def metrics(self) -> list[StepRecord]:
+        """Return the record of each optimizer step, in order; a step that was done again counts once."""
+        return read_metrics(self.directory)
+
+    def rollouts(
+        self, *, environment: str | None = None, state: str | None = None, step: int | None = None
+    ) -> list[RolloutItem]:
+        """Return finished rollouts, as ``hpcrl rollouts ls`` lists them.
+
+        Parameters
+        ----------
+        environment, state, step:
+            Only those of an environment, in a state (``waiting``, ``trained``, ``dropped``), or of the batch of a step.
+
+        Raises
+        ------
+        UsageError
+            The run has no ledger yet, or there is no such state or environment.
+        """
+        return rollout_items(
+            choose_rollouts(read_ledger(self.directory), environment=environment, state=state, step=step)
+        )
+
+    def wait(self, timeout_s: float | None = None, *, running: bool = False) -> RunView:
+        """Wait until the run has ended, and return what it is then. It raises nothing for a run that failed.
+
+        Parameters
+        ----------
+        timeout_s:
+            Maximum seconds to wait; None: as long as it takes.
+        running:
+            Wait until all roles are ready, or the run has ended.
+
+        Raises
+        ------
+        hpcrl.runs.waiting.WaitTimeoutError
+            After ``timeout_s``; the run is not changed.
+        """
+        return wait_for_state(self.directory, running=running, timeout_s=timeout_s)
+
+    def cancel(self) -> RunView:
+        """Stop the run and wait until it has ended (RunDirError where it has ended already)."""
+        reach_slurm_of(self.directory)
+        return cancel_run(self.directory, user=user_name())
+
+
+def plan(
+    recipe: str | Path,
+    cluster: str | Path = "local",
+    overrides: Overrides = (),
+    *,
+    calibration: str | Path | None = None,
+    programs: bool = True,
+) -> PlannedRun:
+    """Plan a run: whether it fits, how long a step takes, and whether `submit` would start it. Changes nothing.
+
+    Parameters
+    ----------
+    recipe, cluster:
+        Names or files.
+    calibration:
+        A file of ``hpcrl plan calibrate``; the shipped one by default.
+    programs:
+        Also try interpreters, packages and environments, and ask Slurm. Without that ``starts`` says less than
+        `submit` looks at.
+
+    Raises
+    ------
+    ConfigError
+        Recipe or profile cannot be read, or rules do not hold.
+    DoesNotFitError
+        The site has fewer nodes.
+    """
+    prepared = _prepared(recipe, cluster, overrides, programs=False)
+    prepared.refuse_forecast()
+    value, site = prepared.recipe.value, prepared.site.value
+    facts = find_facts(value)
+    outlook = make_outlook(value, site, load_site_calibration(site, calibration), facts)
+    if programs:
+        prepared = with_admission(try_programs(prepared))
+    return PlannedRun(prepared, outlook, judge(outlook, facts))
+
+
+def submit(
+    recipe: str | Path,
+    cluster: str | Path = "local",
+    overrides: Overrides = (),
+    *,
+    name: str | None = None,
+    from_run: str | None = None,
+    root: str | Path | None = None,
+    queue_anyway: bool = False,
+) -> Run:
+    """Start a run and return it at once; it goes on when the script ends.
+
+    Parameters
+    ----------
+    name:
+        Of the run; by default the recipe's name with the time.
+    from_run:
+        ``RUN``, ``RUN@STEP`` or ``RUN@vN``, whose weights it begins with.
+    root:
+        Directory of runs; by default what ``HPCRL_RUNS_ROOT`` or the profile says.
+    queue_anyway:
+        Submit also what Slurm could not start as things are.
+
+    Raises
+    ------
+    ConfigError
+        With every problem that ``hpcrl submit`` says. Nothing was written.
+    RunDirError
+        There is a run of this name.
+    UsageError
+        Slurm could not start it.
+    hpcrl.slurm.errors.SlurmError
+        Slurm does not answer, or refuses a job.
+    """
+    use_source(look_up)
+    given = None if root is None else str(root)
+    prepared = _prepared(recipe, cluster, overrides, name=name, from_run=from_run, root=given)
+    started = submit_prepared(prepared, from_run=from_run, queue_anyway=queue_anyway)
+    return Run(started.path)
+
+
+def resume(
+    run: Run | str | Path,
+    overrides: Overrides = (),
+    *,
+    from_step: int | None = None,
+    from_scratch: bool = False,
+    accept_changes: bool = False,
+    root: str | Path | None = None,
+) -> Run:
+    """Start the next attempt of a run that has ended, from its newest good checkpoint.
+
+    Parameters
+    ----------
+    overrides:
+        Changes of its recipe.
+    from_step, from_scratch, accept_changes:
+        As of ``hpcrl resume``.
+    root:
+        Only this directory of runs.
+
+    Raises
+    ------
+    RunDirError
+        The run is alive, or there is nothing to do. Nothing was changed.
+    NothingToRestoreError
+        It has checkpoints, and none can be restored.
+    ConfigError
+        The changes are wrong, or the attempt would not start.
+    """
+    found = run if isinstance(run, Run) else Run(run, root=root)
+    begin = ResumeFrom(scratch=from_scratch, step=from_step)
+    resume_run(found.directory, begin, _settings(overrides), accept_changes=accept_changes)
+    return found
+
+
+def simulate(
+    recipe: str | Path,
+    cluster: str | Path = "local",
+    overrides: Overrides = (),
+    *,
+    durations: str | Path | None = None,
+    calibration: str | Path | None = None,
+    nodes: int | None = None,
+    days: float = 1.0,
+    seed: int = 0,
+    mtbf_h: float | None = None,
+    sample: int | None = None,
+) -> SimulationResult:
+    """Simulate the asynchronous loop of a recipe. Changes nothing.
+
+    Parameters
+    ----------
+    durations:
+        A file with how long things take (docs/simulation.md); by default what the planner predicts.
+    calibration:
+        What the prediction rests on; the shipped file by default.
+    nodes:
+        Another size; roles and batch grow in proportion.
+    days:
+        Simulated time.
+    mtbf_h:
+        Mean hours between failures of one node; None: no failures.
+    sample:
+        Engines to simulate, 0 for all; by default as many as take about a minute.
+
+    Raises
+    ------
+    ConfigError
+        Recipe or profile cannot be read, or rules do not hold.
+    UsageError
+        The planner has no times for this recipe on this cluster.
+    """
+    prepared = _prepared(recipe, cluster, overrides, programs=False)
+    prepared.refuse_forecast()
+    value, site = prepared.recipe.value, prepared.site.value
+    if value.sft is not None:
+        raise UsageError("a supervised run (sft) has a trainer alone: there are no rollouts to simulate")
+    if mtbf_h is not None and not mtbf_h > 0:
+        raise UsageError(f"mtbf_h is {mtbf_h}: it must be a positive number")
+    if durations is not None:
+        find_facts(value)
+        lasting = load_durations(Path(durations))
+    else:
+        lasting = durations_from_plan(value, site, load_site_calibration(site, calibration))
+    failures = Failures(mtbf_h=mtbf_h)
+    return simulate_scenario(
+        make_scenario(value, site, lasting, nodes=nodes, days=days, seed=seed, failures=failures, sample=sample)
+    )
+
+
+def _prepared(
+    recipe: str | Path,
+    cluster: str | Path,
+    overrides: Overrides,
+    *,
+    name: str | None = None,
+    from_run: str | None = None,
+    root: str | None = None,
+    programs: bool = True,
+) -> PreparedRun:
+    return prepare(
+        str(recipe),
+        str(cluster),
+        _settings(overrides),
+        environ=os.environ,
+        cwd=Path.cwd(),
+        name=name,
+        root=lambda profile: runs_root(root, profile),
+        from_run=from_run,
+        roots=profile_roots if root is None else None,
+        programs=programs,
+    )
+
+
+def _settings(overrides: Overrides) -> list[str]:
+    """Return overrides as ``--set`` takes them; values of a mapping are written as JSON, which is YAML."""
+    if isinstance(overrides, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    return list(overrides)
