@@ -319,6 +319,9 @@ def test_an_export_is_the_start_model_with_the_products_added(models, tmp_path, 
         publisher.wait()
         recipe = policy.recipe
     entry = CheckpointLedger(tmp_path / "checkpoints").newest_verified().entry
+    for without in (None, make_recipe(model_dir, steps=1)):
+        with pytest.raises(CheckpointError, match="holds adapters, and the recipe of the run has none"):
+            export_checkpoint(entry, model_dir, tmp_path / "export", dtype="float32", recipe=without)
     export_checkpoint(entry, model_dir, tmp_path / "export", dtype="float32", recipe=recipe)
     start, adapter = (
         load_file(model_dir / "model.safetensors"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,7 @@ def test_every_column_of_a_row_is_computed(module: Programs, columns: int) -> No
     torch.testing.assert_close(found, tuple(each.detach() for each in wanted))
     assert module.normalise_rows.grids[-1] == (4,)
     programs.put_gradient(logits, targets, found[2], slopes, 0.7)
+    assert module.put_gradient_rows.grids[-1] == (4, math.ceil(columns / 4096))
     assert leaf.grad is not None
     torch.testing.assert_close(memory[:, :columns], leaf.grad)
     assert torch.equal(memory[:, columns:], before[:, columns:])

@@ -159,3 +159,13 @@ def test_bad_gradients_are_reported_and_left(bad):
     parameters = parameters_with([1.0, bad])
     assert not math.isfinite(clip_gradients(parameters, 1.0, None))
     assert parameters[0].grad[0].item() == 1.0
+
+
+def test_the_norm_of_gradients_of_several_dtypes_is_exact() -> None:
+    """A norm that is summed in bfloat16 would have three digits."""
+    draw = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.zeros(4096, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(4096, generator=draw).to(parameter.dtype)
+    exact = math.sqrt(sum(float(each.grad.double().square().sum()) for each in parameters if each.grad is not None))
+    assert clip_gradients(parameters, 1e9, None) == pytest.approx(exact, rel=1e-6)
