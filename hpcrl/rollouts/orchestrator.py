@@ -217,7 +217,9 @@ class Orchestrator:
             on_unusable=supervised.restart_engine,
         )
         chat = recipe.model.chat
-        renderer = Renderer.of_model(Path(recipe.model.path), chat_format=chat.format, variables=chat.variables)
+        renderer = Renderer.of_model(
+            Path(recipe.model.path), chat_format=chat.format, variables=chat.variables, thinking=chat.thinking
+        )
         self._updater = make_updater(
             recipe,
             run,
