@@ -31,3 +31,7 @@ class ChatConfig(StrictModel):
     config.json and the vocabulary; ``text``: replies are text alone."""
     variables: dict[str, Any] = {}
     """Variables of the chat template, for example ``enable_thinking: false``."""
+    thinking: Literal["kept", "cut"] = "kept"
+    """What becomes of earlier thinking where the chat template leaves it out, as most do at a new message of the user.
+    ``kept``: it stays in the context, as it was sampled. ``cut``: the template decides; a rollout that would have to go
+    on without its earlier thinking fails, because a rollout is one sequence of tokens."""

@@ -111,7 +111,9 @@ def build_parts(
     clients = _Clients(base, http, endpoints, routes)
     pool = clients.pool(supervised, state.counters)
     chat = recipe.model.chat
-    renderer = Renderer.of_model(Path(recipe.model.path), chat_format=chat.format, variables=chat.variables)
+    renderer = Renderer.of_model(
+        Path(recipe.model.path), chat_format=chat.format, variables=chat.variables, thinking=chat.thinking
+    )
     samplers = _Samplers(recipe, pool, renderer, state.counters, stream_interval=clients.stream_interval)
     scheduler = _build_scheduler(
         base,

@@ -87,7 +87,9 @@ class EvaluationRun:
             await pool.wait_healthy(timeout_s=wait_s)
             beside += [tasks.create_task(pool.watch()), tasks.create_task(label_engines(pool, timeout_s=wait_s))]
             chat, path = self._recipe.model.chat, Path(self._recipe.model.path)
-            renderer = Renderer.of_model(path, chat_format=chat.format, variables=chat.variables)
+            renderer = Renderer.of_model(
+                path, chat_format=chat.format, variables=chat.variables, thinking=chat.thinking
+            )
             held_out = self._config.sampled(self._recipe.evaluation.sampling)
             sampling = held_out.beside(self._recipe.rollouts.sampling)
             sampler = Sampler(

@@ -23,7 +23,13 @@ from hpcrl.rollouts.environments.base import Message, Tool, ToolCall
 from hpcrl.rollouts.rendering.formats import find_format, make_parser, same_ends
 from hpcrl.rollouts.rendering.parsing import Parsed, TurnParser
 
-__all__ = ["Extension", "Renderer"]
+__all__ = ["CUT_THINKING", "Extension", "Renderer"]
+
+CUT_THINKING = (
+    "the chat template leaves earlier thinking out here, and model.chat.thinking is cut: a rollout is one sequence of "
+    "tokens and cannot go on without a part of them; set model.chat.thinking: kept"
+)
+"""What is wrong where a conversation branches."""
 
 _MARK = "hpcrl-mark-of-a-reply"
 _NAMELESS = "unknown"
@@ -65,6 +71,7 @@ class Renderer:
         stop_token_ids: Sequence[int] = (),
         chat_format: ChatFormat | None = None,
         variables: Mapping[str, Any] | None = None,
+        thinking: Literal["kept", "cut"] = "kept",
     ) -> None:
         """Prepare a tokenizer.
 
@@ -76,12 +83,15 @@ class Renderer:
             See `hpcrl.rollouts.rendering.formats`.
         variables:
             Of the chat template, for example ``enable_thinking``.
+        thinking:
+            See `hpcrl.config.chat.ChatConfig`.
 
         Raises
         ------
         UsageError
             The model does not have the format.
         """
+        self._cuts = thinking == "cut"
         self._tokenizer, self.format, self._variables = tokenizer, chat_format, dict(variables or {})
         own_ends: tuple[int, ...] = ()
         parse = None
@@ -100,6 +110,7 @@ class Renderer:
         *,
         chat_format: ChatFormat | Literal["auto", "text"] = "auto",
         variables: Mapping[str, Any] | None = None,
+        thinking: Literal["kept", "cut"] = "kept",
     ) -> Renderer:
         """Read tokenizer, chat template and stop tokens of a model directory, and find its format.
 
@@ -116,7 +127,7 @@ class Renderer:
         ends = end_tokens(model_dir)
         found = find_format(model_dir, tokenizer) if chat_format == "auto" else chat_format
         known = None if found == "text" else found
-        return cls(tokenizer, stop_token_ids=ends, chat_format=known, variables=variables)
+        return cls(tokenizer, stop_token_ids=ends, chat_format=known, variables=variables, thinking=thinking)
 
     def opening(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), now: datetime | None = None
@@ -137,9 +148,13 @@ class Renderer:
         ended_by: int,
         calls: Sequence[ToolCall] = (),
         tools: Sequence[Tool] = (),
+        thought: bool = False,
         now: datetime | None = None,
-    ) -> Extension:
-        """Return what is said from a sampled turn to the next one.
+    ) -> Extension | None:
+        """Return what is said from a sampled turn to the next one; None where the conversation cannot go on so.
+
+        None is a branch: thinking is cut, and the template leaves earlier thinking out of what stands before. The next
+        prompt is then no longer this one with something behind it.
 
         Parameters
         ----------
@@ -149,6 +164,8 @@ class Renderer:
             The token that the turn ended with.
         calls:
             Of the turn.
+        thought:
+            Whether there is thinking in the turns before.
 
         Raises
         ------
@@ -156,6 +173,8 @@ class Renderer:
             The template does not write replies as they are, ended by a token that ends turns.
         """
         rendered = self._after_turn(messages, calls, tools, now)
+        if self._cuts and thought and self._leaves_thinking_out(messages, calls, tools, now):
+            return None
         before, mark, _ = rendered.text.rpartition(_MARK)
         # encoded behind the mark: what stands there up to the end of the turn is the template's, and is not used
         ids = self._tokenizer.encode_rendered(rendered[len(before) + len(mark) :]) if mark else []
@@ -197,8 +216,27 @@ class Renderer:
             if not messages or messages[0].get("role") != "tool":
                 raise
             # a result of what the environment itself has found in the text; some templates want a call before it
-            given = (str(messages[0].get(key) or _NAMELESS) for key in ("name", "tool_call_id"))
-            return self._with_calls(messages, [ToolCall(next(given), {}, next(given))], tools, now)
+            return self._with_calls(messages, [_call_of(messages[0])], tools, now)
+
+    def _leaves_thinking_out(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Sequence[Tool], now: datetime | None
+    ) -> bool:
+        """Return whether a turn's thinking is not written any more where ``messages`` follow the turn."""
+        turn: dict[str, Any] = {"role": "assistant", "content": "x", "reasoning_content": _MARK}
+        if not calls and messages and messages[0].get("role") == "tool":
+            calls = [_call_of(messages[0])]
+        if calls:
+            arguments: Any = "{}" if self._arguments_as_text else {}
+            made = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name or _NAMELESS, "arguments": arguments},
+                }
+                for call in calls
+            ]
+            turn |= {"content": "", "tool_calls": made}
+        return _MARK not in self._after(messages, turn, tools, now).text
 
     def _with_calls(
         self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Sequence[Tool], now: datetime | None
@@ -236,3 +274,9 @@ class Renderer:
         return self._tokenizer.render_marked(
             messages, add_generation_prompt=True, tools=list(tools) or None, now=now, **self._variables
         )
+
+
+def _call_of(result: Message) -> ToolCall:
+    """Return a call that a tool's result may belong to."""
+    name, number = (str(result.get(key) or _NAMELESS) for key in ("name", "tool_call_id"))
+    return ToolCall(name, {}, number)

@@ -20,7 +20,7 @@ from hpcrl.errors import UsageError
 from hpcrl.models import load_arch
 from hpcrl.models.tokenizer import ChatTokenizer, Message
 from hpcrl.rollouts.environments.base import Tool, ToolCall, tool_message
-from hpcrl.rollouts.rendering.renderer import Renderer
+from hpcrl.rollouts.rendering.renderer import CUT_THINKING, Extension, Renderer
 
 __all__ = ["check_chat"]
 
@@ -56,7 +56,9 @@ def check_chat(recipe: Recipe, model_dir: Path) -> dict[str, Any]:
     trial = _Trial(recipe)
     chat = recipe.model.chat
     try:
-        renderer = Renderer.of_model(model_dir, chat_format=chat.format, variables=chat.variables)
+        renderer = Renderer.of_model(
+            model_dir, chat_format=chat.format, variables=chat.variables, thinking=chat.thinking
+        )
         tokenizer = ChatTokenizer(model_dir)
     except UsageError as error:
         what, _, hint = str(error).partition("\n    hint: ")
@@ -128,13 +130,20 @@ class _Trial:
 
 
 def _after(renderer: Renderer, message: Message) -> list[int]:
-    return renderer.extension([message], ended_by=renderer.stop_token_ids[0]).token_ids
+    return _said(renderer.extension([message], ended_by=renderer.stop_token_ids[0], thought=True))
+
+
+def _said(extension: Extension | None) -> list[int]:
+    if extension is None:
+        raise ValueError(CUT_THINKING)
+    return extension.token_ids
 
 
 def _use_tool(renderer: Renderer) -> list[int]:
     result = tool_message(_CALL, "4")
-    followed = renderer.extension([result], ended_by=renderer.stop_token_ids[0], calls=[_CALL], tools=[_TOOL])
-    return renderer.opening([_QUESTION], tools=[_TOOL]) + followed.token_ids
+    ended_by = renderer.stop_token_ids[0]
+    followed = renderer.extension([result], ended_by=ended_by, calls=[_CALL], tools=[_TOOL], thought=True)
+    return renderer.opening([_QUESTION], tools=[_TOOL]) + _said(followed)
 
 
 _ATTEMPTS: tuple[tuple[str, type, Callable[[Renderer], list[int]]], ...] = (

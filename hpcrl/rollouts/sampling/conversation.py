@@ -24,7 +24,7 @@ from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
 from hpcrl.rollouts.engines.rows import beside_loop
 from hpcrl.rollouts.environments import Message, Outcome, Reply, Tool
 from hpcrl.rollouts.records import Rollout, Turn
-from hpcrl.rollouts.rendering import Parsed, Renderer
+from hpcrl.rollouts.rendering import CUT_THINKING, Parsed, Renderer
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
 from hpcrl.rollouts.sampling.seeding import stable_hash
@@ -117,7 +117,7 @@ class Conversation:
         self._turns: list[Turn] = []
         self._tools, self._parsed, self._ended_by = tools, Parsed(""), -1
         self.malformed_calls = self.turns_ended_otherwise = 0
-        self._cut = False
+        self._cut = self._thought = False
         self._replied_s = time.monotonic()
         self._began = datetime.now()  # a chat template that tells the date tells one date all through
         self._tokens = TokenSequence()
@@ -143,7 +143,7 @@ class Conversation:
         Raises
         ------
         ValueError
-            The last reply was cut; the environment must not go on.
+            The last reply was cut; the environment must not go on. Or the chat template cuts earlier thinking.
         EngineError
             No engine answered.
         EngineProtocolError
@@ -173,6 +173,7 @@ class Conversation:
         self._turns.append(turn.turn)
         parsed = await beside_loop(partial(self._parse, turn), turn.token_ids.nbytes + said.nbytes)
         self._parsed, self._ended_by = parsed, int(turn.token_ids[-1])
+        self._thought |= bool(parsed.thinking)
         self.malformed_calls += sum(call.status != "ok" for call in parsed.calls)
         return Reply(
             text=parsed.text,
@@ -291,8 +292,15 @@ class Conversation:
         renderer = self._sampler.renderer
         if len(self._tokens):
             extension = renderer.extension(
-                messages, ended_by=self._ended_by, calls=self._parsed.calls, tools=self._tools, now=self._began
+                messages,
+                ended_by=self._ended_by,
+                calls=self._parsed.calls,
+                tools=self._tools,
+                thought=self._thought,
+                now=self._began,
             )
+            if extension is None:
+                raise ValueError(CUT_THINKING)
             self.turns_ended_otherwise += extension.ended_otherwise
             return extension.token_ids
         if self._opening is not None:

@@ -37,7 +37,7 @@ class Talk:
     def whole(self, messages: Sequence[Message], *, prompt: bool = True) -> list[int]:
         return self.tokenizer.render_ids(messages, add_generation_prompt=prompt, tools=TOOLS)
 
-    def say(self, text: str, *calls: dict[str, Any]) -> list[int]:
+    def say(self, text: str, *calls: dict[str, Any], thinking: str = "") -> list[int]:
         """Return the turn of the policy as the template renders it, behind what was said; it ends with an end token."""
         made = [
             {
@@ -48,6 +48,8 @@ class Talk:
             for i, call in enumerate(calls)
         ]
         turn: dict[str, Any] = {"role": "assistant", "content": text, **({"tool_calls": made} if made else {})}
+        if thinking:
+            turn["reasoning_content"] = thinking
         follows: Message = {"role": "user", "content": "?"}
         if made:
             follows = {"role": "tool", "tool_call_id": made[0]["id"], "name": "weather", "content": "?"}
@@ -191,6 +193,22 @@ def test_fifty_turns_with_a_tool_are_the_whole_at_each_turn(name: str, tmp_path:
         talk.messages.append(result)
         if turn % 10 in (0, 9):
             assert talk.whole(talk.messages) == ids
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5", "GLM-5", "Qwen3", "Qwen3.5", "MiniMax-M2", "Nemotron-3"])
+def test_fifty_turns_with_thinking_are_the_whole_at_each_turn(name: str, tmp_path: Path) -> None:
+    talk = Talk(write_family(tmp_path, FAMILIES[name]))
+    ids = talk.ids
+    for turn in range(50):
+        said, sampled = ids, talk.say("", {"city": f"Paris {turn}"}, thinking=f"deep thought {turn}")
+        (call,) = talk.renderer.parse(sampled, said=said, tools=TOOLS, turn=turn).calls
+        result = tool_message(call, f"grey {turn} </think><think>")
+        further = talk.renderer.extension([result], ended_by=sampled[-1], calls=[call], tools=TOOLS, thought=True)
+        ids = [*ids, *sampled, *further.token_ids]
+        talk.messages.append(result)
+        if turn % 10 in (0, 9):
+            assert talk.whole(talk.messages) == ids
+            assert f"deep thought {turn}" in talk.renderer.full_text(ids)
 
 
 @pytest.mark.parametrize("name", ["GLM-4.5", "GLM-5", "Qwen3", "Qwen3-Next", "Qwen2.5", "Qwen3.5", "Nemotron-3"])

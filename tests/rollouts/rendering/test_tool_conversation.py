@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
@@ -44,9 +44,11 @@ async def pool(stub: StubEngine) -> Any:
         yield made
 
 
-def conversation_with(pool: EnginePool, path: Path) -> Conversation:
+def conversation_with(pool: EnginePool, path: Path, thinking: Literal["kept", "cut"] = "kept") -> Conversation:
     sampling = make_recipe(Path(), rollouts={"sampling": {"max_new_tokens": 400}}).rollouts.sampling
-    sampler = Sampler(pool, Renderer.of_model(path), temperature=1.0, sampling=sampling, max_model_len=4000)
+    sampler = Sampler(
+        pool, Renderer.of_model(path, thinking=thinking), temperature=1.0, sampling=sampling, max_model_len=4000
+    )
     return Conversation(sampler, pool.session("group-0"), seed=11, tools=TOOLS)
 
 
@@ -105,6 +107,28 @@ async def test_a_turn_that_is_cut_in_a_call_is_not_finished(pool: EnginePool, st
     reply = await conversation_with(pool, path).reply([USER])
     assert not reply.finished
     assert [call.status for call in reply.calls] == ["unclosed_block"]
+
+
+@pytest.mark.parametrize("thinking", ["kept", "cut"])
+async def test_a_question_behind_thinking(
+    thinking: Literal["kept", "cut"], pool: EnginePool, stub: StubEngine, tmp_path: Path
+) -> None:
+    path = write_family(tmp_path, FAMILIES["Qwen3"])
+    tokenizer = ChatTokenizer(path)
+    turns = ['<think>Hm.</think><tool_call>{"name": "weather", "arguments": {}}</tool_call>', "Grey.", "Yes."]
+    stub.answer = lambda token_ids, seed: tokenizer.encode(f"{turns[len(stub.requests) - 1]}<|im_end|>")
+    conversation = conversation_with(pool, path, thinking)
+    (call,) = (await conversation.reply([USER])).calls
+    assert (await conversation.reply([tool_message(call, "grey")])).text == "Grey."
+    if thinking == "cut":
+        with pytest.raises(ValueError, match=r"model\.chat\.thinking is cut: .*set model\.chat\.thinking: kept"):
+            await conversation.reply([USER])
+        assert len(stub.requests) == 2
+    else:
+        assert (await conversation.reply([USER])).text == "Yes."
+        rollout = await conversation.rollout(0, Outcome(reward=1.0), seconds=1.0)
+        assert rollout is not None
+        assert "<think>Hm.</think>" in tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=False)
 
 
 async def test_a_prompt_that_the_template_refuses_is_an_error_of_it(pool: EnginePool, tmp_path: Path) -> None:
