@@ -22,6 +22,8 @@ from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer, ConflictError
 from hpcrl.rollouts.batches.warehouse import WarehouseProcess
+from hpcrl.rollouts.distillation.teacher import Teacher
+from hpcrl.rollouts.distillation.vocabulary import Probe
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.deadlines import engines_lost_after_s, make_fleet_watch
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
@@ -88,7 +90,7 @@ class Orchestrator:
         except ConfigError as error:
             lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
             raise EnvironmentFailedError(lines) from error
-        self._lag = LagMonitor()
+        self._lag, self._teacher = LagMonitor(), Teacher.of(self._recipe)
         rollouts = self._recipe.rollouts
         self._failures = FailureCount(
             rollouts.failures, max_in_flight=rollouts.max_in_flight, on_failing=self._rollouts_fail
@@ -119,6 +121,8 @@ class Orchestrator:
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
             http = await stack.enter_async_context(session)
             stack.push_async_callback(self._close_ledger)
+            if self._teacher is not None:
+                stack.push_async_callback(self._teacher.aclose)
             gate = gate_of(self._context, "dock")
             await stack.enter_async_context(serve_dock(self, gate, host=host, port=port))
             self._http = http
@@ -259,6 +263,7 @@ class Orchestrator:
             journal=self._ledger,
             room=RoutesRoom.of(recipe, routes, on_full=self._routes_full),
             failures=self._failures,
+            teacher=self._teacher,
         )
         server = WarehouseProcess(self._context, self._ledger.warehouse, spawn=self._tasks.create_task)
         self._gauges = partial(gauges, self._scheduler, self._lag, self._ledger)
@@ -313,6 +318,11 @@ class Orchestrator:
         timeout_s, step = self._recipe.orchestrator.wait_timeout_s, self._state.step
         await self._pool.wait_healthy(timeout_s=timeout_s)
         self._tasks.create_task(self._pool.watch())
+        if self._teacher is not None:
+            self._teacher.count_in(self._counters)
+            probe = Probe.of_model(Path(self._recipe.model.path))
+            limit = self._recipe.engine.max_model_len
+            await self._teacher.check(probe, max_model_len=limit, timeout_s=timeout_s)
         watch = make_fleet_watch(
             self._context,
             self._recipe.rollouts,
