@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hpcrl.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
+from hpcrl.config.distillation import DistillationConfig
 
 __all__ = ["AlgorithmConfig", "KlConfig", "LossConfig"]
 
@@ -70,3 +71,5 @@ class AlgorithmConfig(StrictModel):
     """The policy loss."""
     kl: KlConfig | None = None
     """Penalty on the distance from a reference, such as the start model; none where it is left out."""
+    distillation: DistillationConfig | None = None
+    """A teacher that the policy learns from, token by token; none where it is left out."""

@@ -17,6 +17,8 @@ from hpcrl.errors import RolloutsLostError
 
 __all__ = ["assemble", "routes_of"]
 
+_MAX_LOG_RATIO = 20.0
+"""A token that the teacher all but excludes is no more than this, as in the losses (`hpcrl.trainer.step.losses`)."""
 Read = Callable[[PayloadPlace], memoryview]
 """The block at a place, verified (OSError, ValueError)."""
 
@@ -35,7 +37,7 @@ def assemble(shard: ReferencedShard, read: Read) -> BatchShard:
         step=shard.step,
         rank=shard.rank,
         world_size=shard.world_size,
-        micro_batches=[_micro_batch(samples, read) for samples in shard.micro_batches],
+        micro_batches=[_micro_batch(samples, read, shard.teacher_weight) for samples in shard.micro_batches],
         stats=shard.stats,
     )
 
@@ -51,7 +53,7 @@ def routes_of(columns: dict[str, NDArray[Any]]) -> RoutedExperts | None:
     return RoutedExperts.of(columns["routed_experts"], columns["routed_present"])
 
 
-def _micro_batch(samples: Sequence[Sample], read: Read) -> MicroBatch:
+def _micro_batch(samples: Sequence[Sample], read: Read, teacher_weight: float) -> MicroBatch:
     blocks = [_columns(sample, read) for sample in samples]
 
     def joined(name: str, dtype: type) -> NDArray[Any]:
@@ -60,7 +62,7 @@ def _micro_batch(samples: Sequence[Sample], read: Read) -> MicroBatch:
     lengths = [sample.tokens for sample in samples]
     routes = [routes_of(columns) for columns in blocks]
     advantages = [
-        columns["sampled"].astype(np.float32) * np.float32(sample.advantage)
+        columns["sampled"].astype(np.float32) * _token_advantages(sample, columns, teacher_weight)
         for sample, columns in zip(samples, blocks, strict=True)
     ]
     return MicroBatch(
@@ -73,6 +75,18 @@ def _micro_batch(samples: Sequence[Sample], read: Read) -> MicroBatch:
         routed_experts=routes[0] if len(routes) == 1 else joined_routes(routes, lengths),
         rollouts=[(sample.group, sample.member) for sample in samples],
     )
+
+
+def _token_advantages(sample: Sample, columns: dict[str, NDArray[Any]], teacher_weight: float) -> Any:
+    """Return the advantage of each token, ``[T]`` or one number: of the reward, and of what a teacher finds likelier.
+
+    Rollouts that were finished before the run had a teacher have the first alone.
+    """
+    own = np.float32(sample.advantage)
+    if not teacher_weight or "teacher_logprobs" not in columns:
+        return own
+    apart = np.clip(columns["teacher_logprobs"] - columns["logprobs"], -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return own + np.float32(teacher_weight) * apart.astype(np.float32)
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
@@ -90,6 +104,8 @@ def _columns(sample: Sample, read: Read) -> dict[str, NDArray[Any]]:
             f"the columns of rollout {sample.group}/{sample.member} cannot be read: {error}\n"
             "    hint: hpcrl rollouts verify RUN says what else is damaged; the next attempt rolls it out again"
         ) from error
+    if "teacher_logprobs" in columns:
+        lengths["teacher_logprobs"] = len(columns["teacher_logprobs"])
     if set(lengths.values()) != {sample.tokens}:
         raise RolloutsLostError(
             f"rollout {sample.group}/{sample.member} has {sample.tokens} tokens, its columns {lengths}\n"

@@ -98,6 +98,7 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_count: int = 0
     reward_count_by_env: dict[str, int] = {}
     reward_count_by_part: dict[str, int] = {}
+    teacher_kl: float | None = None
 
     @classmethod
     def of_tokens(cls, total: int = 0, *, sampled: int = 0) -> BatchStats:
@@ -171,6 +172,8 @@ class ReferencedShard(msgspec.Struct, frozen=True, kw_only=True):
         Of the warehouse; None where there is none.
     payload_dir:
         Of the run, on the shared filesystem.
+    teacher_weight:
+        Of the teacher's log-probability minus the engine's in the advantage of a token; 0: there is no teacher.
     """
 
     step: int
@@ -181,6 +184,7 @@ class ReferencedShard(msgspec.Struct, frozen=True, kw_only=True):
     location: Location | None
     payload_dir: str
     format_version: int = REFERENCES_VERSION
+    teacher_weight: float = 0.0
 
 
 class _Format(msgspec.Struct):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -17,6 +18,8 @@ import aiohttp
 from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import ConflictError
+from hpcrl.rollouts.distillation.teacher import Teacher
+from hpcrl.rollouts.distillation.vocabulary import Probe
 from hpcrl.rollouts.engines.deadlines import make_fleet_watch
 from hpcrl.rollouts.environments import build_environments, hosted
 from hpcrl.rollouts.parts import Foundation, OrchestratorParts, build_parts
@@ -66,6 +69,7 @@ class Orchestrator:
             lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
             raise EnvironmentFailedError(lines) from error
         self._lag = LagMonitor()
+        self._teacher = Teacher.of(self._recipe)
         rollouts = self._recipe.rollouts
         self._failures = FailureCount(
             rollouts.failures, max_in_flight=rollouts.max_in_flight, on_failing=self._rollouts_fail
@@ -98,6 +102,8 @@ class Orchestrator:
             http = await stack.enter_async_context(session)
             # the ledger ends after the dock and all tasks
             closing = await stack.enter_async_context(contextlib.AsyncExitStack())
+            if self._teacher is not None:
+                stack.push_async_callback(self._teacher.aclose)
             gate = gate_of(self._context, "dock")
             await stack.enter_async_context(serve_dock(self, gate, host=host, port=port))
             await stack.enter_async_context(self._tasks)
@@ -123,6 +129,7 @@ class Orchestrator:
             events=self._events,
             failures=self._failures,
             lag=self._lag,
+            teacher=self._teacher,
             tasks=self._tasks,
         )
 
@@ -173,6 +180,11 @@ class Orchestrator:
             self._tasks.create_task(parts.membership.run())
         await parts.pool.wait_healthy(timeout_s=timeout_s)
         self._tasks.create_task(parts.pool.watch())
+        if self._teacher is not None:
+            self._teacher.count_in(parts.counters)
+            probe = Probe.of_model(Path(self._recipe.model.path))
+            limit = self._recipe.engine.max_model_len
+            await self._teacher.check(probe, max_model_len=limit, timeout_s=timeout_s)
         watch = make_fleet_watch(
             self._context,
             self._recipe.rollouts,

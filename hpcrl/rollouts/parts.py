@@ -18,6 +18,7 @@ from hpcrl.config.sampling import EvaluationSampling, SamplingConfig
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.server import BatchServer
 from hpcrl.rollouts.batches.warehouse import WarehouseProcess
+from hpcrl.rollouts.distillation.teacher import Teacher
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.deadlines import engines_lost_after_s
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
@@ -59,6 +60,8 @@ class Foundation:
     events: EventWriter
     failures: FailureCount
     lag: LagMonitor
+    teacher: Teacher | None
+    """None: rollouts are not compared with a teacher."""
     tasks: asyncio.TaskGroup
     """Tasks that end with the orchestrator, and end it where they fail."""
 
@@ -265,6 +268,7 @@ def _build_scheduler(
         journal=restored.ledger,
         room=room,
         failures=base.failures,
+        teacher=base.teacher,
     )
 
 

@@ -76,6 +76,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts:
         Of all ``T`` tokens, as far as engines said: the row of the last one is always missing. None where engines do
         not return them.
+    teacher_logprobs:
+        ``[T]`` float32: the teacher's log-probability of a sampled token, 0 elsewhere; None without a teacher.
     """
 
     member: int
@@ -89,6 +91,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float = 0.0
     turns: list[Turn] = []
     routed_experts: RoutedExperts | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def teacher_divergence(self) -> float | None:
+        """The sum over sampled tokens of the policy's log-probability minus the teacher's; None without a teacher."""
+        if self.teacher_logprobs is None:
+            return None
+        apart = np.where(self.sampled != 0, self.logprobs - self.teacher_logprobs, 0)
+        return float(apart.sum(dtype=np.float64))
 
     @property
     def first_version(self) -> int:
@@ -118,6 +129,8 @@ class StoredRollout(msgspec.Struct, frozen=True, kw_only=True):
         Of its columns.
     counts_as:
         The version that all its tokens count as after a restore; None: as they were sampled.
+    teacher_divergence:
+        As that of `Rollout`.
     """
 
     member: int
@@ -132,6 +145,7 @@ class StoredRollout(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int
     place: PayloadPlace
     counts_as: int | None = None
+    teacher_divergence: float | None = None
 
     @classmethod
     def of(cls, rollout: Rollout, place: PayloadPlace, *, counts_as: int | None = None) -> StoredRollout:
@@ -149,6 +163,7 @@ class StoredRollout(msgspec.Struct, frozen=True, kw_only=True):
             last_version=rollout.last_version if counts_as is None else counts_as,
             place=place,
             counts_as=counts_as,
+            teacher_divergence=rollout.teacher_divergence,
         )
 
 
@@ -223,7 +238,8 @@ def finished_entry(
 def encode_rollout(rollout: Rollout) -> tuple[bytes, dict[str, NDArray[Any]]]:
     """What `hpcrl.dock.columns.encode_columns` wants of a rollout: what is no array, and arrays as `Rollout` has them.
 
-    Routed experts are two columns, ``routed_experts [T, layers, experts_per_token]`` and ``routed_present [T]`` uint8.
+    Routed experts are two columns, ``routed_experts [T, layers, experts_per_token]`` and ``routed_present [T]`` uint8;
+    with a teacher there is ``teacher_logprobs [T]`` float32.
     """
     about = _About(
         member=rollout.member,
@@ -237,6 +253,8 @@ def encode_rollout(rollout: Rollout) -> tuple[bytes, dict[str, NDArray[Any]]]:
     if rollout.routed_experts is not None:
         arrays["routed_experts"] = rollout.routed_experts.experts
         arrays["routed_present"] = rollout.routed_experts.known.view(np.uint8)
+    if rollout.teacher_logprobs is not None:
+        arrays["teacher_logprobs"] = rollout.teacher_logprobs
     return msgspec.msgpack.encode(about), arrays
 
 
@@ -249,7 +267,7 @@ def decode_rollout(block: bytes | memoryview) -> Rollout:
         It is no such block, or lacks a column.
     """
     fields, arrays = decode_record(block, _ARRAYS, _About, "a rollout")
-    return Rollout(**fields, routed_experts=routes_of(arrays))
+    return Rollout(**fields, routed_experts=routes_of(arrays), teacher_logprobs=arrays.get("teacher_logprobs"))
 
 
 _ARRAYS = ("token_ids", "sampled", "logprobs", "versions")

@@ -73,7 +73,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         Share of the batch's tokens that took the experts of the engine (``trainer.router_replay``); None where experts
         are not replayed.
     reference_kl:
-        k3 estimate of KL(trainer || start model) over trained tokens, with ``algorithm.kl``; None without.
+        k3 estimate of KL(trainer || reference) over trained tokens, with ``algorithm.kl``; None without.
+    teacher_kl:
+        Mean over trained tokens of the engine's log-probability minus the teacher's, an estimate of KL(engine ||
+        teacher), with ``algorithm.distillation``; None without.
     unknown_routing:
         Share of the batch's tokens whose experts no engine said, by kind: ``last``, the last token of a rollout, which
         never went into an engine; ``sampled``, other sampled tokens; ``context``, prompts and what tools said. Empty
@@ -137,6 +140,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     unreplayed_mismatch_kl: float | None = None
     replayed_share: float | None = None
     reference_kl: float | None = None
+    teacher_kl: float | None = None
     unknown_routing: dict[str, float] = {}
     rollouts_digest: str | None = None
     skipped: bool = False

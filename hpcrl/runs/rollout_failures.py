@@ -45,6 +45,8 @@ class FailureCause(StrEnum):
     """The prompt left no room for an answer."""
     ENGINE = "engine"
     """No engine answered after the last retry."""
+    TEACHER = "teacher"
+    """The teacher gave no log-probabilities that could be used (``algorithm.distillation``)."""
     ENVIRONMENT = "environment"
     """Any of those of the environment: an earlier version did not tell them apart."""
 
@@ -61,6 +63,7 @@ _WORDS = {
     FailureCause.LOST: "lost their process",
     FailureCause.NO_ROOM: "had no room for an answer",
     FailureCause.ENGINE: "got no answer of an engine",
+    FailureCause.TEACHER: "got no log-probabilities of the teacher",
     FailureCause.ENVIRONMENT: "failed in the environment",
 }
 

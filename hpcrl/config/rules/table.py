@@ -16,6 +16,7 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.recipe import Recipe, WarmupConfig, WordsEnv
 from hpcrl.config.rules.colocated import COLOCATED_RULES
 from hpcrl.config.rules.datasets import DATASET_RULES
+from hpcrl.config.rules.distillation import DISTILLATION_RULES
 from hpcrl.config.rules.engine import ENGINE_RULES
 from hpcrl.config.rules.evaluation import EVALUATION_RULES
 from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES, ONE_NODE
@@ -340,6 +341,7 @@ RULES: tuple[Rule, ...] = (
         _evaluation_covers,
     ),
     *EVALUATION_RULES,
+    *DISTILLATION_RULES,
     Rule(
         "loss-settings-apply",
         "A loss setting that is written has an effect on the chosen loss.",

@@ -26,6 +26,8 @@ ORCHESTRATOR_BYTES = int(2.0 * GIB)
 """The orchestrator without rollouts."""
 TOKEN_RECORD_BYTES = 17
 """A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
+TEACHER_BYTES = 4
+"""Of a token: what a teacher says of it."""
 KEPT_ROWS_BYTES = 1 << 30
 """Rows of experts that a server keeps until they are fetched (`hpcrl.inference.kept_rows`)."""
 ENVIRONMENT_BYTES = 4 << 20
@@ -76,14 +78,15 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
     """The orchestrator with all rollouts that may exist at once."""
     yield Term("orchestrator", ORCHESTRATOR_BYTES, "constant", {}, "assumed")
     flying, length = recipe.rollouts.max_in_flight, recipe.engine.max_model_len
-    inputs = {"in flight": flying, "tokens": length, "token": TOKEN_RECORD_BYTES, "copies": PAYLOAD_COPIES}
-    value = flying * length * TOKEN_RECORD_BYTES * PAYLOAD_COPIES
+    token = TOKEN_RECORD_BYTES + (0 if recipe.algorithm.distillation is None else TEACHER_BYTES)
+    inputs = {"in flight": flying, "tokens": length, "token": token, "copies": PAYLOAD_COPIES}
+    value = flying * length * token * PAYLOAD_COPIES
     yield Term("rollouts", value, "in flight · tokens · token · copies", inputs)
     yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
     routes = 0
     if recipe.returns_routed_experts:
         routes = token_routes_bytes(facts)
-    yield _warehouse(recipe, TOKEN_RECORD_BYTES + routes)
+    yield _warehouse(recipe, token + routes)
     if routes:
         inputs = {"in flight": flying, "tokens": length, "token": routes, "copies": PAYLOAD_COPIES}
         yield _routes_in_flight(recipe, flying, rollout_routes_bytes(recipe, facts), inputs)

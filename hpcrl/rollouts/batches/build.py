@@ -80,8 +80,10 @@ def build_batch(
     location, payload_dir:
         Where ranks find columns: in memory, and on the shared filesystem.
     """
+    distillation = recipe.algorithm.distillation
+    weight = 1.0 if distillation is None else distillation.reward_weight
     samples = [
-        _Sample(group, rollout, float(advantage), step - 1 - rollout.first_version)
+        _Sample(group, rollout, weight * float(advantage), step - 1 - rollout.first_version)
         for group in groups
         for rollout, advantage in zip(
             group.rollouts,
@@ -102,6 +104,7 @@ def build_batch(
                 stats=stats,
                 location=location,
                 payload_dir=str(payload_dir),
+                teacher_weight=0.0 if distillation is None else distillation.coefficient,
             )
         )
         for rank, micro_batches in enumerate(layout)
@@ -148,7 +151,15 @@ def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchSt
         reward_count=len(samples),
         reward_count_by_env={name: len(values) for name, values in sorted(by_env.items())},
         reward_count_by_part={name: len(values) for name, values in sorted(parts.items())},
+        teacher_kl=_teacher_kl([sample.rollout for sample in samples]),
     )
+
+
+def _teacher_kl(rollouts: Sequence[StoredRollout]) -> float | None:
+    """Return the mean over sampled tokens of the engine's log-probability minus the teacher's; None without any."""
+    scored = [rollout for rollout in rollouts if rollout.teacher_divergence is not None]
+    tokens = sum(rollout.sampled_tokens for rollout in scored)
+    return sum(rollout.teacher_divergence or 0.0 for rollout in scored) / tokens if tokens else None
 
 
 def _line(sample: _Sample, text: str) -> dict[str, Any]:

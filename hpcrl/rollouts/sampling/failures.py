@@ -15,6 +15,7 @@ import msgspec
 from hpcrl.config.rollouts import RolloutFailuresConfig
 from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError, RolloutsFailedError
 from hpcrl.reporting import ReportedFile
+from hpcrl.rollouts.distillation.teacher import TeacherError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.environments.outcomes import OutcomeError, plain_text
@@ -87,10 +88,12 @@ def describe_failure(error: Exception) -> tuple[FailureCause, FirstFailure]:
         kinds = {
             OutcomeError: FailureCause.UNUSABLE,
             NoRoomError: FailureCause.NO_ROOM,
+            TeacherError: FailureCause.TEACHER,
             TimeoutError: FailureCause.TIMEOUT,
         }
         cause = next((value for kind, value in kinds.items() if isinstance(error, kind)), FailureCause.RAISED)
-        what = str(error) if isinstance(error, OutcomeError | NoRoomError) else f"{type(error).__name__}: {error}"
+        plain = isinstance(error, OutcomeError | NoRoomError | TeacherError)
+        what = str(error) if plain else f"{type(error).__name__}: {error}"
         if cause in (FailureCause.RAISED, FailureCause.TIMEOUT) and error.__traceback__ is not None:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -171,7 +174,11 @@ class FailureCount:
         self._in_a_row += 1
         told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
         text = str(error) if told else f"{type(error).__name__}: {error}"
-        _log.warning("a rollout failed: %s", text, exc_info=None if told or isinstance(error, EngineError) else error)
+        _log.warning(
+            "a rollout failed: %s",
+            text,
+            exc_info=None if told or isinstance(error, EngineError | TeacherError) else error,
+        )
         if self._in_a_row < _MAX_IN_A_ROW:
             # engines that fail are restarted, and what becomes of them is decided by others
             return None if cause is FailureCause.ENGINE else self._too_large_a_share(rollout, tally)

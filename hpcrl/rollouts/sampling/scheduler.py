@@ -11,12 +11,13 @@ from functools import partial
 from hpcrl.config.recipe import RolloutConfig
 from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
+from hpcrl.rollouts.distillation.teacher import Teacher, TeacherError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
 from hpcrl.rollouts.environments import Prompt, prompt_of
 from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.ledger import GroupJournal
-from hpcrl.rollouts.records import Group, StoredRollout
+from hpcrl.rollouts.records import Group, Rollout, StoredRollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningRollout
@@ -84,6 +85,7 @@ class Scheduler:
         turns: Mapping[tuple[int, int], Sequence[SavedTurn]] | None = None,
         room: RoutesRoom | None = None,
         failures: FailureCount | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         """Take up the work; nothing is started before `run`.
 
@@ -105,6 +107,8 @@ class Scheduler:
             For routed experts of what is in flight; None: without bounds.
         failures:
             Told of rollouts that begin, finish and fail; None: only many in a row end the run.
+        teacher:
+            Scores finished rollouts; None: there is none.
         """
         self._room = room or RoutesRoom()
         self._journal, self._parts, self._turns = journal, dict(parts or {}), dict(turns or {})
@@ -123,7 +127,7 @@ class Scheduler:
         self._running: dict[int, _Running] = {}
         self._finished = {group.index: group for group in finished}
         self._draining = False
-        self._failures = failures or FailureCount()
+        self._failures, self._teacher = failures or FailureCount(), teacher
         self._error: HpcrlError | None = None
         self._wake = asyncio.Event()
         self._batch_ready = asyncio.Event()
@@ -320,6 +324,8 @@ class Scheduler:
                 self._counters.dropped_environment += 1
                 self._failed(NoRoomError(), counted)
                 return
+            if (rollout := await self._scored(rollout, counted)) is None:
+                return
             running.written.append(member)
             keeper.close()
             try:
@@ -344,6 +350,17 @@ class Scheduler:
                 running.conversations.remove(conversation)
             self._counters.turns_recalled += keeper.recalled
             self._counters.turns_given_up += keeper.given_up
+
+    async def _scored(self, rollout: Rollout, counted: RunningRollout) -> Rollout | None:
+        """Return the rollout with what a teacher says of it, if there is one; None where that has failed."""
+        if self._teacher is None:
+            return rollout
+        try:
+            return await self._teacher.scored(rollout)
+        except TeacherError as error:
+            self._counters.dropped_environment += 1
+            self._failed(error, counted)
+            return None
 
     def _failed(self, error: Exception, counted: RunningRollout) -> None:
         self._error = self._failures.failed(error, counted) or self._error

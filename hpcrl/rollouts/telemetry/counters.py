@@ -19,7 +19,8 @@ class Counters(msgspec.Struct, kw_only=True):
     dropped_engine:
         Given up after the last retry of a request.
     dropped_environment:
-        The environment raised an error or gave no usable reward, or the prompt left no room for an answer.
+        The environment raised an error or gave no usable reward, the prompt left no room for an answer, or the teacher
+        gave no log-probabilities.
     malformed_calls:
         Tool calls of finished rollouts that cannot be run: no JSON, no end, no tool of that name.
     turns_ended_otherwise:
@@ -50,6 +51,8 @@ class Counters(msgspec.Struct, kw_only=True):
         Tokens of finished rollouts by where their rows of experts are from: the engine that answered; another rollout
         of the same prompt and salt (`hpcrl.rollouts.sampling.known_rows`), maybe of another forward pass; nobody.
         The last token of a rollout has none, and is not counted.
+    teacher_requests, teacher_retries:
+        Requests to the teacher of a distillation, and those that were made again.
     routes_bytes:
         Of the rows of experts of finished rollouts.
     rows_prefill:
@@ -82,6 +85,8 @@ class Counters(msgspec.Struct, kw_only=True):
     rows_unknown: int = 0
     rows_prefill: int = 0
     routes_bytes: int = 0
+    teacher_requests: int = 0
+    teacher_retries: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Names and counts."""

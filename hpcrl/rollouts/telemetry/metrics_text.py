@@ -20,7 +20,7 @@ _COUNTERS = {
     "consumed": "Rollouts that were handed to the trainer.",
     "mixed_versions": "Finished rollouts with tokens of two or more policy versions.",
     "dropped_engine": "Rollouts that were given up after the last retry of a request.",
-    "dropped_environment": "Rollouts whose environment failed, or whose prompt left no room for an answer.",
+    "dropped_environment": "Rollouts whose environment or teacher failed, or whose prompt left no room for an answer.",
     "malformed_calls": "Tool calls of finished rollouts that could not be run.",
     "turns_ended_otherwise": "Turns of finished rollouts that ended by another token than the chat template's.",
     "refused_parts": "Parts of rewards that were left out because they are no finite numbers.",
@@ -40,6 +40,8 @@ _COUNTERS = {
     "rows_unknown": "Tokens whose experts nobody returned.",
     "routes_bytes": "Bytes of the rows of experts of finished rollouts.",
     "rows_prefill": "Tokens of prompts whose experts a prefill engine returned behind the answer.",
+    "teacher_requests": "Requests to the teacher of a distillation.",
+    "teacher_retries": "Requests to the teacher that repeat a failed one.",
 }
 
 

@@ -51,5 +51,6 @@ def step_record(
         phases_s=phases_s,
         rollouts=stats.rollouts,
         held_out_loss=held_out_loss,
+        teacher_kl=stats.teacher_kl,
         **measured,
     )
