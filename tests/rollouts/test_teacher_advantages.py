@@ -118,7 +118,7 @@ async def test_advantages_have_what_the_teacher_finds_likelier(tmp_path: Path, r
                 (group.index, each.member): each.reward for group in loop.last_groups() for each in group.rollouts
             }
             groups = {group.index: [each.reward for each in group.rollouts] for group in loop.last_groups()}
-            counters = loop.orchestrator._counters
+            counters = loop.parts.counters
             assert counters.teacher_requests >= len(rollouts)
             assert counters.teacher_retries == 0
         total, tokens = 0.0, 0
@@ -205,7 +205,7 @@ async def test_a_rollout_without_scores_is_dropped_and_counted(tmp_path: Path) -
             (found,) = loop.orchestrator._failures.report()
             assert found.failed == {FailureCause.TEACHER.value: 2}
             assert "answered 400" in found.first[FailureCause.TEACHER.value].what
-            assert loop.orchestrator._counters.dropped_environment == 2
+            assert loop.parts.counters.dropped_environment == 2
 
 
 async def test_a_teacher_with_another_tokenizer_or_a_short_context_is_refused(tmp_path: Path) -> None:
