@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-sys.path.insert(0, str(TESTS / "rollouts" / "rendering"))
 sys.path.insert(0, str(TESTS))
 
 from family_lab import FAMILIES, TOOLS, write_family  # noqa: E402

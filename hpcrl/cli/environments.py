@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrl.cli.conversations import KIND_STYLES, message_pieces
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
 from hpcrl.cli.output import json_text, say, screen
 
@@ -93,10 +94,12 @@ def _print(name: str, task: int, found: dict[str, Any], console: Console) -> Non
     def tell(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
-    def show(messages: list[dict[str, str]]) -> None:
+    def show(messages: list[dict[str, Any]]) -> None:
         for message in messages:
-            lines = message["content"].splitlines() or ["(nothing)"]
-            tell("\n".join([f"  {message['role']}: {lines[0]}", *(f"    {line}" for line in lines[1:])]))
+            for kind, text in message_pieces(message):
+                lines = text.splitlines() or ["(nothing)"]
+                said = "\n".join([f"  {kind}: {lines[0]}", *(f"    {line}" for line in lines[1:])])
+                tell(said, KIND_STYLES.get(kind.partition(" (")[0], ""))
 
     tell(f"{name}, training task {task}", "bold")
     if "prompt" in found:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrl.cli.conversations import print_pieces, turns_in_pieces
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.output import json_text, say, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hpcrl.dock.ledger.replay import Held
     from hpcrl.runs.rundir import RunDir
@@ -140,6 +141,7 @@ def rollouts_show(
 ) -> None:
     """Show one rollout: its turns with their text, versions and log-probabilities.
 
+    Control tokens, thinking, tool calls and what tools said are named in the first column.
     Tokens are kept as long as a checkpoint may need them; of older ones there is the text, without its middle.
     """
     from hpcrl.runs.views.rollout_export import export_row, json_pieces
@@ -175,9 +177,9 @@ def _print_rollout(run: RunDir, held: Held) -> None:
         if text := details.get("text"):
             console.print(f"\n{text}", highlight=False)
         return
-    for piece in _pieces(run, details, columns):
-        console.print(f"\n{piece[0]}", highlight=False, style="bold")
-        console.print(piece[1], highlight=False)
+    for heading, pieces in _pieces(run, details, columns):
+        console.print(f"\n{heading}", highlight=False, style="bold")
+        print_pieces(pieces)
 
 
 def _routes_in_words(columns: dict[str, Any]) -> str:
@@ -198,23 +200,24 @@ def _decoder(run: RunDir) -> Callable[[list[int]], str] | None:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _pieces(run: RunDir, details: dict[str, Any], columns: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was said and what was sampled, turn by turn: a heading, and the text."""
-    text: Callable[[list[int]], str] = _decoder(run) or str
-
-    pieces, at = [], 0
-    for number, (said, sampled, wait_s, reply_s) in enumerate(details["turns"], 1):
-        heading = f"turn {number}: said, {said} tokens, after {wait_s:.1f} s"
-        pieces.append((heading, text(columns["token_ids"][at : at + said].tolist())))
-        at += said
-        part = slice(at, at + sampled)
+def _pieces(
+    run: RunDir, details: dict[str, Any], columns: dict[str, Any]
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield what was said and what was sampled, turn by turn: a heading, and kinds with their texts."""
+    ids = columns["token_ids"].tolist()
+    bounds, at = [], 0
+    for said, sampled, _, _ in details["turns"]:
+        bounds.append((at, at + said, at + said + sampled))
+        at += said + sampled
+    spoken = turns_in_pieces(run, [(ids[begin:middle], ids[middle:end]) for begin, middle, end in bounds])
+    for number, (bound, turn, pieces) in enumerate(zip(bounds, details["turns"], spoken, strict=True), 1):
+        said, sampled, wait_s, reply_s = turn
+        part = slice(*bound[1:])
+        yield f"turn {number}: said, {said} tokens, after {wait_s:.1f} s", pieces[0]
         versions = sorted(set(columns["versions"][part].tolist()))
         logprob = float(columns["logprobs"][part].mean()) if sampled else 0.0
         about = f"{sampled} tokens in {reply_s:.1f} s, version {'-'.join(map(str, versions))}"
-        heading = f"turn {number}: sampled, {about}, mean log-probability {logprob:.3f}"
-        pieces.append((heading, text(columns["token_ids"][part].tolist())))
-        at += sampled
-    return pieces
+        yield f"turn {number}: sampled, {about}, mean log-probability {logprob:.3f}", pieces[1]
 
 
 @rollouts_app.command("verify")

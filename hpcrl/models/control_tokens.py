@@ -84,6 +84,11 @@ class ControlTokens:
         shown = (list(filter(_may_be_marked, token)) for token in self._tokens)
         self._edges = {char for token in shown for char in (token[0], token[-1])}
 
+    @property
+    def ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        return self._ids
+
     def spells(self, text: str) -> bool:
         """Return whether a text has a control token in it, or may become part of one beside other text."""
         normal = self._normal(text)

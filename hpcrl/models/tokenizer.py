@@ -69,6 +69,11 @@ class ChatTokenizer:
         """Number of ids, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of tokens that say who speaks and where something begins or ends; text never has one."""
+        return self._control.ids
+
     def id_of(self, token: str) -> int | None:
         """Return the id of a token as it stands in the vocabulary; None where it does not."""
         found = self._tokenizer.token_to_id(token)

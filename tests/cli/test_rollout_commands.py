@@ -222,7 +222,8 @@ def test_show_has_turns_and_falls_back_on_the_text(run: RunDir, rollouts: Comman
     out, _ = rollouts("show", "3/1")
     assert "reverse cat" in out
     assert "turn 1: sampled, 4 tokens in 2.0 s, version 2, mean log-probability -0.250" in out
-    assert out.rstrip().endswith("tac<|end|>")
+    assert [line.split(maxsplit=1) for line in out.splitlines()[-2:]] == [["text", "tac"], ["control", "<|end|>"]]
+    assert ["said", "reverse cat"] in [line.split(maxsplit=1) for line in out.splitlines()]
     for path in (run.rollouts_dir / "payload").iterdir():
         path.unlink()
     out, _ = rollouts("show", "1/0")

@@ -12,7 +12,7 @@ from chat_lab import byte_tokenizer, write_model
 from tiktoken_lab import added_tokens, trained_ranks, write_kimi
 from tokenizers import AddedToken, Tokenizer
 
-PUBLISHED = Path(__file__).parents[3] / ".chat-templates"
+PUBLISHED = Path(__file__).parents[1] / ".chat-templates"
 TRL, LLAMA_CPP = "trl/chat_templates", "llama.cpp"
 needs_templates = pytest.mark.skipif(
     not all((PUBLISHED / each).is_dir() for each in (TRL, LLAMA_CPP)),
