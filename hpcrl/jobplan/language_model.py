@@ -10,14 +10,14 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.errors import UsageError
 from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.jobplan.start_model import look_at_directory
-from hpcrl.models.arch import SAME_TEXT, arch_from_config
+from hpcrl.models.arch import SAME_TEXT, Qwen35Arch, Qwen35MoeArch, arch_from_config
 from hpcrl.models.configfile import read_config
 from hpcrl.models.written import small_files
 from hpcrl.weights.read.model_directory import INDEX
@@ -33,6 +33,12 @@ _NAMES = (
     (re.compile(r"^lm_head\."), "lm_head."),
 )
 """Names of the language model's tensors in wrappers, older and newer ones of transformers, and their own."""
+_MTP = "mtp."
+"""Before the names of tensors of multi-token prediction, which lie beside the language model of Qwen3.5."""
+_STACKED = re.compile(r"^(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+"""Experts of a layer of Qwen3.5 that are published as one tensor, laid out as one expert's matrices are."""
+_QWEN35 = (*Qwen35Arch.MODEL_TYPES, *Qwen35MoeArch.MODEL_TYPES)
+"""Families that are published inside of models that also see, and not by themselves."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that wrappers may have in place of the language model."""
 _OF_WRAPPERS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -80,12 +86,19 @@ def extract_language_model(model_dir: Path, target: Path) -> Extracted:
     with ModelFiles(model_dir) as files:
         # a weight in MXFP4 is stored as its blocks and scales
         stored = {name: block for name, block in files.tensors.items() if block.width}
+    qwen35 = config["model_type"] in _QWEN35
     names = {name: own for name in stored if (own := language_model_name(name)) is not None}
+    if qwen35:
+        names |= {name: name for name in stored if name.startswith(_MTP)}
     left_out = Counter(_beginning(name) for name in stored.keys() - names.keys())
+    parts = {
+        name: dict(_by_expert(own, stored[name])) if qwen35 and not name.startswith(_MTP) else {own: stored[name]}
+        for name, own in names.items()
+    }
     stage = StagedDirectory(target, token=f"extract-{os.getpid()}")
     stage.create()
     try:
-        _write_tensors(stage.path, names, stored)
+        _write_tensors(stage.path, parts, stored)
         _write_small_files(model_dir, stage.path, {**config, "tie_word_embeddings": _is_tied(stage.path, config)})
         if problems := look_at_directory(stage.path).problems:
             what = problems[0][0].replace(str(stage.path), str(target))
@@ -94,7 +107,7 @@ def extract_language_model(model_dir: Path, target: Path) -> Extracted:
     except BaseException:
         stage.discard()
         raise
-    return Extracted(target, len(names), dict(left_out))
+    return Extracted(target, sum(map(len, parts.values())), dict(left_out))
 
 
 def _own_config(model_dir: Path) -> dict[str, Any]:
@@ -111,8 +124,8 @@ def _own_config(model_dir: Path) -> dict[str, Any]:
         if own.get(key) is None and config.get(key) is not None:
             own[key] = config[key]
     kind = str(own.get("model_type"))
-    if kind in SAME_TEXT:
-        own["model_type"] = SAME_TEXT[kind]
+    if kind in SAME_TEXT or kind in _QWEN35:
+        own["model_type"] = SAME_TEXT.get(kind, kind)
         for key in ("rope_scaling", "rope_parameters"):
             if isinstance(own.get(key), dict):
                 own[key] = {name: value for name, value in own[key].items() if not name.startswith("mrope")}
@@ -136,18 +149,35 @@ def _beginning(name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "model" else first
 
 
-def _write_tensors(target: Path, names: Mapping[str, str], stored: Mapping[str, StoredBlock]) -> None:
+def _by_expert(name: str, block: StoredBlock) -> Iterator[tuple[str, StoredBlock]]:
+    """Name the matrices of each expert in a tensor of all, ``[experts, out, in]``; any other tensor is one itself."""
+    found = _STACKED.match(name)
+    if found is None or len(block.shape) != 3:
+        yield name, block
+        return
+    experts, rows, width = block.shape
+    matrices = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
+    own = StoredBlock(block.file, block.offset, block.dtype, block.width, (rows // len(matrices), width))
+    for expert in range(experts):
+        for number, matrix in enumerate(matrices):
+            place = block.offset + (expert * len(matrices) + number) * own.nbytes
+            yield f"{found[1]}.{expert}.{matrix}.weight", own._replace(offset=place)
+
+
+def _write_tensors(
+    target: Path, parts: Mapping[str, Mapping[str, StoredBlock]], stored: Mapping[str, StoredBlock]
+) -> None:
     """Write a file for each of the model's that has tensors of the language model, and an index."""
-    by_file: dict[Path, dict[str, str]] = {}
-    for name in names:
-        by_file.setdefault(stored[name].file, {})[name] = names[name]
+    by_file: dict[Path, dict[str, StoredBlock]] = {}
+    for name, own in parts.items():
+        by_file.setdefault(stored[name].file, {}).update(own)
     placed: dict[str, str] = {}
     # not the name of the only file of a model: an index beside it would not be read
     for number, (_, own) in enumerate(sorted(by_file.items()), start=1):
         file = f"model-{number:05d}-of-{len(by_file):05d}.safetensors"
-        write_copied_tensors(target / file, {own[name]: stored[name] for name in own})
-        placed |= dict.fromkeys(own.values(), file)
-    size = sum(stored[name].nbytes for name in names)
+        write_copied_tensors(target / file, own)
+        placed |= dict.fromkeys(own, file)
+    size = sum(stored[name].nbytes for name in parts)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
     _write_json(target / INDEX, index)
 

@@ -32,7 +32,23 @@ VISION = {
     "qwen3_vl": {"model_type": "qwen3_vl", "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
     | {"patch_size": 4, "out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 }
+VISION |= {kind: {**VISION["qwen3_vl"], "model_type": f"{kind}_vision"} for kind in ("qwen3_5", "qwen3_5_moe")}
+for kind in ("qwen3_5", "qwen3_5_moe"):
+    del VISION[kind]["deepstack_visual_indexes"]
 INNER = {"llava": "llama", "mistral3": "mistral", "qwen3_vl": "qwen3_vl_text"}
+INNER |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 1e-2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+BESIDE = {"qwen3_5": DELTA, "qwen3_5_moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}}
 
 
 def test_names_of_both_kinds_of_wrappers() -> None:
@@ -55,7 +71,7 @@ def wrapper(path: Path, kind: str, **text: Any) -> Any:
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    inner = {"model_type": INNER[kind], **TEXT, **text}
+    inner = {"model_type": INNER[kind], **TEXT, **BESIDE.get(kind, {}), **text}
     config = AutoConfig.for_model(kind, text_config=inner, vision_config=VISION[kind])
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -91,6 +107,32 @@ def test_text_is_what_the_whole_model_makes_of_it(tmp_path: Path, kind: str, *, 
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "own", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+
+
+def test_experts_in_one_tensor_are_taken_apart_and_prediction_is_kept(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: experts of a layer lie in two tensors, multi-token prediction beside the model."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    wrapper(tmp_path / "whole", "qwen3_5_moe", mtp_num_hidden_layers=1)
+    tensors = load_file(tmp_path / "whole/model.safetensors")
+    apart = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    wanted = {name.replace("model.language_model.", "model."): tensor for name, tensor in apart.items()}
+    stacked = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    for layer in range(TEXT["num_hidden_layers"]):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+        own = [{m: apart[f"{prefix}.{e}.{m}_proj.weight"] for m in ("gate", "up", "down")} for e in range(4)]
+        stacked[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat((each["gate"], each["up"])) for each in own])
+        stacked[f"{prefix}.down_proj"] = torch.stack([each["down"] for each in own])
+    stacked["mtp.fc.weight"] = torch.randn(32, 64)
+    save_file(stacked, tmp_path / "whole/model.safetensors", metadata={"format": "pt"})
+    extract_language_model(tmp_path / "whole", tmp_path / "own")
+    (file,) = (tmp_path / "own").glob("*.safetensors")
+    found = load_file(file)
+    assert len(wanted) == 3 * 4 * TEXT["num_hidden_layers"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert torch.equal(found["mtp.fc.weight"], stacked["mtp.fc.weight"])
+    assert summarise_model(tmp_path / "own").is_good
 
 
 def test_what_wraps_nothing_that_is_known_is_refused(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ HEAD = (
     "| checkpoint, hand-off, embedded engine | vLLM |"
 )
 #: what tests of vLLM start (tests/inference/vllm/test_vllm_families.py, and Qwen3-MoE in all others)
-SERVED_BY_VLLM = {"deepseek_v3", "glm4_moe", "gpt_oss", "mistral", "qwen3", "qwen3_moe"}
+SERVED_BY_VLLM = {"deepseek_v3", "glm4_moe", "gpt_oss", "mistral", "qwen3", "qwen3_moe", "qwen3_next"}
 #: which vLLM for processors refuses or cannot compute; docs/training.md has its words
-NOT_ON_CPUS = {"glm_moe_dsa", "minimax_m2", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+NOT_ON_CPUS = {"glm_moe_dsa", "minimax_m2", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text"}
 #: on which meshes each family is trained as on one rank: family, degrees, scheme
 TRAINED = [
     *((family, degrees, "ulysses") for cases in test_meshes.MESHES.values() for family, degrees in cases),
