@@ -88,7 +88,7 @@ _ATTENTION = {
     "glm_moe_dsa": {"full_attention", "indexed_attention"},
     "gpt_oss": {"full_attention", "sliding_attention"},
     "llama4_text": {"full_attention", "chunked_attention"},
-    **dict.fromkeys(_DELTA, {"full_attention", "linear_attention"}),
+    **{kind: {"full_attention", "linear_attention"} for kind in _DELTA},
 }
 #: families whose reader looks at ``layer_types`` itself
 _HYBRID = frozenset({"nemotron_h"})

@@ -137,7 +137,7 @@ _OF_FAMILY: Mapping[str, frozenset[str]] = {
 }
 _OF_FAMILY_WITH_VALUE: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "llama": {"rope_interleaved": (False,)},
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), {"mlp_only_layers": ([],)}),
+    **{kind: {"mlp_only_layers": ([],)} for kind in ("qwen3_5_moe_text", "qwen3_5_text")},
     "minimax_m2": {"mtp_transformer_layers": (1,)},
     "qwen2": {"use_mrope": (False,)},
     "nemotron_h": {

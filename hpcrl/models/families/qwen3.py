@@ -79,7 +79,10 @@ def _shared_moe(config: Config) -> Moe:
 
 
 def _gated_delta(config: Config, name: str, mlp: Callable[[int], Mlp], *, interleaved: bool) -> ModelFacts:
-    """Facts of a hybrid whose layer of a number has the block that ``mlp`` makes; its modules of prediction have experts, where it has any."""
+    """Read the facts of a hybrid whose layer of a number has the block that ``mlp`` makes.
+
+    Its modules of multi-token prediction have experts, where it has any.
+    """
     full = gqa(config, qk_norm="head", output_gate=True)
     linear = GatedDeltaNet(
         hidden_size=config["hidden_size"],
