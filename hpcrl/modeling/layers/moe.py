@@ -300,7 +300,7 @@ class SparseMLP(nn.Module):
             mixed = self.fc2_latent_proj(mixed)
         if self.shared_experts is None:
             return mixed
-        shared = self.shared_experts(x)
+        shared: Tensor = self.shared_experts(x)
         return mixed + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x) * shared)
 
     @opaque
