@@ -13,7 +13,7 @@ import torch
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.recipe import TrainerMemoryConfig
 from hpcrl.modeling.spec import SPECS
-from hpcrl.models.arch import GlmMoeDsaArch, MinimaxM2Arch, ModelArch, Qwen3Arch
+from hpcrl.models.arch import GatedDeltaArch, GlmMoeDsaArch, MinimaxM2Arch, ModelArch, Qwen3Arch
 from hpcrl.models.known import find_config
 from hpcrl.models.layers import Layer, Moe
 from hpcrl.planning.memory.real_model import measure_pass
@@ -93,7 +93,10 @@ def sizes_of(family: type[ModelArch], **changed: Any) -> ModelArch:
     if "layers_block_type" in known:
         changed["num_hidden_layers"] = max(changed.get("num_hidden_layers", 0), 4)
         changed["layers_block_type"] = BLOCKS[: changed["num_hidden_layers"]]
-    if "layer_types" in known:
+    if not issubclass(family, GatedDeltaArch):
+        # layers of other kinds
+        known.discard("layer_types")
+    else:
         layers = changed.get("num_hidden_layers", SIZES["num_hidden_layers"])
         changed["layer_types"] = (SIZES["layer_types"] * layers)[:layers]
     return family(**{name: value for name, value in {**SIZES, **changed}.items() if name in known})

@@ -338,11 +338,13 @@ def test_kv_capacity_with_windows_by_hand() -> None:
 
 
 def test_linear_attention_keeps_its_activations() -> None:
-    """By hand, in bfloat16: projections and convolution, the rule, states of chunks, and the gated norm."""
+    """By hand, in bfloat16: the convolution, numbers of heads, the rule, states of chunks, and the gated norm."""
     linear = load_facts("Qwen3-Next-80B-A3B-Instruct").layers[0]
     shape = ActivationShape(tokens=64, element_bytes=2)
-    a_token = 2 * (8192 + 4096 + 64) + 2 * 8192 + 2 * (2 * 4096 + 2 * 4096) + 4 * 32 + 10 * 4096
-    state = 4 * 32 * 128 * 128
+    a_token = (
+        4 * 2 * 8192 + (3 * 4 + 4 + 2) * 32 + 4 * 32 * (2 * 128 + 2 * 128) + (3 * 4 + 3 * 2) * 4096 + 4 * 32 + 4 * 8
+    )
+    state = 2 * 4 * 32 * (128 * 128 + 1)
     mixer = saved_bytes(replace(linear, mlp=None), shape) - 64 * 2048 * 4
     assert mixer == 64 * a_token + state
     assert attention_output_bytes(linear, shape) == 64 * 4096 * 2
