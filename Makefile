@@ -33,7 +33,7 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute, and
 # with the run that `make quickstart` has made, where the code was not changed since
 test:
-	@python3 tools/bootstrap.py all dev --slurm --templates --deepep --reasoning-gym
+	@python3 tools/bootstrap.py all dev --slurm --templates --deepep --reasoning-gym --lm-eval
 	@$(MAKE) --no-print-directory style
 	@$(MAKE) --no-print-directory models/quickstart/config.json
 	@$(MAKE) --no-print-directory -j 2 types suite
@@ -106,4 +106,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-vllm .triton .oldest-torch .chat-templates .deepep .reasoning-gym .smollm2 dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .triton .oldest-torch .chat-templates .deepep .reasoning-gym .smollm2 .lm-eval dist build .mypy_cache .ruff_cache .pytest_cache

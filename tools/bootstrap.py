@@ -35,6 +35,8 @@ DEEPEP = ROOT / ".deepep"
 REASONING_GYM = ROOT / ".reasoning-gym"
 #: a package that carries a small language model, which tools/smollm2.py converts for recipes/smollm2.yaml
 SMOLLM2 = ROOT / ".smollm2"
+#: a scorer of models that nobody here wrote, for a test that compares its figures with ours
+LM_EVAL = ROOT / ".lm-eval"
 MINIMUM = (3, 11)
 #: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
@@ -71,6 +73,7 @@ TEMPLATES_INPUTS = ("constraints-templates.txt", "constraints-templates-sdist.tx
 DEEPEP_INPUTS = ("constraints-deepep.txt",)
 REASONING_GYM_INPUTS = ("constraints-reasoning-gym.txt",)
 SMOLLM2_INPUTS = ("constraints-smollm2.txt",)
+LM_EVAL_INPUTS = ("constraints-lm-eval.txt",)
 
 
 def main() -> int:
@@ -84,6 +87,7 @@ def main() -> int:
     parser.add_argument("--deepep", action="store_true", help="get DeepEP's own Python for tests of its dispatcher")
     parser.add_argument("--reasoning-gym", action="store_true", help="get procedural tasks for tests of environments")
     parser.add_argument("--smollm2", action="store_true", help="get the package with the model of `make demo` (93 MB)")
+    parser.add_argument("--lm-eval", action="store_true", help="get a scorer of models for a test of exports (175 MB)")
     arguments = parser.parse_args()
     extras = arguments.extras
     if not any(vars(arguments).values()):
@@ -106,6 +110,8 @@ def main() -> int:
         _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
     if arguments.reasoning_gym and not _unpack(REASONING_GYM, REASONING_GYM_INPUTS):
         _fail("tests with reasoning-gym will be SKIPPED; what pip said stands above")
+    if arguments.lm_eval and not _unpack(LM_EVAL, LM_EVAL_INPUTS):
+        _fail("tests with lm-evaluation-harness will be SKIPPED; what pip said stands above")
     needed = (
         (arguments.smollm2, lambda: _unpack(SMOLLM2, SMOLLM2_INPUTS), "the package with SmolLM2"),
         (arguments.oldest_torch, _set_up_oldest_torch, "the oldest torch"),

@@ -125,18 +125,22 @@ def test_an_evaluation_without_any_reward_fails_with_its_cause(lab: Lab, tmp_pat
 def test_the_page_is_right(lab: Lab, tmp_path: Path) -> None:
     """Its recipe trains and evaluates its sets; its commands work, of this run and of its model."""
     text = PAGE.read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    written = yaml.safe_load(block)
+    sets, benchmark = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    written = {**sets, "environments": benchmark["environments"]}
+    written["evaluation"]["sets"] += benchmark["evaluation"]["sets"]
     written["evaluation"]["prompts"] = 4
     for each in written["evaluation"]["sets"]:
         each["prompts"] = 4
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(yaml.safe_dump({"extends": "quickstart", "name": "mine", **written}))
-    assert [each.name for each in load_recipe(str(recipe)).value.evaluation.sets] == ["sampled", "words"]
+    assert [each.name for each in load_recipe(str(recipe)).value.evaluation.sets] == ["sampled", "words", "benchmark"]
     small = ("trainer.steps=3", "rollouts.rollouts_per_step=8", "rollouts.group_size=4", "rollouts.max_in_flight=16")
     run = lab.submit("trained", *small, recipe=str(recipe), to_end=True)
     found = [(each.set, each.version, each.samples) for each in read_set_evaluations(run)]
-    assert found == [("sampled", 0, 16), ("words", 0, 4), ("sampled", 3, 16), ("words", 3, 4)]
+    once = [("benchmark", 4), ("sampled", 16), ("words", 4)]
+    assert found == [(name, version, samples) for version in (0, 3) for name, samples in once]
+    # what is for evaluation alone is not trained on
+    assert {held.entry.environment for held in read_ledger(run).rollouts} == {"reverse"}
     assert "held-out set sampled: reward" in lab.hpcrl("status", "trained").stdout
 
     (tmp_path / "own_rewards.py").write_text("def score(reply, answer, row):\n    return 0.5\n")

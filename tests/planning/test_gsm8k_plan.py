@@ -19,7 +19,7 @@ name: card
 partitions:
   gpu:
     nodes: 1
-    node: {{gpus: 2, nics: [], cpus: 32, memory_gib: 240, gpu: {{memory_gib: {gib}}}}}
+    node: {{gpus: 2, nics: [{{name: mlx5_0, gb_s: 50}}], cpus: 32, memory_gib: 240, gpu: {{memory_gib: {gib}}}}}
 """
 
 

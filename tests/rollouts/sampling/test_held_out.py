@@ -147,7 +147,7 @@ def prompts_of(each: HeldOutSet) -> dict[str, int]:
 
 
 async def test_a_benchmark_is_asked_where_it_is_named(run: RunDir) -> None:
-    sets = [
+    sets: list[dict[str, Any]] = [
         {"name": "benchmark", "environments": ["b"], "prompts": 3},
         {"name": "both", "environments": ["a", "b"], "prompts": 6},
         {"name": "others", "prompts": 5},
