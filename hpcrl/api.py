@@ -275,5 +275,5 @@ def _prepared(
 def _settings(overrides: Overrides) -> list[str]:
     """Return overrides as ``--set`` takes them; values of a mapping are written as JSON, which is YAML."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        return [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in overrides.items()]
     return list(overrides)
