@@ -17,7 +17,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.logs import LogFilter, LogLine, iterate_logs
 from hpcrl.runs.waiting import wait_for_state
 from hpcrl.slurm.lookup import look_up
-from hpcrl.submit.resume import reach_slurm_of
+from hpcrl.slurm.reach import reach_slurm_of
 from hpcrl.submit.submission import cancel as cancel_run
 
 if TYPE_CHECKING:
