@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,16 @@ from hpcrl.planning.calibration.file import load_site_calibration
 from hpcrl.planning.report import Outlook, find_facts, make_outlook
 from hpcrl.planning.verdict import Verdict, judge
 from hpcrl.runs.job_facts import use_source
-from hpcrl.runs.locate import locate_run, profile_roots, runs_root
-from hpcrl.runs.metrics import StepRecord, read_metrics
-from hpcrl.runs.observe import RunView, observe
-from hpcrl.runs.record import user_name
-from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.locate import profile_roots, runs_root
 from hpcrl.runs.start.resume import ResumeFrom
-from hpcrl.runs.views.logs import LogFilter, LogLine, iterate_logs
-from hpcrl.runs.views.rollouts import RolloutItem, choose_rollouts, read_ledger, rollout_items
-from hpcrl.runs.waiting import wait_for_state
 from hpcrl.simulation import Failures, SimulationResult, durations_from_plan, load_durations, make_scenario
 from hpcrl.simulation import simulate as simulate_scenario
 from hpcrl.slurm.lookup import look_up
+from hpcrl.submit.handle import Run
 from hpcrl.submit.prepare import PreparedRun, prepare, try_programs
-from hpcrl.submit.resume import reach_slurm_of
 from hpcrl.submit.resume import resume as resume_run
 from hpcrl.submit.start import submit as submit_prepared
 from hpcrl.submit.start import with_admission
-from hpcrl.submit.submission import cancel as cancel_run
 
 __all__ = ["Overrides", "PlannedRun", "Run", "plan", "resume", "simulate", "submit"]
 
@@ -86,116 +78,6 @@ class PlannedRun:
     def step_s(self) -> float | None:
         """Expected seconds of a step; None where there is no forecast."""
         return None if self.outlook.loop is None else self.outlook.loop.step_s
-
-
-class Run:
-    """A run, by its name, id, job number or directory.
-
-    Parameters
-    ----------
-    run:
-        Which one; None: the newest.
-    root:
-        Only this directory of runs. By default all that are known are searched.
-
-    Raises
-    ------
-    RunDirError
-        There is no such run, or there are several.
-    """
-
-    def __init__(self, run: str | Path | None = None, *, root: str | Path | None = None) -> None:
-        use_source(look_up)
-        self.directory: RunDir = locate_run(None if run is None else str(run), None if root is None else str(root))
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
-
-    @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self.directory.name
-
-    @property
-    def path(self) -> Path:
-        """The run directory."""
-        return self.directory.path
-
-    def status(self) -> RunView:
-        """Return state, attempt, replicas, warnings and the first cause of a failure."""
-        return observe(self.directory)
-
-    def logs(
-        self,
-        *,
-        role: str | None = None,
-        replica: int | None = None,
-        attempt: int | None = None,
-        grep: str | None = None,
-        since: str | None = None,
-        lines: int = 0,
-    ) -> Iterator[LogLine]:
-        """Yield lines of logs, merged by time.
-
-        Parameters
-        ----------
-        role, replica, attempt, grep, since:
-            As of ``hpcrl logs``; ``role`` may be ``engine/0``. The newest attempt by default.
-        lines:
-            Only the newest; 0: all.
-
-        Raises
-        ------
-        UsageError
-            There is no such role or attempt, or ``grep`` or ``since`` cannot be read.
-        """
-        wanted = LogFilter.make(self.directory, role=role, replica=replica, attempt=attempt, grep=grep, since=since)
-        return iterate_logs(self.directory, wanted, lines=lines)
-
-    def metrics(self) -> list[StepRecord]:
-        """Return the record of each optimizer step, in order; a step that was done again counts once."""
-        return read_metrics(self.directory)
-
-    def rollouts(
-        self, *, environment: str | None = None, state: str | None = None, step: int | None = None
-    ) -> list[RolloutItem]:
-        """Return finished rollouts, as ``hpcrl rollouts ls`` lists them.
-
-        Parameters
-        ----------
-        environment, state, step:
-            Only those of an environment, in a state (``waiting``, ``trained``, ``dropped``), or of the batch of a step.
-
-        Raises
-        ------
-        UsageError
-            The run has no ledger yet, or there is no such state or environment.
-        """
-        return rollout_items(
-            choose_rollouts(read_ledger(self.directory), environment=environment, state=state, step=step)
-        )
-
-    def wait(self, timeout_s: float | None = None, *, running: bool = False) -> RunView:
-        """Wait until the run has ended, and return what it is then. It raises nothing for a run that failed.
-
-        Parameters
-        ----------
-        timeout_s:
-            Maximum seconds to wait; None: as long as it takes.
-        running:
-            Wait until all roles are ready, or the run has ended.
-
-        Raises
-        ------
-        hpcrl.runs.waiting.WaitTimeoutError
-            After ``timeout_s``; the run is not changed.
-        """
-        return wait_for_state(self.directory, running=running, timeout_s=timeout_s)
-
-    def cancel(self) -> RunView:
-        """Stop the run and wait until it has ended (RunDirError where it has ended already)."""
-        reach_slurm_of(self.directory)
-        return cancel_run(self.directory, user=user_name())
 
 
 def plan(
@@ -393,5 +275,5 @@ def _prepared(
 def _settings(overrides: Overrides) -> list[str]:
     """Return overrides as ``--set`` takes them; values of a mapping are written as JSON, which is YAML."""
     if isinstance(overrides, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        return [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in overrides.items()]
     return list(overrides)

@@ -77,7 +77,7 @@ def check(
     wait_s: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Longest wait for that job.")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a profile: its values and rules, and what the living Slurm (and with --job, its nodes) say about it.
+    """Check a profile: its values, rules and secrets, and what the living Slurm (and with --job, its nodes) say of it.
 
     Exit code: 0 good, 1 differs from Slurm in what would make jobs fail, 2 the profile itself is wrong.
     """
@@ -86,14 +86,13 @@ def check(
     from rich.text import Text
 
     from hpcrl.config.cluster import SlurmCluster
-    from hpcrl.config.load import load_cluster
-    from hpcrl.config.rules.table import SITE_RULES, check_cluster
+    from hpcrl.config.rules.table import SITE_RULES
     from hpcrl.errors import ExitCode
     from hpcrl.sites.profile_check import Severity, check_profile
     from hpcrl.sites.site_facts import read_facts
+    from hpcrl.submit.prepare import prepare_site
 
-    loaded = load_cluster(cluster)
-    check_cluster(loaded)
+    loaded = prepare_site(cluster, Path.cwd())
     found = []
     if isinstance(loaded.value, SlurmCluster):
         found = check_profile(loaded.value, read_facts(_slurm()))

@@ -19,7 +19,7 @@ def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
 
 
 def reach_slurm_of(run: RunDir) -> None:
-    """See `hpcrl.submit.resume.reach_slurm_of`."""
-    from hpcrl.submit.resume import reach_slurm_of as reach
+    """See `hpcrl.slurm.reach.reach_slurm_of`."""
+    from hpcrl.slurm.reach import reach_slurm_of as reach
 
     reach(run)

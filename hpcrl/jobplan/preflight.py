@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,14 @@ from hpcrl.jobplan.packages import has_package
 from hpcrl.models import load_arch, load_facts
 from hpcrl.ours import read_secret
 
-__all__ = ["check_engine_flags", "check_packages", "check_planned_sizes", "check_pythons", "check_sizes"]
+__all__ = [
+    "check_engine_flags",
+    "check_packages",
+    "check_planned_sizes",
+    "check_pythons",
+    "check_secret_files",
+    "check_sizes",
+]
 
 _STORE = "store"
 """An extra of hpcrl, not a distribution."""
@@ -125,7 +132,12 @@ def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
     ConfigError
         One is missing, or others may read it.
     """
-    for name, file in {name: file for group in plan.groups for name, file in group.secrets.items()}.items():
+    check_secret_files({name: file for group in plan.groups for name, file in group.secrets.items()}, site)
+
+
+def check_secret_files(files: Mapping[str, str], site: Loaded[ClusterProfile]) -> None:
+    """Check files of secrets by name, with absolute paths; errors as of `check_secrets`."""
+    for name, file in files.items():
         if isinstance(site.value, SlurmCluster) and not Path(file).parent.is_dir():
             continue  # on the nodes, perhaps
         try:

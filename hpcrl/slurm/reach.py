@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 
 from hpcrl.errors import UsageError
+from hpcrl.runs.observe import open_job
+from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import check_configuration
+from hpcrl.slurm.lookup import client_of
 
-__all__ = ["reachable_slurm"]
+__all__ = ["reach_slurm_of", "reachable_slurm"]
 
 
 def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
@@ -36,3 +39,12 @@ def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
             + (f"\n    hint: it was asked with SLURM_CONF={conf}: is that your cluster's?" if conf else "")
         )
     return client
+
+
+def reach_slurm_of(run: RunDir) -> None:
+    """See that the Slurm answers which alone can say what becomes of a run; nothing where it has no open job.
+
+    Raises what `reachable_slurm` does.
+    """
+    if (submission := open_job(run)) is not None:
+        reachable_slurm(client_of(submission))

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.joined import load_both
-from hpcrl.config.load import Loaded
+from hpcrl.config.load import Loaded, load_cluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.table import check_rules
+from hpcrl.config.rules.table import check_cluster, check_rules
 from hpcrl.config.runs_root import resolve_runs_root
 from hpcrl.errors import ConfigError, ExitCode, Finding, UsageError
 from hpcrl.jobplan import (
@@ -29,6 +29,7 @@ from hpcrl.jobplan import (
     check_packages,
     check_planned_sizes,
     check_pythons,
+    check_secret_files,
     check_secrets,
     check_sizes,
     default_run_name,
@@ -44,7 +45,7 @@ from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
 from hpcrl.runs.start.privacy import check_root
 
-__all__ = ["PreparedRun", "RunPlace", "examine", "examine_attempt", "prepare", "try_programs"]
+__all__ = ["PreparedRun", "RunPlace", "examine", "examine_attempt", "prepare", "prepare_site", "try_programs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,20 @@ def prepare(
     named = None if named is None else check_name(named)
     prepared = examine(loaded, site, RunPlace(cwd=cwd, name=named, root=place, source=source))
     return try_programs(prepared) if programs else prepared
+
+
+def prepare_site(cluster: str, cwd: Path) -> Loaded[ClusterProfile]:
+    """Load a profile and check what every run on it needs, as `prepare` does for one of them.
+
+    Raises
+    ------
+    ConfigError
+        The profile cannot be read, its rules do not hold, or a secret is missing or may be read by others.
+    """
+    site = load_cluster(cluster)
+    check_cluster(site)
+    check_secret_files(absolute_site_paths(site.value, cwd).secrets, site)
+    return site
 
 
 def examine(loaded: Loaded[Recipe], site: Loaded[ClusterProfile], place: RunPlace) -> PreparedRun:

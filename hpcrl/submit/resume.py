@@ -18,7 +18,6 @@ from hpcrl.errors import RunDirError, UsageError
 from hpcrl.jobplan import change_recipe, make_plan
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.copies import original_of
-from hpcrl.runs.observe import open_job
 from hpcrl.runs.record import user_name
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
@@ -28,12 +27,11 @@ from hpcrl.runs.start.resume import ResumeFrom, request_restart
 from hpcrl.runs.start.snapshot import changes_since_submit, keep_snapshot, take_snapshot
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.in_job import find_allocation
-from hpcrl.slurm.lookup import client_of
-from hpcrl.slurm.reach import reachable_slurm
+from hpcrl.slurm.reach import reach_slurm_of, reachable_slurm
 from hpcrl.submit.prepare import examine_attempt
 from hpcrl.submit.submission import end_leftovers, prepare_resume, submit_attempt
 
-__all__ = ["NextAttempt", "plan_attempt", "reach_slurm_of", "resume"]
+__all__ = ["NextAttempt", "plan_attempt", "resume"]
 
 _RENEWED = "plan: servers of the run answer those alone who bring its token"
 
@@ -156,15 +154,6 @@ def resume(
             raise
         raise RunDirError(f"{error}\n    changed nothing: --set {' --set '.join(overrides)}") from error
     return point
-
-
-def reach_slurm_of(run: RunDir) -> None:
-    """See that the Slurm answers which alone can say what becomes of a run; nothing where it has no open job.
-
-    Raises what `hpcrl.slurm.reach.reachable_slurm` does.
-    """
-    if (submission := open_job(run)) is not None:
-        reachable_slurm(client_of(submission))
 
 
 def _say_changes(run: RunDir, *, accept: bool, say: Callable[[str], None]) -> None:

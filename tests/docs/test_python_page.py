@@ -64,3 +64,14 @@ def test_errors_are_those_of_the_command_line(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match="there is no run"):
         api.Run("none", root=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_overrides_of_a_mapping_are_those_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"model.path": tmp_path / "ein 😀 Modell", "trainer.steps": 3, "job.partition": None}
+    recipe = api.plan("quickstart", overrides=given, programs=False).prepared.recipe.value
+    assert recipe.model.path == str(tmp_path / "ein 😀 Modell")
+    assert (recipe.trainer.steps, recipe.job.partition) == (3, None)
+    assert (
+        api.plan("quickstart", overrides=["trainer.steps=3"], programs=False).prepared.recipe.value.trainer.steps == 3
+    )

@@ -256,3 +256,14 @@ def test_a_chat_format_that_cannot_be_tried_here_is_said(recipe: Path, tmp_path:
     no_python(tmp_path, recipe)
     notes = prepared(recipe, cluster=str(tmp_path / "site.yaml")).notes
     assert any(note.startswith("the chat format of the model was not tried: ") for note in notes)
+
+
+def test_a_check_of_the_profile_says_what_a_submit_would_say_of_its_secrets(recipe: Path, hpcrl: Hpcrl) -> None:
+    open_secret(recipe, recipe)
+    site = str(recipe.with_name("site.yaml"))
+    (problem,) = prepared(recipe, cluster=site).problems
+    code, _, err = hpcrl("cluster", "check", site)
+    assert (code, problem.what in err) == (2, True), err
+    recipe.with_name("secret").chmod(0o600)
+    assert hpcrl("cluster", "check", site)[0] == 0
+    assert prepared(recipe, cluster=site).starts
