@@ -77,6 +77,10 @@ TWINS = {
     # messages of processes of environments, which are always named with their module: `wire.Begin`
     *("Answer", "Begin"),
 }
+MAX_LINES = 400
+"""Maximum number of lines of a module."""
+#: modules over `MAX_LINES`; the list may only shrink
+LONG_MODULES = {"hpcrl.rollouts.ledger", "hpcrl.rollouts.sampling.scheduler"}
 TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference", "modeling"})
 HEAVY = ("torch", "transformers", "vllm", "safetensors", "numpy", "matplotlib")
 
@@ -208,6 +212,11 @@ def test_no_two_public_classes_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert {name for name, count in Counter(classes).items() if count > 1} == TWINS
+
+
+def test_modules_are_short() -> None:
+    """A longer module is split by what its parts do; one that was split is taken off the list."""
+    assert {name for name, path in modules() if len(path.read_text().splitlines()) > MAX_LINES} == LONG_MODULES
 
 
 def test_what_docstrings_name_is_there() -> None:

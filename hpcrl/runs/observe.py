@@ -16,6 +16,7 @@ from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.copies import original_of
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.exclusions import read_exclusions
+from hpcrl.runs.job_end import end_by_slurm, log_words, slurm_words
 from hpcrl.runs.job_facts import JobFact, ask
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import PlanNames, RunDir
@@ -27,7 +28,6 @@ _SUBMIT_GRACE_S = 60.0
 """A submission without a local controller counts as alive for this long before a supervisor must have written."""
 _KNOWN_GRACE_S = 120.0
 """So long Slurm may not know a job that it has just taken: answers may come from a cache, or from a backup."""
-_LOG_END_BYTES = 4096
 _UNTOLD = (
     "Slurm has requeued the job by itself, as the supervisor was lost before it could say which nodes to avoid: "
     "the next attempt finds out, and goes back into the queue once where it began on one of them"
@@ -316,29 +316,16 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         return msgspec.structs.replace(
             view, state=RunState.CANCELLED, ended_at_s=ended_at_s, cause=_cancelled(submission)
         )
-    if (end := _end_by_slurm(view.job, ended_at_s)) is not None:
+    if (end := end_by_slurm(view.job, ended_at_s)) is not None:
         return msgspec.structs.replace(view, state=end[0], ended_at_s=end[1].time_s, cause=end[1])
     cause = Cause(
         kind=CauseKind.SUPERVISOR_LOST,
         time_s=ended_at_s,
         message="the supervisor went away before it wrote a word"
-        + _slurm_words(view.job)
-        + (": it was never submitted" if submission is None else _log_words(submission)),
+        + slurm_words(view.job)
+        + (": it was never submitted" if submission is None else log_words(submission)),
     )
     return msgspec.structs.replace(view, state=RunState.LOST, ended_at_s=ended_at_s, cause=cause)
-
-
-def _log_words(submission: Submission) -> str:
-    """Where submitit's log of a submission is, and how it ends."""
-    folder, last = Path(submission.folder), ""
-    with contextlib.suppress(OSError):
-        newest = max(folder.glob(f"{submission.job_id}_*.err"), key=lambda path: path.stat().st_mtime, default=None)
-        if newest is not None:
-            with newest.open("rb") as stream:
-                stream.seek(max(0, newest.stat().st_size - _LOG_END_BYTES))
-                lines = stream.read().decode(errors="replace").rstrip().splitlines()
-            last = lines[-1] if lines else ""
-    return (f": {last}" if last else "") + f"; submitit's log is in {folder}"
 
 
 def _cancelled(submission: Submission) -> Cause:
@@ -364,7 +351,7 @@ def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
     elif view.cause is not None:  # it was stopping already, and knew why
         state = RunState.CANCELLED if view.cause.kind is CauseKind.CANCELLED else RunState.FAILED
         cause = view.cause
-    elif (end := _end_by_slurm(view.job, ended_at_s)) is not None:
+    elif (end := end_by_slurm(view.job, ended_at_s)) is not None:
         state, cause = end
     else:
         state = RunState.LOST
@@ -377,42 +364,9 @@ def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
                 if noticed
                 else "it was killed, or the machine went down"
             )
-            + _slurm_words(view.job),
+            + slurm_words(view.job),
         )
     return msgspec.structs.replace(view, state=state, cause=cause, ended_at_s=ended_at_s, components=components)
-
-
-#: ends that Slurm knows the reason of
-_KINDS = {
-    "TIMEOUT": CauseKind.TIME_LIMIT,
-    "DEADLINE": CauseKind.TIME_LIMIT,
-    "NODE_FAIL": CauseKind.NODE_FAIL,
-    "BOOT_FAIL": CauseKind.NODE_FAIL,
-    "PREEMPTED": CauseKind.PREEMPTED,
-    "CANCELLED": CauseKind.CANCELLED,
-    "REVOKED": CauseKind.CANCELLED,
-}
-
-
-def _end_by_slurm(job: JobFact | None, ended_at_s: float) -> tuple[RunState, Cause] | None:
-    """State and cause of a run that Slurm itself has ended; None where its jobs ended of something else.
-
-    The one place that makes a cause of Slurm's ends, whether a supervisor had begun or not.
-    """
-    if job is None or not job.ended or (kind := _KINDS.get(job.state)) is None:
-        return None
-    state = RunState.CANCELLED if kind is CauseKind.CANCELLED else RunState.FAILED
-    return state, Cause(kind=kind, time_s=job.end_s or ended_at_s, message=_slurm_words(job).removeprefix(": "))
-
-
-def _slurm_words(job: JobFact | None) -> str:
-    """How Slurm calls the end of the job, as the end of a sentence."""
-    if job is None:
-        return ""
-    if job.gone:
-        return f": Slurm does not know job {job.job_id} any more"
-    reason = f" ({job.reason})" if job.reason and job.reason != "None" else ""
-    return f": Slurm says that job {job.job_id} is {job.state}{reason}"
 
 
 def _guard_events(run: RunDir, attempt: int) -> list[Event]:

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hpcrl.inference.embedded.engine.engine import Delivery, Engine
+from hpcrl.inference.embedded.engine.engine import Engine
+from hpcrl.inference.embedded.engine.outputs import Delivery
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 

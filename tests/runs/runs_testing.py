@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunSta
 #: a process that was there once and never will be again
 GONE = ProcessId(host=procfs.hostname(), boot_id=procfs.boot_id(), pid=2**22 + 1, start_ticks=1)
 START_S = 1_790_000_000.0
+Hpcrl = Callable[..., tuple[int, str, str]]
+"""Runs a command line in this process; returns its exit code and what it wrote to stdout and stderr."""
 
 
 def make_run(root: Path, name: str = "run-1", *, steps: int = 40, submitted: bool = True) -> RunDir:

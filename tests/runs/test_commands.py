@@ -6,22 +6,18 @@ import io
 import json
 import os
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from runs_testing import GONE, START_S, make_run, write_log, write_status, write_steps
+from runs_testing import GONE, START_S, Hpcrl, make_run, write_log, write_status, write_steps
 
 from hpcrl import procfs
-from hpcrl.cli.main import main
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 
 GOLDEN = Path(__file__).with_name("golden")
-Hpcrl = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -29,21 +25,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / 'it\'s "the" runs root'
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(path))
     return path
-
-
-@pytest.fixture
-def hpcrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hpcrl:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpcrl", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture

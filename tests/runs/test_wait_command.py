@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs_testing import make_run, write_status
+from runs_testing import Hpcrl, make_run, write_status
 
-from hpcrl.cli.main import main
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.runs.waiting import WaitTimeoutError, wait_for_state
 
-Hpcrl = Callable[..., tuple[int, str, str]]
 GIVEN_UP = Cause(time_s=0.0, kind=CauseKind.NO_PROGRESS, message="three attempts made no step")
 
 
@@ -30,20 +26,6 @@ def myself() -> ProcessId:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
     return tmp_path / "runs"
-
-
-@pytest.fixture
-def hpcrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hpcrl:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hpcrl", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_each_state_is_told_until_the_end(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.prompts import PromptTokens
 from hpcrl.rollouts.engines.rows import beside_loop
+from hpcrl.rollouts.engines.sessions import EngineSession
 from hpcrl.rollouts.engines.unusable import SHUN_S, Patience, UnusableAnswers
+from hpcrl.rollouts.engines.weight_labels import changed_weights
 from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession", "PoolLimits", "PoolSettings"]
@@ -41,33 +43,6 @@ _SILENT_S = 15.0
 """How long an engine may not answer before its requests are sent elsewhere; one that refuses connections is gone."""
 LOST_AFTER_S = 30.0
 """How long the run may be without any engine where nobody would start one again."""
-
-
-class EngineSession:
-    """The rollouts of one group: they stay on one engine, where their common prefix is.
-
-    Attributes
-    ----------
-    key:
-        Sent as ``x-session-id``, for routers.
-    """
-
-    def __init__(self, pool: EnginePool, key: str, rollouts: int) -> None:
-        self.key, self._pool, self._rollouts = key, pool, rollouts
-        self.engine = pool.least_loaded(None)
-        self.engine.assign(rollouts)
-
-    def move_from(self, failed: Engine) -> None:
-        """Go to another engine, unless another rollout of the group has done so already."""
-        if self.engine is failed:
-            failed.assign(-self._rollouts)
-            self.engine = self._pool.least_loaded(failed)
-            self.engine.assign(self._rollouts)
-
-    def leave(self) -> None:
-        """One rollout has ended."""
-        self._rollouts -= 1
-        self.engine.assign(-1)
 
 
 class PoolLimits(TypedDict):
@@ -150,7 +125,7 @@ class EnginePool:
 
     def session(self, key: str, *, rollouts: int = 1) -> EngineSession:
         """A session of ``rollouts`` rollouts on the engine with the least load."""
-        return EngineSession(self, key, rollouts)
+        return EngineSession(self.least_loaded, key, rollouts)
 
     def least_loaded(self, failed: Engine | None) -> Engine:
         """The best engine for something new: serving, not stuck, not ``failed``, little loaded."""
@@ -408,19 +383,8 @@ class EnginePool:
 
     async def check_weights(self, engine: Engine) -> None:
         """Find out whether the engine still has the weights that it was given, as far as it says."""
-        version, incarnation = engine.version, engine.incarnation
-        if engine.away or version < 0 or not engine.open_for_new:
-            return
-        asked_s = time.monotonic()
-        labels = await engine.client.weight_labels(timeout_s=_HEALTH_S)
-        # an update that began meanwhile changes the label before it is ours
-        if (version, incarnation) != (engine.version, engine.incarnation) or not engine.open_for_new:
-            return
-        others = [label for label in labels if label not in (None, str(version))]
-        if others:
-            await self.lose(engine, f"it was started anew: it has weights {others[0]!r}, not {version}")
-        elif None not in labels:
-            engine.proved(asked_s)
+        if changed := await changed_weights(engine, timeout_s=_HEALTH_S):
+            await self.lose(engine, changed)
 
 
 class _Nowhere(EngineClient):

@@ -24,8 +24,9 @@ from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
-from hpcrl.rollouts.engines.pool import EnginePool, EngineSession, PoolLimits, PoolSettings
+from hpcrl.rollouts.engines.pool import EnginePool, PoolLimits, PoolSettings
 from hpcrl.rollouts.engines.router_client import RouterClient, Worker
+from hpcrl.rollouts.engines.sessions import EngineSession
 from hpcrl.runs.events import EventWriter
 
 __all__ = ["RoutedPool", "RoutedPoolSettings", "make_pool"]

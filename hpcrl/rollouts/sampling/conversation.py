@@ -20,8 +20,9 @@ from hpcrl.config.sampling import SamplingConfig
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.rollouts.engines.client import EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
-from hpcrl.rollouts.engines.pool import EnginePool, EngineSession
+from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.engines.rows import beside_loop
+from hpcrl.rollouts.engines.sessions import EngineSession
 from hpcrl.rollouts.environments import Message, Outcome, Reply, Tool
 from hpcrl.rollouts.records import Rollout, Turn
 from hpcrl.rollouts.rendering import CUT_THINKING, Parsed, Renderer

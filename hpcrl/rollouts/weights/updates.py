@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
@@ -14,16 +13,15 @@ from hpcrl.errors import DeadlineError, HandoffError, PeerLostError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
-from hpcrl.rollouts.engines.update_answer import check_update_answer
 from hpcrl.rollouts.weights.canary import CanaryCheck
-from hpcrl.rollouts.weights.exchange import begin, bytes_of, exchange, only_reads, wait_staged
+from hpcrl.rollouts.weights.exchange import only_reads
+from hpcrl.rollouts.weights.loading import VersionLoader
 from hpcrl.rollouts.weights.proof import ProofCheck, WrongWeightsError
 from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.read.share import Pace
-from hpcrl.weights.session import SESSION
 
 __all__ = ["WeightUpdater"]
 
@@ -36,9 +34,6 @@ _RETRY_S = 1.0
 _HEALTH_S = 5.0
 _PROOF_S = 30.0
 """Timeout in seconds of a proof that an engine runs the weights of a version; one that takes longer shows nothing."""
-_USUAL_FACTOR = 5.0
-_USUAL_FLOOR_S = 10.0
-"""An exchange of weights hangs after so many times the longest so far, but not before these seconds."""
 
 
 class WeightUpdater:
@@ -88,20 +83,19 @@ class WeightUpdater:
         attempt:
             Of the run, as the owner of weight-update sessions.
         """
-        self._pool, self._store, self._events, self._pause = pool, store, events, pause
+        self._pool, self._store, self._events = pool, store, events
         self._registration, self._collector, self._pace, self._on_served = registration, collector, pace, on_served
         self._on_stale, self._choose = on_stale, choose
-        self._on_wrong, self._attempt = on_wrong or on_stale, attempt
+        self._on_wrong = on_wrong or on_stale
+        self._loader = VersionLoader(
+            store, events, pace, pause=pause, attempt=attempt, may_fall_back=self._may_fall_back
+        )
         self._canary = CanaryCheck(store, events, call_s=pace.floor_s)
         self._proofs = ProofCheck(store, events, call_s=pace.floor_s, limit_s=min(_PROOF_S, pace.floor_s))
         self._target: int | None = None
         self._loading: dict[Engine, int] = {}
-        self._reading: set[Engine] = set()
-        self._unloadable: dict[Engine, tuple[int, str]] = {}
         self._following: dict[Engine, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._exchanging: dict[Engine, float] = {}
-        self._longest_s: float | None = None
         self._holds, self._held_version, self._served = 0, -1, -1
         self._strikes: dict[tuple[Engine, int], int] = {}
         self._changed = pool.changed
@@ -145,13 +139,11 @@ class WeightUpdater:
     def _stuck_before(self, version: int) -> str:
         """Why none of the engines can load the newest version, so that waiting for ``version`` is in vain."""
         there = [engine for engine in self._pool.engines if not engine.away]
-        stuck = [e for e in there if 0 <= e.version < version <= self._unloadable.get(e, (-1, ""))[0]]
+        stuck = [e for e in there if 0 <= e.version < version <= self._loader.unloadable.get(e, (-1, ""))[0]]
         if len(stuck) < len(there):
             return ""
-        return "; ".join(
-            f"{engine.name} cannot load version {self._unloadable[engine][0]}: {self._unloadable[engine][1]}"
-            for engine in stuck
-        )
+        found = [(engine.name, *self._loader.unloadable[engine]) for engine in stuck]
+        return "; ".join(f"{name} cannot load version {newest}: {why}" for name, newest, why in found)
 
     def _others_serve(self, engine: Engine) -> int:
         """Newest version that another engine serves; -1 where none serves any."""
@@ -159,9 +151,7 @@ class WeightUpdater:
 
     def exchanging(self, engine: Engine) -> bool:
         """Whether its weights are being changed, for no longer than that may take: nobody can expect tokens of it."""
-        since = self._exchanging.get(engine)
-        usual_s = math.inf if self._longest_s is None else max(_USUAL_FLOOR_S, _USUAL_FACTOR * self._longest_s)
-        return since is not None and time.monotonic() - since < usual_s
+        return self._loader.exchanging(engine)
 
     def loading(self, engine: Engine) -> int | None:
         """The version that an engine is being brought to now."""
@@ -242,7 +232,7 @@ class WeightUpdater:
             return self._held_version if engine.version < 0 <= self._held_version else None
         target = self._target if self._choose is None else self._choose(self._target)
         # a version that no engine could load is not tried again, unless this one has none at all
-        tried = self._unloadable.get(engine, (-1, ""))[0]
+        tried = self._loader.unloadable.get(engine, (-1, ""))[0]
         if engine.version < 0 or tried <= self._others_serve(engine):
             tried = -1
         return target if target > max(engine.version, tried) else None
@@ -272,7 +262,7 @@ class WeightUpdater:
                 if not await self._share_hangs(engine, version, error):
                     await self._unfit(engine, incarnation, error)
             finally:
-                self._reading.discard(engine)
+                self._loader.reading.discard(engine)
                 async with self._changed:
                     del self._loading[engine]
                     self._changed.notify_all()
@@ -292,7 +282,7 @@ class WeightUpdater:
 
         Then it is the share that hangs, and the engine goes on with the version that it has.
         """
-        reading = engine in self._reading and self._others_serve(engine) < version
+        reading = engine in self._loader.reading and self._others_serve(engine) < version
         if not reading or engine.version < 0 or engine.away or not await only_reads(engine.client, error):
             return False
         _log.warning("%s goes on with version %d and tries again: %s", engine.name, engine.version, error)
@@ -336,8 +326,7 @@ class WeightUpdater:
             if engine.incarnation == incarnation:
                 engine.serve(version, proved_s=started)
         finally:
-            self._exchanging.pop(engine, None)
-            engine.end_exchange()
+            self._loader.end_exchange(engine)
         await self._pool.notify()
         seconds = time.monotonic() - started
         self._events.emit(
@@ -375,48 +364,17 @@ class WeightUpdater:
         loaded, pause_s = await self._load(engine, version)
         others = self._others_serve(engine)
         if loaded < min(version, others):
-            reason = self._unloadable.get(engine, (-1, "it did not say why"))[1]
+            reason = self._loader.unloadable.get(engine, (-1, "it did not say why"))[1]
             raise EngineError(f"it has version {loaded}, others serve {others}: {reason}")
         return loaded, pause_s
 
     async def _load(self, engine: Engine, version: int) -> tuple[int, float]:
-        """One attempt; returns the version that is served now, and the seconds that requests were frozen.
+        """See `VersionLoader.load`."""
+        return await self._loader.load(engine, version)
 
-        The version is read and verified while the engine generates; only then requests are frozen, for the exchange.
-
-        Where this one cannot be loaded, an engine that comes late takes the newest that can be, and one that serves
-        an older version goes on with it; the next version is tried again. An exact evaluation, or a run that is
-        replayed, has no such choice.
-        """
-        control = engine.client.control
-        limit = self._pace.limit_s(await asyncio.to_thread(bytes_of, self._store, version))
-        info: dict[str, Any] = {
-            "path": str(self._store.path_of(version)),
-            "fallback": not self._holds and self._choose is None,
-        }
-        self._reading.add(engine)
-        # numbers grow from one process of the orchestrator to the next, too
-        info[SESSION] = [self._attempt, time.time_ns()]
-        await begin(engine.client, limit_s=limit, session=info[SESSION])
-        answer = await control("/update_weights", {"update_info": {**info, "stage": True}}, timeout_s=limit)
-        answer = check_update_answer(engine.name, answer, asked=version)
-        in_place = "version" not in answer
-        if in_place:  # vLLM has only begun to read
-            await wait_staged(engine.client, info["path"], limit_s=limit, call_s=self._pace.floor_s)
-        for skipped in answer.get("skipped", ()):
-            _log.warning("%s skipped version %d: %s", engine.name, skipped["version"], skipped["reason"])
-            self._events.emit("engine.version_skipped", engine=engine.name, **skipped)
-            self._unloadable[engine] = max(
-                self._unloadable.get(engine, (-1, "")), (skipped["version"], skipped["reason"])
-            )
-        version = answer.get("version", version)
-        self._reading.discard(engine)
-        engine.begin_exchange()
-        self._exchanging[engine] = paused = time.monotonic()
-        await exchange(engine.client, info, version, pause=self._pause, in_place=in_place, limit_s=limit)
-        seconds = time.monotonic() - paused
-        self._longest_s = max(self._longest_s or 0.0, seconds)
-        return version, seconds if self._pause else 0.0
+    def _may_fall_back(self) -> bool:
+        """Return whether engines may take an older version; not in an exact evaluation, or a run that is replayed."""
+        return not self._holds and self._choose is None
 
     async def _collect(self) -> None:
         """Remove old versions when a new one is served everywhere, for ever; beside updates, which must not wait."""

@@ -27,9 +27,10 @@ from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.background import Background
+from hpcrl.trainer.publish.images import Images
 from hpcrl.trainer.publish.persistence import Persistence
 from hpcrl.trainer.publish.plan import Window, held_blocks, make_plan
-from hpcrl.trainer.publish.staging import Staging, new_image
+from hpcrl.trainer.publish.staging import Staging
 from hpcrl.trainer.publish.version_writer import Image, VersionWriter
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Kind
 from hpcrl.weights.format.quantize import QuantisedModules
@@ -176,9 +177,7 @@ class Publisher:
         )
         self._background = Background()
         self._pending = -1
-        self._base: Image | None = None
-        self._last: Image | None = None
-        self._spare: Tensor | None = None
+        self._images = Images(settings.delta_chain, device=self._device, readers_answer=acknowledged is not None)
 
     def is_intact(self, version: int) -> bool:
         """Whether ``version``, and what it is made from, is published and every byte right (a local question)."""
@@ -223,7 +222,7 @@ class Publisher:
         self._prepare(model)
         assert self._staging is not None
         base, why_whole = self._persistence.persist("the parent of a version", self._choose_base, self._on_wait)
-        image = Image(version, (), self._take_image())
+        image = self._images.new(version, max(window.image_bytes for window in self._windows))
         if len(self._windows) == 1:
             self._staging.fill(self._windows[0], image.data)
 
@@ -297,18 +296,8 @@ class Publisher:
             self._writer.check_space()
         self.output.stage(version)
 
-    def _take_image(self) -> Tensor:
-        if self._spare is None:
-            size = max(window.image_bytes for window in self._windows)
-            self._spare = new_image(size, self._device)
-        image, self._spare = self._spare, None
-        return image
-
     def _choose_base(self) -> tuple[Image | None, str]:
-        """The version that a delta may be made against, or why there is none that was there before (empty else).
-
-        Moves it only to what all readers have.
-        """
+        """Return what `Images.choose_base` does, for what rank 0 knows of readers and of the store. Collective."""
         if not self._settings.delta_chain:
             return None, ""
 
@@ -316,21 +305,7 @@ class Publisher:
             return self._acknowledged() if self._acknowledged else None, self._store.versions()
 
         acknowledged, present = self._ranks.on_leader(ask, "looking for acknowledgements")
-        if self._last is not None and (
-            self._base is None or (acknowledged is not None and acknowledged >= self._last.version)
-        ):
-            self._base, self._last = self._last, self._base
-        if self._last is not None:
-            # its memory takes the next version
-            self._spare, self._last = self._last.data, None
-        base = self._base
-        if base is None or (self._acknowledged is not None and (acknowledged is None or acknowledged < base.version)):
-            return None, ""
-        gone = {*base.needs, base.version} - set(present)
-        if not gone and len(base.needs) < self._settings.delta_chain:
-            return base, ""
-        self._base, self._spare = None, base.data if self._spare is None else self._spare
-        return None, f"version {min(gone)}, which it would need, was collected" if gone else ""
+        return self._images.choose_base(acknowledged, present)
 
     def _guarded(self, version: int, action: Callable[[], None]) -> None:
         """Run ``action``; where it fails, what was staged goes, and a newer attempt that is the reason is named."""
@@ -371,12 +346,9 @@ class Publisher:
             told = self._on_wait if len(self._windows) > 1 else lambda: None
             published = self._persistence.persist(f"version {version}", attempt, told)
         except BaseException:
-            self._spare = image.data
+            self._images.release(image)
             raise
-        if self._settings.delta_chain:
-            self._last = image
-        else:
-            self._spare = image.data
+        self._images.keep(image)
         return published
 
     def _write(self, image: Image, base: Image | None, why_whole: str) -> Published:
@@ -398,6 +370,6 @@ class Publisher:
         reason = self._writer.write_delta(image, base)
         if reason:
             # the full version that is written instead is the better parent
-            self._base = None
+            self._images.drop_base()
             self._ranks.on_leader(lambda: self._open_stage(image.version, None), f"preparing version {image.version}")
         return reason

@@ -22,7 +22,6 @@ has loaded is compared with the manifest's hashes the first time that this proce
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
 import logging
@@ -38,6 +37,7 @@ from pathlib import Path
 
 from hpcrl.ours import NotOursError, check_parent, check_private, make_private, open_ours
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
+from hpcrl.weights.read.cache_room import LONGEST_POLL_S, READING, SEEN, CacheRoom, remove, remove_if_deserted
 from hpcrl.weights.read.ownership import OwnerLock, living, myself
 
 __all__ = ["NodeCache"]
@@ -46,10 +46,7 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "hpcrl-weights"
 _KEY_DIGITS = 32
-_READING = ".reading-"
-_SEEN = ".seen-"
 _POLL_S = 0.002
-_LONGEST_POLL_S = 0.05
 
 Load = Callable[[memoryview], None]
 """Fills a segment and verifies it."""
@@ -105,6 +102,7 @@ class NodeCache:
         ]
         self.directory = base / f"{_PREFIX}-{os.getuid()}-{key}"
         self._limit_bytes, self._segment_limit_s = limit_bytes, segment_limit_s
+        self._room = CacheRoom(self.directory, limit_bytes=limit_bytes, segment_limit_s=segment_limit_s)
         self._lock = threading.Lock()
         self._reading: dict[str, int] = {}
         #: segments that this process has loaded, or compared with the manifest
@@ -114,7 +112,7 @@ class NodeCache:
         check_parent(base)
         for path in base.glob(f"{_PREFIX}-{os.getuid()}-*"):
             if path != self.directory and _is_ours(path):
-                _remove_if_deserted(path)
+                remove_if_deserted(path)
         for path in base.glob(f".removed-{_PREFIX}-{os.getuid()}-*"):
             if _is_ours(path):
                 shutil.rmtree(path, ignore_errors=True)  # who began to remove it has died, or is not faster alone
@@ -122,15 +120,15 @@ class NodeCache:
 
     def close(self) -> None:
         """Leave the cache; the last one removes it."""
-        for path in self.directory.glob(f"*/{_READING}{self._me}"):
+        for path in self.directory.glob(f"*/{READING}{self._me}"):
             path.unlink(missing_ok=True)
         (self.directory / "members" / str(self._me)).unlink(missing_ok=True)
-        _remove_if_deserted(self.directory)
+        remove_if_deserted(self.directory)
 
     @contextmanager
     def reading(self, segments: SegmentMap) -> Iterator[None]:
         """This process loads the version inside; segments that it has not seen stay while there is room."""
-        mark = self._key_dir(segments) / f"{_READING}{self._me}"
+        mark = self._room.version_dir(segments) / f"{READING}{self._me}"
         with self._lock:
             self._reading[segments.key] = self._reading.get(segments.key, 0) + 1
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +144,7 @@ class NodeCache:
     def advance(self, segments: SegmentMap, number: int) -> None:
         """This process reads in order and has come to segment ``number``; it needs no earlier one."""
         with contextlib.suppress(OSError):  # it tells others what may go; they wait a little otherwise
-            (self._key_dir(segments) / f"{_READING}{self._me}").write_text(str(number))
+            (self._room.version_dir(segments) / f"{READING}{self._me}").write_text(str(number))
 
     def get(
         self, segments: SegmentMap, segment: Segment, load: Load, *, stopped: Callable[[], bool] = lambda: False
@@ -168,7 +166,7 @@ class NodeCache:
             What ``load`` raises. A cache that cannot be used is no error.
         """
         deadline, pause = time.monotonic() + 2 * self._segment_limit_s(segment.bytes), _POLL_S
-        path = self._segment_path(segments, segment)
+        path = self._room.segment_path(segments, segment)
         while segment.bytes <= self._limit_bytes and time.monotonic() < deadline:
             try:
                 view = self._map(path, segment)
@@ -182,7 +180,7 @@ class NodeCache:
                 if stopped():
                     raise CancelledError
                 time.sleep(pause)
-                pause = min(_LONGEST_POLL_S, 2 * pause)
+                pause = min(LONGEST_POLL_S, 2 * pause)
         buffer = memoryview(bytearray(segment.bytes))
         load(buffer)
         with self._lock:
@@ -191,7 +189,7 @@ class NodeCache:
 
     def file_of(self, segments: SegmentMap, segment: Segment, load: Load) -> Path | None:
         """The file that holds a segment, loaded where it was not there; None where the cache cannot take it."""
-        path = self._segment_path(segments, segment)
+        path = self._room.segment_path(segments, segment)
         if not path.exists():
             self.get(segments, segment, load)
         return path if path.exists() else None
@@ -200,9 +198,9 @@ class NodeCache:
         """Remove versions that nobody loads, but for ``keys``."""
         with self._lock:
             self._known = {path: known for path, known in self._known.items() if path.parent.parent.name in keys}
-        for path in self._keys():
-            if path.name not in keys and not self._readers(path):
-                _remove(path)
+        for path in self._room.versions():
+            if path.name not in keys and not self._room.readers(path):
+                remove(path)
 
     # -- loading
 
@@ -215,7 +213,7 @@ class NodeCache:
             return False
         try:
             if not path.exists():
-                self._make_room(segments, segment, stopped)
+                self._room.make_room(segments, segment, stopped)
                 self._load(path, segment, load)
         finally:
             lock.release()
@@ -259,106 +257,12 @@ class NodeCache:
         finally:
             os.close(fd)
         with contextlib.suppress(FileNotFoundError):  # removed with its version; the pages stay
-            path.with_name(f"{path.name}{_SEEN}{self._me}").touch()
+            path.with_name(f"{path.name}{SEEN}{self._me}").touch()
         return view
 
     def _note(self, path: Path, fd: int) -> None:
         with self._lock:
             self._known[path] = _identity(fd)
-
-    # -- room
-
-    def _make_room(self, segments: SegmentMap, segment: Segment, stopped: Callable[[], bool]) -> None:
-        """Wait until a segment fits (OSError ENOSPC where that takes too long).
-
-        Nobody loads further ahead than the cache is large, counted from the slowest reader: so there is always room
-        for what that one needs, and it comes on.
-        """
-        deadline = time.monotonic() + self._segment_limit_s(segment.bytes)
-        number = segments.number(segment)
-        while True:
-            window = self._window(segments, number)
-            missing = self._used() + segment.bytes - self._limit_bytes
-            if number not in window and number > window.start:
-                fits = False
-            else:
-                fits = missing <= 0 or self._evict(missing, segments, window) >= missing
-            if fits:
-                return
-            if stopped():
-                raise CancelledError
-            if time.monotonic() > deadline:
-                raise OSError(errno.ENOSPC, "no process of this node has finished with what is in the cache")
-            time.sleep(_LONGEST_POLL_S)
-
-    def _window(self, segments: SegmentMap, number: int) -> range:
-        """The segments that may be in the cache: from the slowest reader's on, as many as fit."""
-        start = stop = min(self._positions(segments), default=number)
-        size = 0
-        for segment in segments.in_order[start:]:
-            size += segment.bytes
-            if size > self._limit_bytes:
-                break
-            stop += 1
-        return range(start, max(stop, start + 1))
-
-    def _positions(self, segments: SegmentMap) -> list[int]:
-        """How far the living readers of a version are."""
-        directory, found = self._key_dir(segments), []
-        for reader in self._readers(directory):
-            with contextlib.suppress(OSError):
-                text = (directory / f"{_READING}{reader}").read_text()
-                found.append(int(text) if text.isdecimal() else 0)
-        return found
-
-    def _used(self) -> int:
-        total = 0
-        for key in self._keys():
-            for directory, _, names in os.walk(key):
-                for name in names:
-                    if _is_data(name):
-                        with contextlib.suppress(OSError):
-                            total += os.stat(os.path.join(directory, name)).st_size
-        return total
-
-    def _evict(self, wanted: int, segments: SegmentMap, window: range) -> int:
-        """Remove what nobody needs any more, or is out of the window; returns the bytes that it had."""
-        freed = 0
-        own = self._key_dir(segments)
-        for key in self._keys():
-            readers = self._readers(key)
-            for file in sorted(path for path in key.iterdir() if path.is_dir()):
-                for path in sorted((p for p in file.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name)):
-                    if freed >= wanted:
-                        return freed
-                    marks = [path.with_name(f"{path.name}{_SEEN}{reader}") for reader in readers]
-                    outside = key == own and segments.number_of(file.name, int(path.name)) not in window
-                    if outside or all(mark.exists() for mark in marks):
-                        with contextlib.suppress(FileNotFoundError):
-                            freed += path.stat().st_size
-                            path.unlink()
-                            for mark in file.glob(f"{path.name}{_SEEN}*"):
-                                mark.unlink(missing_ok=True)
-        return freed
-
-    def _readers(self, key: Path) -> list[str]:
-        """Living processes that load a version."""
-        return [name for name in living(key, _READING) if name]
-
-    # -- places
-
-    def _keys(self) -> list[Path]:
-        with contextlib.suppress(FileNotFoundError):
-            return sorted(
-                p for p in self.directory.iterdir() if p.is_dir() and p.name != "members" and p.name[0] != "."
-            )
-        return []
-
-    def _key_dir(self, segments: SegmentMap) -> Path:
-        return self.directory / segments.key
-
-    def _segment_path(self, segments: SegmentMap, segment: Segment) -> Path:
-        return self._key_dir(segments) / segment.file / str(segment.part)
 
     def _join(self) -> None:
         member = self.directory / "members" / str(self._me)
@@ -388,20 +292,3 @@ def _identity(fd: int) -> tuple[int, int]:
     """Another one for every content that a name has had."""
     status = os.fstat(fd)
     return status.st_ino, status.st_ctime_ns
-
-
-def _is_data(name: str) -> bool:
-    return name.isdecimal() or name.endswith(".loading")
-
-
-def _remove_if_deserted(directory: Path) -> None:
-    if not living(directory / "members", ""):
-        _remove(directory)
-
-
-def _remove(directory: Path) -> None:
-    """Hidden first: whoever looks for a segment finds all of it or nothing."""
-    hidden = directory.with_name(f".removed-{directory.name}-{os.getpid()}-{time.monotonic_ns()}")
-    with contextlib.suppress(OSError):
-        os.rename(directory, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)

@@ -14,7 +14,7 @@ from stub_engine import StubEngine
 from hpcrl.rollouts.engines import deadlines
 from hpcrl.rollouts.telemetry import fleet_watch
 from hpcrl.rollouts.telemetry.fleet_watch import EngineReading
-from hpcrl.rollouts.weights import updates as weight_updates
+from hpcrl.rollouts.weights import loading as weight_loading
 from hpcrl.runs.fleet import EngineView, FleetView
 
 
@@ -131,7 +131,7 @@ async def test_an_engine_without_requests_or_in_an_exchange_of_weights_is_not_si
 
 
 async def test_an_exchange_that_takes_far_longer_than_any_before_is_no_excuse(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(weight_updates, "_USUAL_FLOOR_S", 0.5)
+    monkeypatch.setattr(weight_loading, "_USUAL_FLOOR_S", 0.5)
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
         stub.request_s = 0.2

@@ -19,12 +19,13 @@ from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.blocks import BlockPool
 from hpcrl.inference.embedded.engine.cached_blocks import CachedBlocks
 from hpcrl.inference.embedded.engine.config import EngineSettings
-from hpcrl.inference.embedded.engine.request import EngineRequest, Output
+from hpcrl.inference.embedded.engine.failed_steps import FailedSteps
+from hpcrl.inference.embedded.engine.outputs import Delivery, OutputCollector
+from hpcrl.inference.embedded.engine.request import EngineRequest
 from hpcrl.inference.embedded.engine.rows import Rows
-from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
+from hpcrl.inference.embedded.engine.runner import ModelRunner
 from hpcrl.inference.embedded.engine.sampler import TokenSampler
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
-from hpcrl.inference.embedded.engine.suspects import Suspects
 from hpcrl.inference.metrics import EngineMetrics, Gauge
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.promise import promise
@@ -36,7 +37,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_MODES = ("abort", "wait", "keep")
-Delivery = list[tuple[EngineRequest, Output]]
 
 
 class Engine:
@@ -74,6 +74,8 @@ class Engine:
             TokenSampler(arch.vocab_size, config.logprobs_mode),
             routed_rows=metrics.routed_rows if config.return_routed_experts else None,
         )
+        self._outputs = OutputCollector(self._scheduler, self._rows, self._runner, metrics)
+        self._failed_steps = FailedSteps(self._scheduler, self._rows, self._outputs)
         self.weight_version = config.weight_version
         self.failure: BaseException | None = None
         self._paused: str | None = None
@@ -81,11 +83,8 @@ class Engine:
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
-        self._last_step_s = 0.0
         self._deliver: Callable[[Delivery], None] = lambda _: None
         self._share: Callable[[list[tuple[bytes, bytes]]], None] | None = None
-        self._pending: Delivery = []
-        self._suspects = Suspects()
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
         self._add_gauges(metrics)
 
@@ -144,14 +143,14 @@ class Engine:
             try:
                 self._scheduler.add(request)
             except Exception as error:  # noqa: BLE001 - it is the fate of this request alone
-                self._fail(request, error)
+                self._outputs.fail(request, error)
 
         self._post(command)
 
     def abort(self, requests: Iterable[EngineRequest]) -> Future[None]:
         """End requests now; each gets a last output with ``finish_reason`` ``abort``. Ended ones are ignored."""
         doomed = list(requests)
-        return self.call(lambda: self._abort(doomed))
+        return self.call(lambda: self._outputs.abort(doomed))
 
     def pause(self, mode: str, *, clear_cache: bool) -> Future[None]:
         """Stop running new requests; the future is done when the pause is complete.
@@ -177,7 +176,7 @@ class Engine:
         def begin() -> None:
             self._paused = mode
             if mode == "abort":
-                self._abort(list(self._scheduler.requests()))
+                self._outputs.abort(list(self._scheduler.requests()))
             if mode == "keep":
                 if clear_cache:
                     self._scheduler.preempt_all()
@@ -268,7 +267,7 @@ class Engine:
         self.weight_version = version
         for request in self._scheduler.requests():
             if request.version_starts:
-                request.note_version(version, self._output_length(request))
+                request.note_version(version, self._rows.known_tokens(request) - request.num_prompt)
 
     def vacate(self, function: Callable[[ModelRunner], T]) -> Future[T]:
         """Freeze requests, forget all KV, and do something with what runs the model: nothing else uses it then.
@@ -307,13 +306,12 @@ class Engine:
                 if self._has_work():
                     self._step_or_fail()
                 self._finish_pauses()
-                if self._pending:
-                    delivery, self._pending = self._pending, []
+                if delivery := self._outputs.take():
                     self._deliver(delivery)
         except Exception as error:  # noqa: BLE001 - whatever it was, waiting callers must hear of it
             _log.exception("the model thread failed")
             self.failure = error
-            self._deliver(self._pending)
+            self._deliver(self._outputs.take())
 
     def _has_work(self) -> bool:
         scheduler = self._scheduler
@@ -331,31 +329,23 @@ class Engine:
         Exception
             Of the step: too many fail for any one request to be the reason.
         """
-        alone = self._suspects.current
+        alone = self._failed_steps.alone
         try:
             self._step(alone)
         except Exception as error:
             # a request's numbers may make anything fail
             _log.exception("a step failed")
-            suspects = list(self._scheduler.requests_running())
-            if self._suspects.failed() or not suspects:
+            if not self._failed_steps.isolate(error):
                 raise
-            if len(suspects) > 1:
-                self._scheduler.preempt_all()
-                self._suspects.begin(suspects)
-                return
-            self._suspects.found()
-            self._fail(suspects[0], error)
         else:
-            if alone is not None and self._suspects.passes(self._num_tokens(alone)):
-                self._scheduler.put_back(alone)
+            self._failed_steps.step_worked(alone)
 
     def _step(self, alone: EngineRequest | None) -> None:
         scheduler, metrics = self._scheduler, self._metrics
         step = scheduler.schedule(only_preempted=self._paused is not None, alone=alone)
         refused, scheduler.refused = scheduler.refused, []
         for request, error in refused:
-            self._fail(request, error)
+            self._outputs.fail(request, error)
         if step is None:
             return
         now = time.monotonic()
@@ -371,10 +361,10 @@ class Engine:
         if self._share is not None and filled and not result.broken:
             self._share([(key, self.cached.content(block)) for block, key in filled])
         if len(result.rows):
-            self._suspects.worked()
-        self._collect(result)
+            self._failed_steps.token_sampled()
+        self._outputs.collect(result)
         if result.broken:
-            self._judge_broken([self._rows.request(row) for row in result.broken])
+            self._failed_steps.end_broken([self._rows.request(row) for row in result.broken])
         metrics.iteration_tokens.observe(int(step.counts.sum()))
         metrics.generation_tokens.inc(len(result.rows))
         for counter, total in (
@@ -383,112 +373,6 @@ class Engine:
             (metrics.preemptions, scheduler.num_preemptions),
         ):
             counter.set_total(total)
-
-    def _judge_broken(self, requests: list[EngineRequest]) -> None:
-        """End the sequence for which the model gives no numbers; of several in a step, find out which that is.
-
-        Zero times NaN is NaN: layers that compute more than they use carry it from one sequence of a step to others.
-
-        Raises
-        ------
-        ArithmeticError
-            There were several in a row: the engine is broken.
-        """
-        error = ArithmeticError(
-            "the engine is broken: logits of its model are not finite, because its weights are not, or overflow"
-        )
-        for request in requests:
-            self._scheduler.distrust(request)
-        if len(requests) == 1:
-            self._suspects.found()
-            self._fail(requests[0], error)
-        else:
-            self._scheduler.preempt_all()
-            self._suspects.begin(requests)
-        if self._suspects.failed():
-            raise error
-
-    def _fail(self, request: EngineRequest, error: Exception) -> None:
-        """End a request with an error; it may not have come into the engine."""
-        if request.row is not None or request in self._scheduler.waiting:
-            self._scheduler.remove(request)
-        request.ended = True
-        output = Output([], [], [], [], finish_reason="error", error=f"{type(error).__name__}: {error}")
-        self._pending.append((request, output))
-        self._metrics.request_success.inc(value="error")
-
-    def _collect(self, result: StepResult) -> None:
-        """Outputs of sequences that stream or ended, and times of first and later tokens."""
-        rows, metrics, now = self._rows, self._metrics, time.monotonic()
-        first = rows.num_tokens[result.rows] == rows.num_prompt[result.rows] + 1
-        for row in result.rows[first].tolist():
-            request = rows.request(row)
-            metrics.first_token.observe(now - request.arrived_s)
-            metrics.prompt_tokens.inc(request.num_prompt)
-            metrics.request_prompt_tokens.observe(request.num_prompt)
-        later = len(result.rows) - int(first.sum())
-        if later:
-            metrics.inter_token.observe(now - self._last_step_s, count=later)
-        self._last_step_s = now
-        ended = {i for i, _, _ in result.finished}
-        interval = rows.stream_interval[result.rows]
-        earlier = rows.num_tokens[result.rows] - rows.num_prompt[result.rows] - 1
-        for i in np.flatnonzero((interval > 0) & (earlier % np.maximum(interval, 1) == 0)).tolist():
-            if i not in ended:
-                request = rows.request(int(result.rows[i]))
-                output = self._output(request)
-                if request.experts_in_parts:
-                    output.routed_experts = self._runner.experts_of(request)
-                self._pending.append((request, output))
-        for i, finish_reason, stop_reason in result.finished:
-            self._finish(rows.request(int(result.rows[i])), finish_reason, stop_reason)
-
-    def _finish(self, request: EngineRequest, finish_reason: str, stop_reason: int | None) -> None:
-        experts = self._runner.experts_of(request)
-        self._scheduler.remove(request)
-        output = self._output(request)
-        output.finish_reason, output.stop_reason, output.routed_experts = finish_reason, stop_reason, experts
-        num_output = len(request.tokens) - request.num_prompt
-        output.weight_versions = request.version_spans(num_output)
-        if request.params.prompt_logprobs is not None:
-            output.prompt_logprobs = request.prompt_logprobs
-        request.ended = True
-        self._pending.append((request, output))
-        self._metrics.request_success.inc(value=finish_reason)
-        self._metrics.request_generation_tokens.observe(num_output)
-        self._metrics.end_to_end.observe(time.monotonic() - request.arrived_s)
-
-    def _output(self, request: EngineRequest) -> Output:
-        """What a request has not reported yet."""
-        row, p, start = request.row, request.num_prompt, request.num_reported
-        if row is None:
-            tokens, logprobs, ranks = request.tokens[p + start :], request.logprobs[start:], request.ranks[start:]
-        else:
-            n = int(self._rows.num_tokens[row])
-            span = slice(p + start, n)
-            tokens, logprobs = self._rows.tokens[row, span], self._rows.logprobs[row, span]
-            ranks = self._rows.ranks[row, span]
-        request.num_reported = start + len(tokens)
-        wanted = request.params.logprobs is not None
-        return Output(
-            token_ids=tokens.tolist(),
-            logprobs=logprobs.tolist() if wanted else [],
-            ranks=ranks.tolist() if wanted else [],
-            top=request.top[start:],
-            num_cached_tokens=request.num_cached_tokens,
-        )
-
-    def _abort(self, requests: list[EngineRequest]) -> None:
-        for request in requests:
-            # an ended one, or one whose submission is behind this command in the inbox, is not in the scheduler
-            if not request.ended and request.sequence_number:
-                self._finish(request, "abort", None)
-
-    def _num_tokens(self, request: EngineRequest) -> int:
-        return len(request.tokens) if request.row is None else int(self._rows.num_tokens[request.row])
-
-    def _output_length(self, request: EngineRequest) -> int:
-        return self._num_tokens(request) - request.num_prompt
 
     def _finish_pauses(self) -> None:
         """Complete pauses whose requests have drained."""

@@ -64,6 +64,10 @@ class Rows:
         """Generated tokens of a row."""
         return int(self.num_tokens[row] - self.num_prompt[row])
 
+    def known_tokens(self, request: EngineRequest) -> int:
+        """Return the number of known tokens (prompt and sampled) of a request, also of one without a row."""
+        return len(request.tokens) if request.row is None else int(self.num_tokens[request.row])
+
     def occupy(self, request: EngineRequest, blocks: list[int], num_computed: int, seed: int, vocab_size: int) -> int:
         """Give a request a row.
 

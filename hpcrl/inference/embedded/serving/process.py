@@ -19,7 +19,8 @@ from hpcrl.errors import ExitCode, HpcrlError, UsageError
 from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.config import EngineSettings
-from hpcrl.inference.embedded.engine.engine import Delivery, Engine
+from hpcrl.inference.embedded.engine.engine import Engine
+from hpcrl.inference.embedded.engine.outputs import Delivery
 from hpcrl.inference.embedded.engine.states import RecurrentStates
 from hpcrl.inference.embedded.kv.fetching import KvFetcher
 from hpcrl.inference.embedded.kv.pool import KvPool
