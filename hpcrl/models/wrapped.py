@@ -1,4 +1,4 @@
-"""Models that also see: a language model in a wrapper, whose ``config.json`` has the language model's as text_config."""
+"""Models that also see: a language model in a wrapper, whose ``config.json`` has its own as ``text_config``."""
 
 from __future__ import annotations
 
