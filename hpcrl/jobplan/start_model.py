@@ -19,7 +19,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, HpcrlError
 from hpcrl.jobplan.towers import tower_problems
 from hpcrl.models import ModelArch, load_arch
-from hpcrl.models.arch import arch_from_config, read_model_config
+from hpcrl.models.arch import SAME_TEXT, arch_from_config, read_model_config, trainable_types
 from hpcrl.models.configfile import read_config
 from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.hub import download_command, published_id
@@ -43,6 +43,10 @@ __all__ = ["DirectoryReport", "ModelReport", "check_model", "look_at_directory",
 
 _OTHER_FAMILY = (
     "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
+)
+_WRAPPER = (
+    "set model.vision: drop, or carry for exports that also see; or take the language model out: "
+    "hpcrl model extract DIR --output DIR"
 )
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
@@ -157,7 +161,8 @@ def look_at_directory(model_dir: Path, *, weights: bool = True, vision: str | No
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         what = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError | OSError) else str(error)
         named = what if str(model_dir) in what else f"{model_dir / 'config.json'}: {what}"
-        return DirectoryReport(None, ((named, _OTHER_FAMILY),), _notes(model_dir))
+        refused = vision is None and wrapped_type(model_dir) in (*trainable_types(), *SAME_TEXT)
+        return DirectoryReport(None, ((named, _WRAPPER if refused else _OTHER_FAMILY),), _notes(model_dir))
     files = _weight_problems(arch, model_dir) if weights else ()
     problems = (*_tokenizer_problems(model_dir), *_generation_problems(model_dir), *files)
     ignored = () if problems or not weights else tuple(_ignored_files(model_dir))

@@ -1,4 +1,4 @@
-"""Models that also see: a language model in a wrapper; its own configuration is ``text_config`` in config.json."""
+"""Models that also see: a language model in a wrapper, whose ``config.json`` has its own as ``text_config``."""
 
 from __future__ import annotations
 

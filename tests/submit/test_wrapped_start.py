@@ -12,7 +12,7 @@ from test_prepare import RECIPE, Hpcrl, hpcrl, prepared
 from wrapped_models import write_wrapper
 
 from hpcrl.jobplan.model_summary import summarise_model
-from hpcrl.models.known import load_facts
+from hpcrl.models.known import find_config, load_facts
 
 __all__ = ["hpcrl"]  # a fixture
 
@@ -44,6 +44,7 @@ def test_without_the_setting_all_commands_refuse_it_in_the_same_words(recipe: Pa
         said = " ".join((out + err).split())
         assert "model_type is 'llava', a wrapper around a language model of llama" in said, command
         assert "model.vision of the recipe; or `hpcrl model extract" in said, command
+        assert "hint: set model.vision: drop, or carry" in said or command[0] == "plan", command
         assert code == (0 if command[0] == "plan" else 1 if command[0] == "model" else 2), command
 
 
@@ -115,3 +116,16 @@ def test_damaged_wrapper_is_named(whole: Path, tmp_path: Path) -> None:
     (copy / "model.safetensors").write_bytes(data[:-9])
     (what, _), *_ = summarise_model(copy, "drop").problems
     assert "was not copied whole" in what
+
+
+@pytest.mark.parametrize("vision", ["drop", "carry"])
+def test_packed_language_model_is_refused_with_how_it_is_stored(recipe: Path, tmp_path: Path, vision: str) -> None:
+    """As Kimi-K2.5 is published: four bits a number."""
+    model = tmp_path / "kimi"
+    text = json.loads(find_config("Kimi-K2-Instruct").read_text())
+    text["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    whats = " ".join(each.what for each in prepared(recipe, f"model.path={model}", f"model.vision={vision}").problems)
+    assert "quant_method 'compressed-tensors'" in whats
+    assert "block FP8" in whats
