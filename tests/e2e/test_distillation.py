@@ -47,13 +47,20 @@ def teacher(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         server.wait(30)
 
 
-def test_the_policy_comes_near_to_its_teacher(lab: Lab, teacher: str) -> None:
-    run = lab.submit(
+@pytest.fixture
+def student_lab(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A lab whose start model has seen a third of what the teacher has."""
+    return Lab(tmp_path, start_models.start_model(tmp_path_factory, "student", settings=("model.warmup.steps=300",)))
+
+
+def test_the_policy_comes_near_to_its_teacher(student_lab: Lab, teacher: str) -> None:
+    run = student_lab.submit(
         "distilled",
         f"algorithm.distillation={{teacher: {{url: '{teacher}'}}, reward_weight: 0.0}}",
         f"engine.max_model_len={LENGTH}",
         f"trainer.steps={STEPS}",
-        "trainer.optimizer={learning_rate: 2e-3, schedule: constant}",
+        "trainer.optimizer={learning_rate: 5e-4, schedule: constant}",
+        "rollouts.max_off_policy_steps=1",
         "evaluation.every_steps=0",
         to_end=True,
     )

@@ -81,7 +81,7 @@ class Scene:
         return {"0.distcp": FileRecord(len(DATA), xxhash.xxh3_128_hexdigest(DATA))}
 
     def start(self, step: int) -> None:
-        policy: Any = SimpleNamespace(model=None, optimizer=None, base="start model")
+        policy: Any = SimpleNamespace(model=None, optimizer=None, base="start model", reference=None)
         self.saver.start(policy, step, orchestrator_state=lambda: b"rollouts %d" % step)
 
     def save(self, *steps: int) -> Exception | None:
@@ -217,7 +217,7 @@ def test_a_filesystem_that_cannot_be_asked_for_room_is_a_save_that_failed(scene:
 
 
 def test_an_orchestrator_that_does_not_answer_is_an_error_of_the_training(scene: Scene) -> None:
-    policy: Any = SimpleNamespace(model=None, optimizer=None, base="")
+    policy: Any = SimpleNamespace(model=None, optimizer=None, base="", reference=None)
 
     def fails() -> bytes:
         raise ConnectionError("gone")

@@ -115,11 +115,11 @@ def policy_on_meta(arch, recipe, mesh):
     freeze_parameters(policy.model, recipe.trainer.freeze)
     policy._replay = recipe.trainer.router_replay
     policy._watch = GradientWatch(policy.model)
-    policy._reference = None
+    policy.reference = None
     if recipe.algorithm.kl is not None:
-        policy._reference = ReferencePolicy.__new__(ReferencePolicy)
+        policy.reference = ReferencePolicy.__new__(ReferencePolicy)
         # reading a copy is not what is watched
-        vars(policy._reference).update(_recipe=recipe, _adapted=False, _model=policy.model)
+        vars(policy.reference).update(_recipe=recipe, _adapted=False, _model=policy.model, _every=None)
     for mlp in policy.model.modules():
         if isinstance(mlp, SparseMLP) and mesh.ep > 1:
             experts = mlp.gate.out_features

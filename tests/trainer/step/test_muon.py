@@ -51,6 +51,7 @@ NOT_HIDDEN = ENDS | {
     "mlp.gate.weight",
     "mixer.gate.weight",
     "mixer.conv1d.weight",
+    "linear_attn.conv1d.weight",
     "self_attn.indexer.weights_proj.weight",
 }
 
