@@ -61,7 +61,7 @@ OLDEST_TORCH_TESTS = tests/modeling tests/inference/embedded $(addprefix tests/t
 test-oldest-torch: WORKERS = 3
 test-oldest-torch:
 	@python3 tools/bootstrap.py all dev --oldest-torch
-	@PYTHONPATH="$(CURDIR)/.oldest-torch" HPCRL_TEST_TORCH=2.11.0 $(PYTEST) $(PARALLEL) -m "not triton" $(OLDEST_TORCH_TESTS)
+	@PYTHONPATH="$(CURDIR)/.oldest-torch" HPCRL_TEST_TORCH=2.11.0 $(PYTEST) $(PARALLEL) -m "not triton and not campaign" $(OLDEST_TORCH_TESTS)
 
 # whole runs with real vLLM that lose engines, sides and nodes, and `make demo`: minutes each, so not in every continuous
 # integration
