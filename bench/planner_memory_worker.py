@@ -147,9 +147,7 @@ def held(policy: TrainerPolicy) -> int:
 
 def images(publisher: Publisher) -> int:
     """Bytes of the copies of versions that it keeps between two publications."""
-    kept = [image.data for image in (publisher._base, publisher._last) if image is not None]
-    kept += [] if publisher._spare is None else [publisher._spare]
-    return sum(image.nbytes for image in kept)
+    return publisher._images.nbytes
 
 
 def main(settings_file: str) -> None:

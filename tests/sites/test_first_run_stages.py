@@ -300,15 +300,15 @@ def test_a_run_that_is_too_large_for_its_nodes_is_no_plan(site: Site, monkeypatc
 
 
 def test_a_plan_that_slurm_would_not_start_is_none(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise UsageError("Slurm could not start this run as things are")
 
     site.found("check-job", gpus={"gpu": 0})
     monkeypatch.setattr(run_stages, "make_model", lambda recipe, *_: make_tiny_model(Path(recipe.model.path)))
-    monkeypatch.setattr(run_stages, "check_admission", refuse)
+    monkeypatch.setattr(run_stages, "admit", refuse)
     with pytest.raises(UsageError, match="could not start"):
         run_stages.plan_tiny_run(site.bench)
-    monkeypatch.setattr(run_stages, "check_admission", lambda *_: None)
+    monkeypatch.setattr(run_stages, "admit", lambda *_, **__: None)
     outcome = run_stages.plan_tiny_run(site.bench)
     assert outcome.facts["layout"] == "hetjob"
     assert outcome.facts["backend"] == "embedded"

@@ -32,6 +32,12 @@ class Images:
         self._last: Image | None = None
         self._spare: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that are kept between two publications."""
+        kept = [image.data for image in (self._base, self._last) if image is not None]
+        return sum(data.nbytes for data in (*kept, *([] if self._spare is None else [self._spare])))
+
     def new(self, version: int, size: int) -> Image:
         """Return an image of ``size`` bytes for a version, in spare memory where there is some."""
         if self._spare is None:

@@ -177,21 +177,21 @@ def test_what_the_orchestrator_answers_ahead_is_raised_when_its_step_comes(start
 
 async def test_the_next_batch_is_built_while_a_step_trains_whoever_is_cut_off(tmp_path: Path) -> None:
     async with running(make_run(tmp_path), StubEngine()) as loop:
-        server = loop.orchestrator
+        server = loop.parts.batch_server
         batches = BatchFetcher(loop.client, rank=0, world_size=1, last_step=10)
         first = await asyncio.to_thread(batches.take, 1)
         # the rank asked once, and goes away: the task that builds is not its own
-        await loop.until(lambda: 2 in server._batch_server._builds)
+        await loop.until(lambda: 2 in server._builds)
         batches.close()
-        await loop.until(server._batch_server._builds[2].done)
-        assert (first.step, server._batch_server.step) == (1, 2)
+        await loop.until(server._builds[2].done)
+        assert (first.step, server.step) == (1, 2)
         # no more than one ahead, and of the state before it nothing is gone
-        assert set(server._batch_server._builds) == {1, 2}
+        assert set(server._builds) == {1, 2}
         assert len((await loop.checkpoint(0)).logged) >= 2 * 4
         again = BatchFetcher(loop.client, rank=0, world_size=1, last_step=10)
         await loop.publish(1)
         second = await asyncio.to_thread(again.take, 2)
-        await loop.until(lambda: set(server._batch_server._builds) == {2, 3})
+        await loop.until(lambda: set(server._builds) == {2, 3})
         assert second.stats.staleness_max <= 1
         state = await loop.checkpoint(2)
         again.close()
