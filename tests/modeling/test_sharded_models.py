@@ -24,7 +24,7 @@ from hpcrl.modeling.opaque import opaque, opaque_methods
 from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.parallelize import _ReduceNothing, parallelize_decoder, sum_over_copies
 from hpcrl.modeling.shared import view_of
-from hpcrl.modeling.spec import build_model
+from hpcrl.modeling.spec import build_model, spec_of
 from hpcrl.models.arch import Qwen3MoeArch
 from hpcrl.weights.handover import SharedMemory, SharedTensor
 
@@ -86,6 +86,15 @@ def test_one_rank_computes_what_a_whole_model_does(tied: bool, on_host: bool) ->
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_family_is_sharded_as_asked(monkeypatch: pytest.MonkeyPatch, on_host: bool) -> None:
+    asked = list[dict[str, Any]]()
+    monkeypatch.setattr("hpcrl.modeling.parallelize.parallelize_decoder", lambda *_, **how: asked.append(how))
+    with mesh_of() as mesh:
+        spec_of(arch_of()).parallelize(model_of(), mesh, dtype=torch.bfloat16, on_host=on_host)
+    assert asked == [{"dtype": torch.bfloat16, "on_host": on_host}]
 
 
 def test_masters_are_float32_where_a_pass_is_not() -> None:

@@ -23,6 +23,7 @@ from engine_helpers import (
     tiny_nemotron_arch,
     tiny_qwen3_next_arch,
 )
+from torch import Tensor
 
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
@@ -30,6 +31,8 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import EngineRequest, Output
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.layers.dsa import SparseLatentAttention
+from hpcrl.modeling.sparse_kernels.reference import ReferenceKernel
 from hpcrl.models.arch import ModelArch
 
 TOLERANCE = 1e-4
@@ -155,6 +158,27 @@ def test_chosen_tokens_are_those_of_the_plain_forward_pass(start: StartEngine) -
     assert client.engine._scheduler.num_preemptions
     assert client.engine._scheduler.prefix_hits
     check_outputs(model, prompts, outputs)
+
+
+def test_scores_of_the_indexer_are_those_of_the_kernel_of_its_layer(start: StartEngine) -> None:
+    """With the kernel of another, an engine would ignore `engine.kernels` in silence."""
+    asked = list[int]()
+
+    class Asked(ReferenceKernel):
+        name = "asked"
+
+        def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
+            asked.append(len(q))
+            return super().index_scores(q, k, weights, visible)
+
+    model = random_model(tiny_glm_arch(), 1)
+    for layer in model.modules():
+        if isinstance(layer, SparseLatentAttention):
+            layer.kernel = Asked()
+    prompts = prompts_of(2, 20, 30)
+    outputs = start(model).run(prompts, max_tokens=5)
+    check_outputs(model, prompts, outputs)
+    assert sum(asked) >= sum(map(len, prompts))
 
 
 @pytest.mark.parametrize("arch", [tiny_nemotron_arch(), tiny_qwen3_next_arch()], ids=lambda arch: arch.model_type)

@@ -61,6 +61,18 @@ def rotation(interleaved, *, by_hand):
     return rotate
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rotation_keeps_no_copies_for_its_gradient(interleaved):
+    """Autograd would keep a product of half of the channels for each of its operations."""
+    kept = []
+    (x,) = inputs_of((ROWS, 2, WIDTH), dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        y = rotation(interleaved, by_hand=True)(x.requires_grad_())
+    assert y.requires_grad
+    # cosines and sines of the pairs
+    assert kept == [ROWS * WIDTH // 4] * 2
+
+
 def computed(function, inputs, grad):
     """The result, and the gradient of each input."""
     inputs = [x.clone().requires_grad_() for x in inputs]

@@ -126,6 +126,12 @@ class Restless(ReferenceKernel):
         return of_q, of_rows * (1 + 5e-5 * torch.rand(1))
 
 
+class OtherRows(ReferenceKernel):
+    def backward(self, grad: Tensor, inputs: Chosen, attended: Attended) -> tuple[Tensor, Tensor]:
+        of_q, of_rows = super().backward(grad, inputs, attended)
+        return of_q, of_rows * 2
+
+
 class Broken(ReferenceKernel):
     def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
         raise RuntimeError("out of resources: shared memory")
@@ -135,6 +141,7 @@ class Broken(ReferenceKernel):
     ("kernel", "message"),
     [
         (OtherBase(), "differs from the reference when tried: normaliser by"),
+        (OtherRows(), r"differs from the reference when tried: of rows by 100\.0%"),
         (Restless(), r"gives other numbers each time that it is tried \(of rows\)"),
         (Broken(), "fails on cpu: RuntimeError: out of resources: shared memory"),
     ],
@@ -142,6 +149,15 @@ class Broken(ReferenceKernel):
 def test_a_kernel_that_computes_something_else_is_found_by_its_trial(kernel: Any, message: str) -> None:
     with pytest.raises(LookupError, match=message):
         try_kernel(kernel, CPU, SparseShape(4, 24, 16, 20, 2, 16, torch.float32))
+
+
+def test_the_reference_computes_so_many_queries_that_a_chunk_has_64_mib() -> None:
+    """Scores of all heads and keys, and what becomes of them, are float32."""
+    kernel = ReferenceKernel()
+    assert kernel.rows_at_once(32, 131_072) == 2
+    assert kernel.rows_at_once(4, 1024) == 2048
+    assert kernel.rows_at_once(64, 1 << 20) == 1
+    assert kernel.rows_at_once(4, 0) >= 1
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_mla", "flash_mla_cudnn"])
