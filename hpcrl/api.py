@@ -1,4 +1,4 @@
-"""hpcrl for people who script: what ``hpcrl plan``, ``submit``, ``resume`` and ``simulate`` do, as functions.
+"""hpcrl for scripts: the functions behind ``hpcrl plan``, ``submit``, ``resume``, ``simulate`` and sweeps.
 
 Recipes, profiles and overrides are given as on the command line; errors are those of `hpcrl.errors`, with the same
 sentences. Nothing here imports torch. See docs/python.md.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hpcrl.errors import UsageError
 from hpcrl.planning.calibration.file import load_site_calibration
 from hpcrl.planning.report import Outlook, find_facts, make_outlook
 from hpcrl.planning.verdict import Verdict, judge
-from hpcrl.runs.job_facts import use_source
+from hpcrl.runs.job_facts import set_job_query
 from hpcrl.runs.locate import profile_roots, runs_root
 from hpcrl.runs.start.resume import ResumeFrom
 from hpcrl.simulation import Failures, SimulationResult, durations_from_plan, load_durations, make_scenario
@@ -29,8 +29,12 @@ from hpcrl.submit.prepare import PreparedRun, prepare, try_programs
 from hpcrl.submit.resume import resume as resume_run
 from hpcrl.submit.start import submit as submit_prepared
 from hpcrl.submit.start import with_admission
+from hpcrl.sweeps.control import start_sweep
+from hpcrl.sweeps.creation import make_sweep
+from hpcrl.sweeps.preparing import SweepOptions, SweepRequest, prepare_sweep
+from hpcrl.sweeps.sweep_handle import Sweep
 
-__all__ = ["Overrides", "PlannedRun", "Run", "plan", "resume", "simulate", "submit"]
+__all__ = ["Overrides", "PlannedRun", "Run", "Sweep", "plan", "resume", "simulate", "submit", "submit_sweep"]
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Changes of a recipe: ``["trainer.steps=10"]`` as of ``--set``, or ``{"trainer.steps": 10}``."""
@@ -38,12 +42,12 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What ``hpcrl plan`` says of a recipe on a cluster.
+    """Result of ``hpcrl plan`` for a recipe on a cluster.
 
     Attributes
     ----------
     prepared:
-        Recipe, profile and everything that speaks against a submit.
+        Recipe, profile and every problem that prevents a submit.
     outlook:
         Memory and times.
     verdict:
@@ -56,7 +60,7 @@ class PlannedRun:
 
     @property
     def plan(self) -> Plan:
-        """The resolved plan: groups of roles, their places, commands and limits."""
+        """Return the resolved plan: groups of roles, their places, commands and limits."""
         return self.prepared.outlined()
 
     @property
@@ -66,17 +70,17 @@ class PlannedRun:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why `submit` refuses it, a sentence each; empty where it does not."""
+        """Return the reasons why `submit` refuses the run, one sentence each; empty if it does not refuse."""
         return tuple(f"{each.key}: {each.what}" if each.key else each.what for each in self.prepared.problems)
 
     @property
     def fits(self) -> bool | None:
-        """Return whether memory and nodes suffice; None where that cannot be said."""
+        """Return whether memory and nodes suffice; None if unknown."""
         return self.verdict.fits
 
     @property
     def step_s(self) -> float | None:
-        """Expected seconds of a step; None where there is no forecast."""
+        """Return the expected seconds of a step; None without a forecast."""
         return None if self.outlook.loop is None else self.outlook.loop.step_s
 
 
@@ -97,8 +101,8 @@ def plan(
     calibration:
         A file of ``hpcrl plan calibrate``; the shipped one by default.
     programs:
-        Also try interpreters, packages and environments, and ask Slurm. Without that ``starts`` says less than
-        `submit` looks at.
+        Also try interpreters, packages and environments, and ask Slurm. Without that ``starts`` covers less than
+        `submit` checks.
 
     Raises
     ------
@@ -127,23 +131,23 @@ def submit(
     root: str | Path | None = None,
     queue_anyway: bool = False,
 ) -> Run:
-    """Start a run and return it at once; it goes on when the script ends.
+    """Start a run and return it at once; it continues when the script ends.
 
     Parameters
     ----------
     name:
-        Of the run; by default the recipe's name with the time.
+        Name of the run; by default the recipe's name with the time.
     from_run:
         ``RUN``, ``RUN@STEP`` or ``RUN@vN``, whose weights it begins with.
     root:
-        Directory of runs; by default what ``HPCRL_RUNS_ROOT`` or the profile says.
+        Directory of runs; by default that of ``HPCRL_RUNS_ROOT`` or the profile.
     queue_anyway:
-        Submit also what Slurm could not start as things are.
+        Submit even if Slurm could not start the job now.
 
     Raises
     ------
     ConfigError
-        With every problem that ``hpcrl submit`` says. Nothing was written.
+        ``hpcrl submit`` would refuse it, with every problem. Nothing was written.
     RunDirError
         There is a run of this name.
     UsageError
@@ -151,11 +155,85 @@ def submit(
     hpcrl.slurm.errors.SlurmError
         Slurm does not answer, or refuses a job.
     """
-    use_source(look_up)
+    set_job_query(look_up)
     given = None if root is None else str(root)
     prepared = _prepared(recipe, cluster, overrides, name=name, from_run=from_run, root=given)
     started = submit_prepared(prepared, from_run=from_run, queue_anyway=queue_anyway)
     return Run(started.path)
+
+
+def submit_sweep(
+    recipe: str | Path,
+    cluster: str | Path = "local",
+    overrides: Overrides = (),
+    *,
+    grid: Sequence[str] | Mapping[str, Sequence[Any]] = (),
+    samples: Sequence[str] | Mapping[str, str] = (),
+    count: int | None = None,
+    sample_seed: int = 0,
+    seeds: int = 1,
+    max_running: int | None = None,
+    name: str | None = None,
+    tags: Sequence[str] = (),
+    after: Sequence[Run] = (),
+    from_run: str | None = None,
+    root: str | Path | None = None,
+    queue_anyway: bool = False,
+) -> Sweep:
+    """Start a sweep, a run for each setting, and return it at once; it continues when the script ends.
+
+    Parameters
+    ----------
+    grid:
+        ``{"trainer.optimizer.learning_rate": [1e-6, 3e-6]}``, or texts as of ``--grid``.
+    samples, count, sample_seed:
+        ``{"trainer.optimizer.learning_rate": "loguniform(1e-6, 1e-4)"}``, or texts as of ``--sample``; how many points
+        to draw; another seed draws others.
+    seeds:
+        Replicates of each setting.
+    max_running:
+        Maximum number of members that run at a time; None: one of a local sweep, any number on Slurm.
+    tags, after:
+        Tags of the members in addition to the name of the sweep; runs whose end they wait for.
+    name, from_run, root, queue_anyway:
+        As of `submit`; ``name`` is that of the sweep, and the beginning of the names of its runs.
+
+    Raises
+    ------
+    ConfigError
+        ``hpcrl submit`` would refuse members, with every problem. Nothing was written.
+    RunDirError
+        There is a sweep or a run of this name, or members could not be handed to Slurm, which stay in the queue.
+    UsageError
+        It asks for one run alone, or for too many.
+    """
+    set_job_query(look_up)
+    options = SweepOptions(
+        grid=tuple(_texts(grid, lambda values: ",".join(json.dumps(value, default=str) for value in values))),
+        samples=tuple(_texts(samples, str)),
+        count=count,
+        sample_seed=sample_seed,
+        seeds=seeds,
+        max_running=max_running,
+    )
+    if not options.given:
+        raise UsageError("a sweep needs a grid, samples or several seeds\n    hint: hpcrl.api.submit starts one run")
+    request = SweepRequest(
+        recipe=str(recipe),
+        cluster=str(cluster),
+        overrides=tuple(_settings(overrides)),
+        options=options,
+        name=name,
+        from_run=from_run,
+        root=None if root is None else str(root),
+        queue_anyway=queue_anyway,
+    )
+    prepared = prepare_sweep(request, environ=os.environ, cwd=Path.cwd())
+    prepared.refuse()
+    before = [run.directory for run in after]
+    made = make_sweep(prepared, max_running=max_running, tags=tags, after=before, from_run=from_run)
+    start_sweep(made, lambda words: None)
+    return Sweep(made.path)
 
 
 def resume(
@@ -174,7 +252,7 @@ def resume(
     overrides:
         Changes of its recipe.
     from_step, from_scratch, accept_changes:
-        As of ``hpcrl resume``.
+        See ``hpcrl resume``.
     root:
         Only this directory of runs.
 
@@ -213,7 +291,7 @@ def simulate(
     durations:
         A file with how long things take (docs/simulation.md); by default what the planner predicts.
     calibration:
-        What the prediction rests on; the shipped file by default.
+        Calibration of the prediction; the shipped file by default.
     nodes:
         Another size; roles and batch grow in proportion.
     days:
@@ -277,3 +355,8 @@ def _settings(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return [f"{key}={json.dumps(value, ensure_ascii=False, default=str)}" for key, value in overrides.items()]
     return list(overrides)
+
+
+def _texts(given: Sequence[str] | Mapping[str, Any], written: Callable[[Any], str]) -> list[str]:
+    """Return texts of the form ``KEY=VALUE``, of a mapping with its values as ``written``."""
+    return [f"{key}={written(value)}" for key, value in given.items()] if isinstance(given, Mapping) else list(given)

@@ -20,7 +20,7 @@
     ├── DeadlineError               a wait ended without what it waited for
     └── PeerLostError               another role of the run went away; a consequence, not a cause
 
-``ValueError`` and friends are for callers of our Python functions, ``assert`` for our own invariants.
+``ValueError`` and similar are for callers of hpcrl's Python functions, ``assert`` is for its own invariants.
 """
 
 from __future__ import annotations
@@ -29,29 +29,6 @@ import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DeadlineError",
-    "DoesNotFitError",
-    "EnvironmentFailedError",
-    "ExitCode",
-    "FencedError",
-    "Finding",
-    "HandoffError",
-    "HpcrlError",
-    "MissingExtraError",
-    "NothingToRestoreError",
-    "PeerLostError",
-    "RolloutsFailedError",
-    "RolloutsLostError",
-    "RunDirError",
-    "RunFailedError",
-    "UnknownSizesError",
-    "UsageError",
-    "refusal",
-]
 
 
 class ExitCode(IntEnum):
@@ -65,9 +42,9 @@ class ExitCode(IntEnum):
     UNKNOWN = 4
     """A plan cannot be judged: the model's sizes are not known, or the profile lacks a number."""
     NO_PROGRESS = 93
-    """The run was given up: attempts in a row made no progress. Who resumes runs by a script should not."""
+    """The run was given up: attempts in a row made no progress. A script must not resume it."""
     NOTHING_TO_RESTORE = 94
-    """No checkpoint can be restored: a person decides how the run goes on (``hpcrl resume --from-scratch``)."""
+    """No checkpoint can be restored: a person must decide how to continue (``hpcrl resume --from-scratch``)."""
     CANCELLED = 130
 
 
@@ -78,13 +55,13 @@ class HpcrlError(Exception):
 
 
 class UsageError(HpcrlError):
-    """What was asked cannot be done; nothing was changed."""
+    """Raised when a request cannot be carried out; nothing was changed."""
 
     exit_code = ExitCode.USAGE
 
 
 _LONGEST = 400
-"""Characters of a key or a sentence that a message shows: values of a file come back in it, of any length."""
+"""Maximum characters of a key or a sentence in a message, which may quote a file's values of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +75,9 @@ class Finding:
     key:
         Dotted path of the value, for example ``engine.replicas``.
     what:
-        What is wrong, in one sentence.
+        Description of the problem, in one sentence.
     hint:
-        What to do about it; may be empty where ``what`` says it.
+        Action that solves it; may be empty if ``what`` names it.
     """
 
     where: str
@@ -131,7 +108,7 @@ class DoesNotFitError(UsageError):
 
 
 class UnknownSizesError(UsageError):
-    """The sizes of a model are needed, and its config does not say them in a way that hpcrl knows."""
+    """The sizes of a model are needed, and its config does not contain them in a known form."""
 
     exit_code = ExitCode.UNKNOWN
 
@@ -198,7 +175,7 @@ class PeerLostError(HpcrlError):
     """Another role of the run went away. Never the first cause of a failure."""
 
 
-_AGAIN = "try again; where it stays so, tell the site: the filesystem is not well"
+_AGAIN = "try again; if the problem persists, report it to the site"
 _REFUSALS = {
     errno.EACCES: ("permission denied", "ask its owner, or name a directory of yours"),
     errno.EPERM: ("the operation is not permitted", "ask its owner, or name a directory of yours"),
@@ -212,12 +189,12 @@ _REFUSALS = {
 
 
 def refusal(error: OSError) -> UsageError | None:
-    """What a filesystem refused to a command, as one message with the file; None where it may be a defect of ours."""
+    """Return a filesystem's refusal as one message that names the file; None if the error may be a defect of hpcrl."""
     if error.errno not in _REFUSALS:
         return None
     what, hint = _REFUSALS[error.errno]
     if error.filename is None:
-        # a write to what is open already: of a command mostly its own output, as in `hpcrl plan > FILE`
+        # a write to an already open file: for a command mostly its own output, as in `hpcrl plan > FILE`
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        return UsageError(f"what was written could not be kept: {what}\n    hint: {hint}") if full else None
+        return UsageError(f"the output could not be written: {what}\n    hint: {hint}") if full else None
     return UsageError(f"{error.filename}: {what}\n    hint: {hint}")

@@ -1,4 +1,4 @@
-"""How a missing part of hpcrl is installed. hpcrl is on no package index, so the place of its source is named."""
+"""Hints for installing a missing part of hpcrl. hpcrl is on no package index, so they name its source."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import shlex
 import sys
 from pathlib import Path
 
-__all__ = ["ROLE_IMPORTS", "extra_of", "install_command", "source_of_hpcrl"]
-
 _TRAINING = ("torch", "numpy", "safetensors", "tokenizers")
 ROLE_IMPORTS = {
     "trainer": _TRAINING,
     "engine": _TRAINING,
     "orchestrator": ("numpy", "tokenizers"),
+    "env": ("numpy", "tokenizers"),
     "vllm": ("vllm", "torch"),
 }
-"""What a role imports beside the core of hpcrl; ``vllm`` is an engine of that backend."""
+"""Modules that a role imports in addition to hpcrl's core; ``vllm`` is an engine of that backend."""
 _EXTRAS = {
     "torch": "trainer",
     "safetensors": "trainer",
@@ -34,11 +33,13 @@ _EXTRAS = {
     "vllm_router": "vllm",
     "dynamo": "dynamo",
     "zmq": "dynamo",
+    "mcp": "mcp",
+    "mcp_types": "mcp",
 }
 """By top-level package: the extra of ``pyproject.toml`` that brings it."""
 
 _SOMEWHERE = "/path/to/hpcrl"
-"""Stands for the checkout, or the wheel, where nobody knows any more where it was."""
+"""Placeholder for the checkout, or the wheel, if its location is unknown."""
 
 
 def install_command(*extras: str, python: str | None = None) -> str:
@@ -61,7 +62,7 @@ def extra_of(error: ImportError) -> str | None:
 
 
 def source_of_hpcrl() -> str:
-    """Return the checkout or the wheel that hpcrl was installed from; a stand-in where that is not there any more."""
+    """Return the checkout or the wheel that hpcrl was installed from; a placeholder if it no longer exists."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "pyproject.toml").is_file():
         return str(checkout)

@@ -1,4 +1,4 @@
-"""Which versions of libraries work, by role, each bound with its reason. Standard library only.
+"""Supported versions of libraries, by role, each bound with its reason. Standard library only.
 
 `hpcrl cluster check --job` compares the environments of a site's nodes with this table
 (`hpcrl.sites.library_findings`). The files ``constraints*.txt`` pin one version of each range; tests compare them.
@@ -9,21 +9,19 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["LIBRARIES", "NCCL", "OLDEST_PYTHON", "RequiredLibrary", "is_at_least", "is_below", "release_of"]
-
 OLDEST_PYTHON = "3.11"
 """The oldest Python that hpcrl runs on."""
 
 
 class RequiredLibrary(NamedTuple):
-    """A library, the range of its versions that works, and who imports it.
+    """A library, its supported range of versions, and the roles that import it.
 
     Attributes
     ----------
     name:
         The name that people know it by.
     module:
-        What is imported.
+        Module to import.
     distributions:
         Packages that bring it; the version of the first that is installed counts.
     needed:
@@ -38,7 +36,7 @@ class RequiredLibrary(NamedTuple):
     attributes:
         Names in the module that hpcrl calls. A version that lacks one is of no use.
     on_gpus:
-        It is needed on nodes with GPUs alone.
+        Whether it is needed only on nodes with GPUs.
     numbered_otherwise:
         Packages that count versions in another way; the range does not apply to them.
     """
@@ -58,7 +56,7 @@ class RequiredLibrary(NamedTuple):
 
     @property
     def range_text(self) -> str:
-        """The range as people write it: ``2.11 <= version < 2.14``."""
+        """Return the range in the usual notation: ``2.11 <= version < 2.14``."""
         left = "" if self.at_least is None else f"{self.at_least} <= "
         right = "" if self.below is None else f" < {self.below}"
         return f"{left}version{right}" if left or right else "any version"
@@ -75,7 +73,7 @@ LIBRARIES: tuple[RequiredLibrary, ...] = (
         at_least="2.11",
         why_at_least="2.11 is the oldest that the tests of hpcrl run on",
         below="2.14",
-        why_below="2.13 is the newest that hpcrl was tried with, and some of what it calls is private to torch",
+        why_below="2.13 is the newest that hpcrl was tried with, and hpcrl calls private functions of torch",
     ),
     RequiredLibrary(
         *("Triton", "triton", ("triton",)),
@@ -145,7 +143,7 @@ LIBRARIES: tuple[RequiredLibrary, ...] = (
         at_least="2.1",
         why_at_least="older ones have other names and layouts of scales",
         below="3",
-        why_below="hpcrl was read against 2.1 to 2.6",
+        why_below="hpcrl was compared with the sources of 2.1 to 2.6",
         attributes=("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"),
         on_gpus=True,
         numbered_otherwise=("sgl-deep-gemm",),
@@ -156,7 +154,7 @@ LIBRARIES: tuple[RequiredLibrary, ...] = (
         at_least="2.0",
         why_at_least="older ones have no ElasticBuffer",
         below="3",
-        why_below="hpcrl was read against 2.1",
+        why_below="hpcrl was compared with the sources of 2.1",
         attributes=("ElasticBuffer",),
         on_gpus=True,
     ),
@@ -183,7 +181,7 @@ NCCL = RequiredLibrary(
     why_at_least="DeepEP 2 does not start with an older one, and torch 2.13 asks for 2.29.7",
     on_gpus=True,
 )
-"""The library that torch loads; its bound holds where DeepEP is installed beside it."""
+"""The library that torch loads; its bound applies if DeepEP is installed, too."""
 
 _RELEASE = re.compile(r"\s*v?([0-9]{1,9}(?:\.[0-9]{1,9})*)", re.ASCII)
 
@@ -203,12 +201,12 @@ def release_of(version: str) -> tuple[int, ...] | None:
 
 
 def is_at_least(version: str, bound: str | None) -> bool:
-    """Return whether a version reaches a bound; True where there is no bound, False where the version has no number."""
+    """Return whether a version reaches a bound; True without a bound, False if the version has no number."""
     found, least = release_of(version), None if bound is None else release_of(bound)
     return least is None or (found is not None and found >= least)
 
 
 def is_below(version: str, bound: str | None) -> bool:
-    """Return whether a version stays below a bound; True where there is no bound, or the version has no number."""
+    """Return whether a version stays below a bound; True without a bound, or if the version has no number."""
     found, limit = release_of(version), None if bound is None else release_of(bound)
     return limit is None or found is None or found < limit

@@ -1,4 +1,4 @@
-"""A run of a stage, followed to its end: what happens is said, and it does not go on without the command."""
+"""Follow a run of a stage to its end: its events are printed, and it ends together with the command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcrl.bringup.stage import SiteBench, StageStoppedError, quoted
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError
-from hpcrl.runs.job_facts import use_source
+from hpcrl.runs.job_facts import set_job_query
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.rundir import RunDir
@@ -19,11 +19,9 @@ from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.slurm.lookup import ask_soon, look_up
 from hpcrl.submit.submission import cancel
 
-__all__ = ["end_open_run", "follow_to_end"]
-
 _POLL_S = 2.0
 _LATE_S = 180.0
-"""How much later than its time limit a job may be seen to end."""
+"""Maximum seconds after its time limit until the end of a job is visible."""
 _LAST_WORDS = 15
 
 
@@ -40,7 +38,7 @@ def follow_to_end(run: RunDir, plan: Plan, *, wait_s: float, say: Callable[[str]
     StageStoppedError
         It has not completed; with what ended it, and its last words. Where the time was over it still runs.
     """
-    use_source(look_up)
+    set_job_query(look_up)
     view = _wait(run, plan, wait_s, say)
     if view.state is RunState.COMPLETED:
         return
@@ -58,7 +56,7 @@ def end_open_run(bench: SiteBench) -> None:
     if not bench.state.open_run:
         return
     run = RunDir(Path(bench.state.open_run))
-    use_source(look_up)
+    set_job_query(look_up)
     if run.record_path.is_file() and not observe(run).state.ended:
         bench.say(f"ending {run.name}")
         try:
@@ -78,7 +76,7 @@ def _wait(run: RunDir, plan: Plan, wait_s: float, say: Callable[[str], None]) ->
     said, steps = "", 0
     while True:
         if not has_nodes:
-            # else what is known of a job that waits may be ten seconds old
+            # without this the known state of a waiting job may be ten seconds old
             ask_soon()
         view = observe(run)
         if (words := _words(view)) != said:

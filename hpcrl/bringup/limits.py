@@ -10,17 +10,15 @@ from types import FrameType
 
 from hpcrl.errors import DeadlineError
 
-__all__ = ["ends_with_ctrl_c", "time_limit", "without_interruption"]
-
 _AGAIN_S = 30.0
-"""After this many seconds more the limit is raised once more, where something has swallowed it."""
+"""After this many more seconds the limit is raised again, in case the first time was caught."""
 
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
     """Raise DeadlineError in the block when it takes longer.
 
-    A system call that hangs is interrupted, unless the kernel does not let it. Outside of the main thread there is no
+    A system call that hangs is interrupted, unless the kernel does not let it. Outside the main thread the block has no
     limit.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.joined import charged
+from hpcrl.config.joined import with_account_from_env
 from hpcrl.jobplan.environment import network_variables
 from hpcrl.sites.check_job import JobReport, check_nodes
 from hpcrl.sites.fact_findings import facts_summary
@@ -18,18 +18,16 @@ from hpcrl.sites.node_findings import node_findings
 from hpcrl.sites.profile_check import CheckFinding
 from hpcrl.slurm.client import SlurmClient
 
-__all__ = ["NodeAnswers", "ask_nodes", "used_partitions"]
-
 
 class NodeAnswers(NamedTuple):
-    """What the small jobs of a profile told.
+    """Results of the small jobs that check a profile.
 
     Attributes
     ----------
     findings:
-        What differs from what a run needs; of each partition errors first.
+        Differences from what a run needs; errors come first within each partition.
     reports:
-        By key of the partition.
+        Reports by key of the partition.
     """
 
     findings: list[CheckFinding]
@@ -63,7 +61,7 @@ def ask_nodes(
     wait_s:
         Maximum wait for each job in seconds, queue included.
     environ:
-        Of the user who calls: account, quality of service and reservation may come from there.
+        Variables of the calling user: account, quality of service and reservation may come from there.
     say:
         Takes lines on what is seen.
     working:
@@ -75,7 +73,7 @@ def ask_nodes(
         See `hpcrl.sites.check_job.check_nodes`.
     """
     found, reports = list[CheckFinding](), dict[str, JobReport]()
-    cluster = charged(cluster, environ)
+    cluster = with_account_from_env(cluster, environ)
     for partition in used_partitions(cluster):
         with working(f"waiting for the check's job in {partition}, {wait_s:g} s at most"):
             report = check_nodes(

@@ -1,4 +1,4 @@
-"""What a first run has found so far, as a file: the state from which the next call goes on."""
+"""State of a first run, as a file: the next call continues from it."""
 
 from __future__ import annotations
 
@@ -9,56 +9,55 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import UsageError
-from hpcrl.fs import decode_versioned, write_json
-
-__all__ = ["FORMAT_VERSION", "STATE_FILE", "FirstRunState", "StageRecord", "StageStatus"]
+from hpcrl.storage.files import decode_versioned, write_json
 
 STATE_FILE = "state.json"
 FORMAT_VERSION = 1
 
 
 class StageStatus(StrEnum):
-    """How a stage ended."""
+    """Status with which a stage ended."""
 
     OK = "ok"
     WARNING = "warning"
-    """It passed, and there is something to look at."""
+    """The stage passed with warnings."""
     STOPPED = "stopped"
-    """It found something that is wrong."""
+    """The stage found an error."""
     INTERRUPTED = "interrupted"
-    """Somebody ended the command meanwhile."""
+    """A signal ended the command meanwhile."""
     LEFT_OUT = "left out"
     """``--from`` named a later stage, and this one had not passed."""
 
     @property
     def passed(self) -> bool:
-        """Whether the next stage may begin."""
+        """Return whether the next stage may begin."""
         return self in (StageStatus.OK, StageStatus.WARNING)
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How one stage went.
+    """Record of one stage.
 
     Attributes
     ----------
     digest:
-        Of what it depends on; another one means that it runs again. Empty where it was not computed.
+        Digest of the inputs of the stage; a different digest makes the stage run again. Empty where it was not
+        computed.
     profile:
         SHA-256 of the profile's resolved values; empty before it could be read.
     started_at_s:
         Seconds since the epoch.
     seconds:
-        How long it took.
+        Duration of the stage.
     summary:
-        What it found, in a line.
+        Result in one line.
     warnings:
-        What to look at, a finding each.
+        Findings that need attention, one sentence each.
     facts:
-        Numbers and names that it found, for the report and for later stages; JSON.
+        Numbers and names that the stage found, for the report and for later stages; JSON.
     message:
-        Why it stopped, with hints; empty where it passed.
+        Reason why the stage stopped, with hints; empty where it passed.
     ways_on:
-        Commands that go on, in their order; empty where it passed.
+        Commands that continue the first run, in their order; empty where the stage passed.
     """
 
     status: StageStatus
@@ -106,7 +105,7 @@ class FirstRunState(msgspec.Struct, kw_only=True):
         except FileNotFoundError:
             return cls(cluster=cluster)
         except (ValueError, msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise UsageError(f"{path} cannot be read: {error}\n    hint: remove it, and begin anew") from error
+            raise UsageError(f"{path} cannot be read: {error}\n    hint: remove it, and start again") from error
         if state.cluster != cluster:
             raise UsageError(
                 f"{path} is of the first run on {state.cluster}, not on {cluster}\n    hint: take another --directory"

@@ -11,12 +11,11 @@ from typing import Any
 
 import msgspec
 
-from hpcrl import __version__, procfs
+from hpcrl import __version__
 from hpcrl.bringup.records import StageRecord, StageStatus
 from hpcrl.bringup.stage import BringupStage, SiteBench
-from hpcrl.fs import atomic_write, write_json
-
-__all__ = ["REPORT_FORMAT", "report_document", "write_report"]
+from hpcrl.processes import procfs
+from hpcrl.storage.files import atomic_write, write_json
 
 REPORT_FORMAT = 1
 _TEXT, _JSON = "report.md", "report.json"
@@ -70,7 +69,7 @@ def _next(bench: SiteBench, rows: Sequence[dict[str, Any]]) -> list[str]:
             return [bench.request.way_on]
         if row["status"] == StageStatus.STOPPED:
             return list(row["ways_on"])
-    return [f"hpcrl submit quickstart -c {bench.request.cluster} --follow", "hpcrl recipe list"]
+    return [f"hpcrl submit quickstart -c {bench.request.cluster} --follow", "hpcrl recipe ls"]
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
@@ -78,7 +77,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield f"# First run on {document['cluster']}: {document['result']}"
     yield ""
     if document["left_out"]:
-        yield f"Not looked at, because of `--from`: {', '.join(document['left_out'])}."
+        yield f"Not checked, because of `--from`: {', '.join(document['left_out'])}."
         yield ""
     versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items() if value)
     yield f"- written: {document['written_at']}, on {document['host']}"

@@ -1,4 +1,4 @@
-"""What became of each rollout of the tiny run, also from a login node, whose environment cannot read tokens."""
+"""Result of each rollout of the tiny run, also from a login node, whose environment cannot read tokens."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ import msgspec
 
 from hpcrl.bringup.stage import StageStoppedError, quoted
 from hpcrl.config.plan import Role
-from hpcrl.decoding import prepared
-from hpcrl.interpreter import module_command
+from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["RolloutProof", "prove_rollouts"]
+from hpcrl.storage.msgspec_types import prepared
 
 _PROOF_S = 300.0
 _LAST_LINES = 8
 
 
 class RolloutProof(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``hpcrl rollouts verify --json`` says, as far as it is needed here.
+    """Result of ``hpcrl rollouts verify --json``, as far as the first run needs it.
 
     Attributes
     ----------
     finished, trained, waiting:
-        Rollouts.
+        Numbers of rollouts.
     notes:
-        What is missing and proves nothing.
+        Missing records, which prove nothing.
     problems:
-        What contradicts that each finished rollout was trained once, was dropped for a reason, or waits.
+        Contradictions to the claim that each finished rollout was trained once, was dropped for a reason, or waits.
     """
 
     finished: int

@@ -13,7 +13,6 @@ from hpcrl.bringup.tiny_recipe import RECIPE_FILE, engine_backend, make_model, t
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.runs_root import absolute_path
-from hpcrl.decoding import decode_json
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.planning.verdict import Verdict, judge
@@ -21,17 +20,16 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.probe import collect
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.msgspec_types import decode_json
 from hpcrl.submit.prepare import PreparedRun, prepare
 from hpcrl.submit.start import admit, make_and_submit
 
-__all__ = ["plan_tiny_run", "run_probe", "run_tiny", "tiny_inputs"]
-
 _LATE_S = 60.0
-"""How much later than the end of a run its files may be seen here."""
+"""Timeout in seconds after the end of a run until its files are visible here."""
 
 
 def tiny_inputs(bench: SiteBench) -> Any:
-    """Return what the tiny run depends on beside the profile."""
+    """Return the inputs of the tiny run other than the profile."""
     cluster = bench.profile().value
     return [tiny_settings(bench, cluster), str(bench.runs_root(cluster))]
 
@@ -63,7 +61,7 @@ def plan_tiny_run(bench: SiteBench) -> Outcome:
             "engines are the embedded ones, on processors: the profile names no interpreter of vLLM\n"
             "    hint: vllm_python, of `hpcrl site install --role vllm`"
         )
-    nodes = sum(component.nodes * component.jobs for component in plan.layout.components)
+    nodes = plan.layout.nodes
     summary = f"{plan.processes} processes of {len(plan.groups)} roles on {nodes} nodes ({plan.layout.kind})"
     return Outcome(summary=summary, warnings=tuple(warnings), facts={**facts, "notes": list(prepared.notes)})
 
@@ -112,14 +110,14 @@ def run_tiny(bench: SiteBench) -> Outcome:
     if len(records) != recipe.trainer.steps:
         raise StageStoppedError(
             f"{run.name} completed, and {len(records)} of {recipe.trainer.steps} steps are on record\n"
-            "    hint: the shared filesystem may show files late; ask once more",
+            "    hint: the shared filesystem may show files late; try again",
             commands=[f"hpcrl status {quoted(run.path)}"],
         )
     verdict = prove_rollouts(run)
     if verdict.problems:
         text = "\n".join(f"  {problem}" for problem in verdict.problems)
         raise StageStoppedError(
-            f"the rollouts of {run.name} are not as they should be\n{text}",
+            f"hpcrl rollouts verify found errors in {run.name}\n{text}",
             commands=[f"hpcrl rollouts verify {quoted(run.path)}"],
         )
     backend = recipe.engine.backend
@@ -164,7 +162,7 @@ def _run(bench: SiteBench, kind: str, *settings: str) -> tuple[RunDir, Plan, flo
     cluster = bench.profile().value
     write_recipe(bench, cluster)
     name = time.strftime(f"first-run-{kind}-%Y%m%d-%H%M%S")
-    # the plan has tried what roles execute
+    # the plan stage has already tried the commands of the roles
     prepared = _prepared(bench, cluster, *settings, name=name, programs=False)
     plan = prepared.planned()
     admit(prepared, client=bench.client)

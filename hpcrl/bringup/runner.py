@@ -22,13 +22,11 @@ from hpcrl.bringup.stage import BringupStage, FirstRunRequest, SiteBench, StageS
 from hpcrl.bringup.stages import STAGES
 from hpcrl.errors import ExitCode, HpcrlError, UsageError, refusal
 
-__all__ = ["FirstRunEnd", "FirstRunResult", "first_run"]
-
 _LOCK = ".lock"
 
 
 class FirstRunEnd(StrEnum):
-    """How a call ended."""
+    """Status with which a call of the first run ended."""
 
     PASSED = "passed"
     STOPPED = "stopped"
@@ -42,16 +40,16 @@ class FirstRunEnd(StrEnum):
 
 
 class FirstRunResult(NamedTuple):
-    """What a call came to.
+    """Result of a call of the first run.
 
     Attributes
     ----------
     end:
-        How it ended.
+        Status with which the call ended.
     stage:
-        Name of the stage that it ended in; of the last one where all passed.
+        Name of the stage in which it ended; the last stage where all passed.
     report:
-        The written report, for people; beside it is one in JSON.
+        Path of the written report, for people; a JSON report lies in the same directory.
     """
 
     end: FirstRunEnd
@@ -72,7 +70,7 @@ def first_run(
     Parameters
     ----------
     request:
-        What was asked.
+        Options of the command.
     say:
         Takes lines of progress.
     begin:
@@ -84,7 +82,7 @@ def first_run(
     Raises
     ------
     UsageError
-        There is no stage of this name, the directory cannot be used, or another call is at work in it.
+        No stage has this name, the directory cannot be used, or another call is at work in it.
     """
     names = [stage.name for stage in stages]
     if begin is not None and begin not in names:
@@ -110,7 +108,7 @@ def first_run(
                         break
         except KeyboardInterrupt:
             end = FirstRunEnd.INTERRUPTED
-            say(f"interrupted in {stage}; what had passed is kept\n  go on: {request.way_on}")
+            say(f"interrupted in {stage}; passed stages are kept\n  continue: {request.way_on}")
         finally:
             bench.keep()
             report = write_report(bench, stages)
@@ -138,13 +136,13 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
         return True
     say(f"{head}: {stage.what} ({most})")
     started_s, begun = time.time(), time.monotonic()
-    record = StageRecord(status=StageStatus.INTERRUPTED, summary="somebody ended the command", digest=digest)
+    record = StageRecord(status=StageStatus.INTERRUPTED, summary="the command was ended by a signal", digest=digest)
     try:
         with time_limit(stage.most_s(bench) if most else stage.limit_s, f"the stage {stage.name}"):
             outcome = stage.run(bench)
         record = StageRecord(
             status=outcome.status,
-            # of before: what changed meanwhile is another input
+            # the digest from before the stage: a change during the stage counts as another input
             digest=digest,
             summary=outcome.summary,
             warnings=list(outcome.warnings),
@@ -167,7 +165,7 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
     finally:
         bench.state.stages[stage.name] = msgspec.structs.replace(
             record,
-            # a drafted one is there only now
+            # a drafted profile exists only now
             profile=profile or _profile_digest(bench),
             started_at_s=started_s,
             seconds=round(time.monotonic() - begun, 3),
@@ -177,7 +175,7 @@ def _step(bench: SiteBench, stage: BringupStage, head: str, say: Callable[[str],
         bench.say(f"warning: {warning}")
     bench.say(f"{record.status} after {time.monotonic() - begun:.1f} s: {record.message or record.summary}")
     for way in record.ways_on:
-        bench.say(f"go on: {way}")
+        bench.say(f"continue: {way}")
     return record.status.passed
 
 
@@ -213,7 +211,7 @@ def _alone(directory: Path) -> Iterator[None]:
                 f"another first run is at work in {directory}\n    hint: wait for it, or take another --directory"
             ) from None
         except OSError:
-            # a filesystem without locks
+            # the filesystem has no locks
             pass
         yield
     finally:

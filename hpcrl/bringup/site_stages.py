@@ -1,4 +1,4 @@
-"""Stages before anything is run: the profile, the living Slurm, the nodes."""
+"""Stages before anything is run: the profile, the running Slurm, the nodes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from hpcrl.bringup.node_answers import ask_nodes, used_partitions
 from hpcrl.bringup.stage import FirstRunRequest, Outcome, SiteBench, StageStoppedError, quoted, stop_at_errors
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.rules.table import SITE_RULES, check_cluster
-from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import ConfigError, UsageError
-from hpcrl.fs import atomic_write
+from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.sites.draft_machine import draft_of_machine
 from hpcrl.sites.fact_findings import facts_summary
 from hpcrl.sites.library_findings import library_summary
 from hpcrl.sites.network_findings import network_summary
 from hpcrl.sites.profile_check import check_profile
 from hpcrl.sites.site_facts import read_facts
-
-__all__ = ["ask_the_nodes", "check_site", "describe_site", "queues_of_check", "try_directory", "within"]
+from hpcrl.storage.files import atomic_write
 
 _DIRECTORY_S = 30.0
 """Maximum time in seconds of making a file in the runs root; a mount that hangs takes any time."""
@@ -58,9 +56,7 @@ def describe_site(bench: SiteBench) -> Outcome:
     facts = {"profile": str(loaded.source), "drafted": drafted}
     differ = _differing(request, loaded.value)
     if differ:
-        what = (
-            f"{loaded.source} was there before, and says something else than {', '.join(differ)}, which changed nothing"
-        )
+        what = f"{loaded.source} existed before and differs from {', '.join(differ)}: these options changed nothing"
         return Outcome(summary=f"{loaded.source} is there", warnings=(what,), facts=facts)
     return Outcome(summary=f"{loaded.source} {'was drafted' if drafted else 'is there'}", facts=facts)
 
@@ -86,7 +82,7 @@ def _check_name(name: str) -> None:
 
 
 def check_site(bench: SiteBench) -> Outcome:
-    """Compare the profile with its rules and with the living Slurm, as ``hpcrl cluster check`` does."""
+    """Compare the profile with its rules and with the running Slurm, as ``hpcrl cluster check`` does."""
     loaded = bench.profile()
     check_cluster(loaded)
     facts_of_slurm = read_facts(bench.client)
@@ -150,7 +146,7 @@ def ask_the_nodes(bench: SiteBench) -> Outcome:
     )
     facts: dict[str, Any] = {"gpus": {}, "nodes": {}, "libraries": [], "network": {}, "seen": {}}
     for partition, report in answers.reports.items():
-        # GPUs that a driver shows: a profile may count some that are not there, as on a virtual cluster
+        # GPUs that a driver reports: a profile may count some that do not exist, as on a virtual cluster
         facts["gpus"][partition] = min(node.gpus or 0 for node in report.nodes)
         facts["nodes"][partition] = [node.host for node in report.nodes]
         facts["libraries"] += [

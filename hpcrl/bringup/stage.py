@@ -1,4 +1,4 @@
-"""What a stage of a first run is, what it is given, and how it says that something is wrong."""
+"""Stages of a first run: their inputs, their results, and their errors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,6 @@ from hpcrl.sites.profile_check import CheckFinding, Severity
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.reach import reachable_slurm
 
-__all__ = [
-    "BringupStage",
-    "FirstRunRequest",
-    "Outcome",
-    "SiteBench",
-    "StageStoppedError",
-    "finding_text",
-    "load_slurm_profile",
-    "quoted",
-    "stop_at_errors",
-]
-
 
 class StageStoppedError(HpcrlError):
     """A stage found something that is wrong.
@@ -41,9 +29,9 @@ class StageStoppedError(HpcrlError):
     Attributes
     ----------
     commands:
-        What to call before the first run goes on; may be empty where the hints of the message say it.
+        Commands to call before the first run continues; may be empty where the hints of the message say it.
     facts:
-        What was found all the same.
+        Facts that were found nevertheless.
     """
 
     def __init__(self, message: str, *, commands: Sequence[str] = (), facts: Mapping[str, Any] | None = None) -> None:
@@ -54,26 +42,26 @@ class StageStoppedError(HpcrlError):
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRunRequest:
-    """What the command was asked.
+    """Options of the command ``first-run``.
 
     Attributes
     ----------
     cluster:
         Name or file of the profile.
     directory:
-        Of state, recipe and report; absolute.
+        Absolute path of the directory for state, recipe and report.
     cwd:
-        Relative paths begin here.
+        Directory to which relative paths refer.
     environ:
         Variables of the shell.
     runs_root, fabric, python, vllm_python:
-        For the draft of a profile that is not there yet.
+        Values for the draft of a profile that does not exist yet.
     nodes:
         Nodes of the job of ``check-job``.
     wait_s:
         Maximum time in the queue of each job, in seconds.
     command, draft_options:
-        The command line that goes on with this first run, and what it needs beside while there is no profile.
+        The command line that continues this first run, and the options that it also needs before the profile exists.
     """
 
     cluster: str
@@ -101,20 +89,20 @@ class FirstRunRequest:
 
     @property
     def way_on(self) -> str:
-        """Return the command line that goes on with this first run."""
+        """Return the command line that continues this first run."""
         return self.command if self.is_there or not self.draft_options else f"{self.command} {self.draft_options}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a stage found that passed.
+    """Findings of a stage that passed.
 
     Attributes
     ----------
     summary:
-        In a line.
+        Result in one line.
     warnings:
-        What to look at, a finding each. With one, the stage has the status ``warning``.
+        Findings that need attention, one sentence each. With at least one, the stage has the status ``warning``.
     facts:
         See `hpcrl.bringup.records.StageRecord`.
     """
@@ -125,21 +113,21 @@ class Outcome:
 
     @property
     def status(self) -> StageStatus:
-        """Whether there is something to look at."""
+        """Return ``warning`` where the stage has warnings, else ``passed``."""
         return StageStatus.WARNING if self.warnings else StageStatus.OK
 
 
 class SiteBench:
-    """What stages work with.
+    """Inputs and state that the stages share.
 
     Attributes
     ----------
     request:
-        What was asked.
+        Options of the command.
     state:
-        What earlier stages have found; written by `keep`.
+        Results of earlier stages; written by `keep`.
     profile_file:
-        Its file, once it was read; before that what the command was given.
+        File of the profile, once it was read; before that the argument of the command.
     """
 
     def __init__(self, request: FirstRunRequest, state: FirstRunState, say: Callable[[str], None]) -> None:
@@ -156,7 +144,7 @@ class SiteBench:
     def profile(self) -> Loaded[SlurmCluster]:
         """Return the profile as it is now (ConfigError, StageStoppedError where it cannot be used)."""
         loaded = load_slurm_profile(self.profile_file)
-        # from now on by its file: where a name was found is said once
+        # later reads take the file, so that the place where a name was found is logged once
         self.profile_file = str(loaded.source)
         return loaded
 
@@ -183,15 +171,15 @@ class BringupStage:
     name:
         As ``--from`` takes it.
     what:
-        What it does, for people.
+        Description for people.
     run:
         Does it. Raises HpcrlError where something is wrong.
     limit_s:
         Maximum time in seconds, without the time in a queue.
     queues:
-        How many jobs it sends, each of which may wait in the queue as long as was asked.
+        Number of jobs that it submits, each of which may wait in the queue for ``wait_s`` of the request.
     inputs:
-        What it depends on beside the profile, as JSON; a stage that passed is not run again while they are the same.
+        Inputs other than the profile, as JSON; a stage that passed is not run again while they are the same.
         None: it is quick, and always runs.
     """
 
@@ -246,13 +234,13 @@ def stop_at_errors(
     Parameters
     ----------
     command:
-        What finds the same alone.
+        Command that reports the same findings.
     """
     errors = [each for each in found if each.severity is Severity.ERROR]
     if errors:
         text = "\n".join(f"  {finding_text(each, loaded.where(each.key))}" for each in errors)
         plural = "error" if len(errors) == 1 else "errors"
-        again = f"{command}    # says the same, and what is only a warning or a note"
+        again = f"{command}    # the same errors, with warnings and notes"
         raise StageStoppedError(f"{len(errors)} {plural}\n{text}", commands=[again], facts=facts)
     return tuple(finding_text(each, loaded.where(each.key)) for each in found if each.severity is Severity.WARNING)
 

@@ -6,8 +6,6 @@ from hpcrl.bringup.run_stages import plan_tiny_run, run_probe, run_tiny, tiny_in
 from hpcrl.bringup.site_stages import ask_the_nodes, check_site, describe_site, queues_of_check
 from hpcrl.bringup.stage import BringupStage
 
-__all__ = ["STAGES"]
-
 STAGES: tuple[BringupStage, ...] = (
     BringupStage(
         name="init",
@@ -17,7 +15,7 @@ STAGES: tuple[BringupStage, ...] = (
     ),
     BringupStage(
         name="check",
-        what="the profile against its rules, the living Slurm and the runs root",
+        what="the profile against its rules, the running Slurm and the runs root",
         run=check_site,
         limit_s=120.0,
     ),
@@ -25,7 +23,7 @@ STAGES: tuple[BringupStage, ...] = (
         name="check-job",
         what="what only nodes can tell: interpreters, GPUs, network, limits, shared filesystem",
         run=ask_the_nodes,
-        # the longest answer of a node may be seen late
+        # the longest answer of a node may become visible late
         limit_s=120.0,
         queues=queues_of_check,
         inputs=lambda bench: [bench.request.nodes, str(bench.runs_root(bench.profile().value))],
@@ -41,7 +39,7 @@ STAGES: tuple[BringupStage, ...] = (
         name="probe",
         what="the shape of the tiny run with a small program in place of every rank",
         run=run_probe,
-        # the time limit of its job, and some
+        # the time limit of its job, and a margin
         limit_s=2400.0,
         queues=lambda bench: 1,
         inputs=tiny_inputs,
@@ -55,4 +53,4 @@ STAGES: tuple[BringupStage, ...] = (
         inputs=tiny_inputs,
     ),
 )
-"""The report comes last, whatever happened, and is no stage of its own."""
+"""Stages in their order. The report comes last, after every outcome, and is not a stage."""

@@ -17,11 +17,9 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import Recipe
-from hpcrl.fs import atomic_write
-from hpcrl.interpreter import module_command
 from hpcrl.jobplan import absolute_site_paths
-
-__all__ = ["RECIPE_FILE", "engine_backend", "make_model", "tiny_settings", "write_recipe"]
+from hpcrl.processes.interpreter import module_command
+from hpcrl.storage.files import atomic_write
 
 RECIPE_FILE = "first_run.yaml"
 _SHIPPED = "first_run"
@@ -40,7 +38,7 @@ def engine_backend(cluster: SlurmCluster) -> str:
 
 
 def tiny_settings(bench: SiteBench, cluster: SlurmCluster) -> dict[str, Any]:
-    """Return what the recipe of a site says beside the shipped one.
+    """Return the settings of a site's recipe that extend the shipped one.
 
     Nodes whose driver shows GPUs (`check-job`) get a rank of the trainer on each, and NCCL; nodes without one, as
     those of a virtual cluster, one rank on processors.
@@ -83,7 +81,7 @@ def write_recipe(bench: SiteBench, cluster: SlurmCluster) -> Path:
     model = bench.runs_root(cluster) / f".hpcrl-first-run-model-{digest}"
     settings["model"] = {**settings.get("model", {}), "path": str(model)}
     path = bench.request.directory / RECIPE_FILE
-    head = f"# The tiny run of `hpcrl site first-run {bench.request.cluster}`: what it has beside the shipped recipe.\n"
+    head = f"# The tiny run of `hpcrl site first-run {bench.request.cluster}`: its changes to the shipped recipe.\n"
     text = yaml.safe_dump({"extends": _SHIPPED, "name": "first_run", **settings}, sort_keys=False, allow_unicode=True)
     atomic_write(path, (head + text).encode())
     return path
@@ -140,7 +138,7 @@ def make_model(recipe: Recipe, cluster: SlurmCluster, cwd: Path, say: Callable[[
         last = "\n".join(f"    {line}" for line in words.strip().splitlines()[-_LAST_LINES:])
         inside_hint = "    hint: roles of this site run in containers: make it in one\n" if inside else ""
         raise StageStoppedError(
-            f"the start model could not be made by {python}; its last words:\n{last}\n{inside_hint}"
+            f"{python} could not make the start model; its last output:\n{last}\n{inside_hint}"
             "    hint: the environment of the trainer makes it: hpcrl site install --role trainer",
             commands=[by_hand],
         )

@@ -1,7 +1,7 @@
-"""Who compared an entry with its manifest, when, and with what result: ``checkpoints/step-000010.check.json``.
+"""Comparisons of entries with their manifests: author, time and result, in ``checkpoints/step-000010.check.json``.
 
-They lie beside the entries, as pins do. A check speaks for the entry whose manifest it saw, not for one that was saved
-later under the same step.
+The files lie in the directory of the entries, as pins do. A check is valid for the entry whose manifest it read, not
+for one that was saved later under the same step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import msgspec
 import xxhash
 
 from hpcrl.checkpoints.ledger import MANIFEST, CheckpointLedger
-from hpcrl.decoding import prepared
-from hpcrl.fs import write_json
-
-__all__ = ["Check", "forget_check", "read_check", "record_check"]
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +32,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     by:
         For people: ``attempt 2``, or a user.
     problem:
-        What is wrong; empty where nothing is.
+        Description of the problem; empty where there is none.
     """
 
     step: int
@@ -70,7 +68,7 @@ def record_check(ledger: CheckpointLedger, step: int, *, content: bool, by: str,
 
 
 def read_check(ledger: CheckpointLedger, step: int) -> Check | None:
-    """The last comparison of the entry that is there now; None where nobody has compared it."""
+    """Return the last comparison of the entry that exists now; None where it was never compared."""
     try:
         check = msgspec.json.decode(_path(ledger, step).read_bytes(), type=prepared(Check))
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""That there were checkpoints: ``checkpoints/history.jsonl``, a line for each, also when the entries are gone.
+"""Record of saved checkpoints: ``checkpoints/history.jsonl``, a line for each, also when the entries are gone.
 
 A run whose entries are all damaged or removed must not be taken for one that has not come far enough to save.
 """
@@ -11,10 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.fs import open_log
-
-__all__ = ["FILE", "Saved", "add_saved", "read_saved"]
+from hpcrl.storage.files import open_log
+from hpcrl.storage.msgspec_types import prepared
 
 FILE = "history.jsonl"
 
@@ -53,7 +51,7 @@ def add_saved(root: Path, *, step: int, attempt: int) -> None:
 
 
 def read_saved(root: Path) -> list[Saved]:
-    """All that were ever completed, in the order of completion."""
+    """Return all that were ever completed, in the order of completion."""
     try:
         lines = (root / FILE).read_bytes().split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -63,5 +61,5 @@ def read_saved(root: Path) -> list[Saved]:
         try:
             saved.append(msgspec.json.decode(line, type=prepared(Saved)))
         except msgspec.DecodeError:
-            continue  # empty, or the torn line of a writer that was killed
+            continue  # empty, or the incomplete line of a writer that was killed
     return saved

@@ -23,20 +23,7 @@ import msgspec
 
 from hpcrl.checkpoints.verify import damaged_files
 from hpcrl.errors import CheckpointError
-from hpcrl.fs import FileRecord, NumberedDirectories, decode_versioned
-
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "MAX_SAVE_S",
-    "ORCHESTRATOR_FILE",
-    "TRAINER_DIR",
-    "CheckpointEntry",
-    "CheckpointLedger",
-    "CheckpointManifest",
-    "ResumeChoice",
-    "expected_save_s",
-]
+from hpcrl.storage.files import FileRecord, NumberedDirectories, decode_versioned
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -54,7 +41,7 @@ _MAX_LOOKS = 10
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry contains.
+    """Contents of a checkpoint entry.
 
     Attributes
     ----------
@@ -71,7 +58,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     save_s:
         Seconds from the start of the save to the manifest.
     blocked_s:
-        Part of it in which the trainer could not train.
+        Part of ``save_s`` in which the trainer could not train, in seconds.
     files:
         Records by path relative to the entry.
     """
@@ -88,21 +75,21 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files, the manifest itself excepted."""
+        """Return the bytes of all files, the manifest itself excepted."""
         return sum(record.bytes for record in self.files.values())
 
     def problems(self) -> Iterator[str]:
         """Yield one sentence for each number or name that cannot be one of an entry."""
         if not 0 <= self.step <= _MAX_STEP or self.attempt < 0 or self.world_size < 1:
-            yield "its step, attempt or number of ranks is none"
+            yield "its step, attempt or number of ranks is not valid"
         if not all(0.0 <= seconds <= MAX_SAVE_S for seconds in (self.save_s, self.blocked_s)):
-            yield f"no save takes {self.save_s:g} s, or blocks for {self.blocked_s:g} s"
+            yield f"its duration of {self.save_s:g} s, or its pause of {self.blocked_s:g} s, is not valid"
         for name, record in self.files.items():
             parts = PurePosixPath(name).parts
             if not parts or name.startswith("/") or ".." in parts or not name.isprintable() or name == MANIFEST:
-                yield f"{name!r} is no name of a file of an entry"
+                yield f"{name!r} is not a valid name of a file"
             if not 0 <= record.bytes <= _MAX_BYTES:
-                yield f"{name!r} has a size that is none"
+                yield f"{name!r} has a size that is not valid"
 
 
 class CheckpointEntry:
@@ -120,12 +107,12 @@ class CheckpointEntry:
         return self.path / TRAINER_DIR
 
     def orchestrator_state(self) -> bytes:
-        """The orchestrator's bytes, as `hpcrl.dock.client.DockClient.snapshot` gave them; verified.
+        """Return the orchestrator's verified bytes, as `hpcrl.dock.client.DockClient.snapshot` returned them.
 
         Raises
         ------
         CheckpointError
-            They are not what was saved.
+            The bytes differ from those that were saved.
         """
         self._refuse(damaged_files(self.path, {ORCHESTRATOR_FILE: self.manifest.files[ORCHESTRATOR_FILE]}))
         return (self.path / ORCHESTRATOR_FILE).read_bytes()
@@ -161,7 +148,7 @@ class CheckpointEntry:
         Parameters
         ----------
         content:
-            Whether to read the files.
+            True reads the files.
 
         Raises
         ------
@@ -176,7 +163,7 @@ class CheckpointEntry:
 
 
 class ResumeChoice(NamedTuple):
-    """Which entry a resume takes, and what it passed over.
+    """Entry that a resume uses, and the entries that it skipped.
 
     ``skipped`` holds ``(step, reason)`` for every newer entry that cannot be used.
     """
@@ -196,7 +183,7 @@ class CheckpointLedger:
         return self._directories.path_of(step)
 
     def steps(self) -> list[int]:
-        """Steps with an entry, ascending."""
+        """Return the steps that have an entry, ascending."""
         return self._directories.numbers()
 
     def open(self, step: int) -> CheckpointEntry:
@@ -204,16 +191,16 @@ class CheckpointLedger:
         return CheckpointEntry.open(self.path_of(step))
 
     def newest_verified(self, *, content: bool = True) -> ResumeChoice:
-        """The newest entry whose every byte (or every size) is right, and why newer ones were skipped."""
+        """Return the newest entry whose every byte (or size) is right, and the reasons why newer ones were skipped."""
         for _ in range(_MAX_LOOKS):
             choice, vanished = self._look(content=content)
-            # a list may be so old that all in it were replaced by newer ones meanwhile
+            # the list may be so old that all of its entries were replaced by newer ones meanwhile
             if choice.entry is not None or not vanished:
                 break
         return choice
 
     def _look(self, *, content: bool) -> tuple[ResumeChoice, bool]:
-        """`newest_verified` of one listing; and whether an entry went away while it was looked at."""
+        """Return `newest_verified` of one listing, and whether an entry was removed during the check."""
         skipped: list[tuple[int, str]] = []
         vanished = False
         for step in reversed(self.steps()):
@@ -223,14 +210,14 @@ class CheckpointLedger:
             except CheckpointError as error:
                 if step in self.steps():
                     skipped.append((step, str(error)))
-                else:  # nothing is wrong with it
+                else:  # the entry itself is intact
                     vanished = True
                 continue
             return ResumeChoice(entry, skipped), vanished
         return ResumeChoice(None, skipped), vanished
 
     def whole_steps(self, newest: int) -> list[int]:
-        """The ``newest`` steps whose entry has all of its files in their sizes, ascending; data is not read."""
+        """Return the ``newest`` steps whose entry has all files in their sizes, ascending; contents are not read."""
         return sorted(islice((step for step in reversed(self.steps()) if self._is_whole(step)), newest))
 
     def _is_whole(self, step: int) -> bool:
@@ -246,9 +233,9 @@ class CheckpointLedger:
 
 
 def expected_save_s(ledger: CheckpointLedger) -> float | None:
-    """How long a save that is asked for now may take, in seconds, by the measured times of the last entries.
+    """Return the expected duration in seconds of a save that is requested now, from the last measured saves.
 
-    Twice the slowest, because a save waits for one that is under way. None where nothing was measured.
+    The estimate is twice the slowest save, because a save waits for one in progress. None where nothing was measured.
     """
     measured: list[float] = []
     for step in ledger.steps()[-_MEASURED_ENTRIES:]:

@@ -1,6 +1,7 @@
-"""Pins of checkpoints (`hpcrl.pins`): ``checkpoints/step-000010.pin.json``.
+"""Pins of checkpoints (`hpcrl.storage.pins`): ``checkpoints/step-000010.pin.json``.
 
-They lie beside the entries, so that whoever has just renamed something there sees them also through a stale NFS cache.
+They lie in the directory of the entries, so that a process that has just renamed a file there sees them also through a
+stale NFS cache.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ from pathlib import Path
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import CheckpointError
-from hpcrl.pins import Pin, Pins
-
-__all__ = ["pin", "pins_of"]
+from hpcrl.storage.pins import Pin, Pins
 
 _LOOKS = 5
 _LOOK_S = 0.2
 
 
 def pins_of(root: Path) -> Pins:
-    """The pins of a ledger."""
+    """Return the pins of a ledger."""
     return Pins(root, "step-", ".pin.json")
 
 
@@ -29,12 +28,12 @@ def pin(ledger: CheckpointLedger, step: int, *, reason: str, by: str) -> Pin:
     Raises
     ------
     CheckpointError
-        There is no such entry, or it was removed at the same moment.
+        The entry does not exist, or it was removed at the same moment.
     """
     ledger.open(step)
     pins = pins_of(ledger.root)
     made = pins.add(step, reason=reason, by=by)
-    # whoever removes it looks for a pin once more after hiding it, and then brings it back: wait for that
+    # a process that removes the entry looks for a pin after hiding it, and restores the entry: wait for that
     for look in range(_LOOKS):
         if step in ledger.steps():
             return made

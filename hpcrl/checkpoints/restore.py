@@ -1,4 +1,4 @@
-"""What an attempt begins with: decided once, by the trainer, and written down for the orchestrator and for people."""
+"""Start of an attempt: decided once, by the trainer, and recorded for the orchestrator and for people."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.fs import write_json
-
-__all__ = ["RestoreDecision", "SkippedEntry"]
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 
 class SkippedEntry(msgspec.Struct, frozen=True):
@@ -22,29 +20,29 @@ class SkippedEntry(msgspec.Struct, frozen=True):
 
 
 class RestoreDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Which entry an attempt restores. ``attempts/NNNN/restore.json``.
+    """Checkpoint entry that an attempt restores, stored in ``attempts/NNNN/restore.json``.
 
-    Two roles that each looked for the newest good entry could find different ones: an error while reading may pass,
-    an entry may go. So one decides.
+    The decision is made once for all roles. Two roles that searched separately could choose different entries, because
+    a read error may be transient and an entry may be removed.
 
     Attributes
     ----------
     step:
-        Of the entry; None where the run starts from the beginning.
+        Step of the entry; None where the run starts from the beginning.
     verified:
-        How entries were compared with their manifests: every byte, or sizes only.
+        Way in which entries were compared with their manifests: every byte, or sizes only.
     seconds:
         Time the comparison took.
     skipped:
-        Newer entries, newest first.
+        Newer entries that were skipped, newest first.
     refused:
-        Why the attempt begins with nothing at all, neither a checkpoint nor the start model; empty where it begins.
+        Reason why the attempt loads neither a checkpoint nor the start model; empty where it starts.
     asked:
-        What a person asked for (``--from-scratch``, ``--from-step 10``); empty where nobody did.
+        Request of a person (``--from-scratch``, ``--from-step 10``); empty where there was none.
     saved_by:
         Attempt that saved the entry; None without one.
     put_aside:
-        Steps of entries that were put aside for that.
+        Steps of entries that were put aside for that request.
     """
 
     step: int | None

@@ -1,27 +1,25 @@
-"""Which entries go: a pure rule, the same for the trainer and for ``hpcrl checkpoint prune``."""
+"""Rule that chooses the entries to remove: a pure function for the trainer and for ``hpcrl checkpoint prune``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-__all__ = ["doomed_steps"]
 
-
-def doomed_steps(
+def removable_steps(
     steps: Sequence[int], *, whole: Collection[int], pinned: Collection[int], keep_last: int, keep_every: int = 0
 ) -> list[int]:
-    """Steps whose entries may be removed, ascending.
+    """Return the steps whose entries may be removed, ascending.
 
-    Kept are the newest ``keep_last`` whole entries, everything newer than the oldest of them, multiples of
-    ``keep_every`` (0: none), and pinned ones. A damaged entry does not count as one of the last: else it could push
-    the last good one out.
+    The newest ``keep_last`` whole entries, all entries newer than the oldest of them, multiples of ``keep_every``
+    (0: none) and pinned entries are kept. A damaged entry does not count as one of the last: otherwise it could cause
+    the removal of the last good one.
 
     Parameters
     ----------
     steps:
-        All entries.
+        Steps of all entries.
     whole:
-        Those whose files are all there in their sizes; the newest ``keep_last`` are enough.
+        Steps of entries whose files all exist in their sizes; the newest ``keep_last`` are enough.
     """
     last = sorted(whole)[-keep_last:] if keep_last > 0 else []
     if not last:

@@ -12,9 +12,7 @@ from pathlib import Path
 import xxhash
 
 from hpcrl.errors import DeadlineError
-from hpcrl.fs import FileRecord
-
-__all__ = ["damaged_files", "share_of"]
+from hpcrl.storage.files import FileRecord
 
 _THREADS = 8
 """Files that are read at a time."""
@@ -29,16 +27,16 @@ def damaged_files(
     content: bool = True,
     deadline_s: float | None = None,
 ) -> list[str]:
-    """One sentence for each file that is missing, cannot be read, or differs from its record; by name.
+    """Return a sentence for each file that is missing, cannot be read, or differs from its record; by name.
 
     Parameters
     ----------
     directory:
-        What names are relative to.
+        Directory to which names are relative.
     files:
         Records by name.
     content:
-        Whether to read the files; else only sizes are compared.
+        True reads the files; False compares only sizes.
     deadline_s:
         Longest time in seconds. A read that hangs is left behind in its thread.
 
@@ -80,10 +78,10 @@ def damaged_files(
 
 
 def share_of(files: Mapping[str, FileRecord], rank: int, world_size: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` looks at where ``world_size`` ranks share the work: about equal bytes for each.
+    """Return the files that ``rank`` verifies where ``world_size`` ranks share the work: about equal bytes for each.
 
-    All ranks work it out from equal ``files`` (of a manifest, by name), and each file is one rank's: the shares need no
-    message between ranks.
+    Each rank computes the shares from the same ``files`` (of a manifest, by name), and each file belongs to one rank:
+    the shares need no message between ranks.
     """
     loads = [0] * world_size
     mine: dict[str, FileRecord] = {}
@@ -96,7 +94,7 @@ def share_of(files: Mapping[str, FileRecord], rank: int, world_size: int) -> dic
 
 
 def _problem(path: Path, name: str, record: FileRecord, content: bool, deadline: float | None) -> str:
-    """What is wrong with one file; empty where nothing is."""
+    """Return a description of the problem of one file; empty where there is none."""
     for attempt in range(_STALE_RETRIES):
         try:
             size = path.stat().st_size
@@ -110,7 +108,7 @@ def _problem(path: Path, name: str, record: FileRecord, content: bool, deadline:
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
-            # the server knows the file under another handle now: opening it again helps
+            # the server has the file under another handle now: opening it again helps
             if error.errno == errno.ESTALE and attempt < _STALE_RETRIES - 1:
                 continue
             return f"{name} cannot be read: {error.strerror or error}"
@@ -130,6 +128,6 @@ def _hash(path: Path, deadline: float | None) -> str:
 
 def _too_late(path: Path) -> DeadlineError:
     return DeadlineError(
-        f"{path} could not be compared with its manifest in the time that there was\n"
+        f"{path} could not be compared with its manifest within the timeout\n"
         "    hint: a longer checkpoint.verify_timeout_s, or checkpoint.verify: sizes"
     )

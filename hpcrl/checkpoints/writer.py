@@ -10,8 +10,6 @@ from pathlib import Path
 
 import xxhash
 
-from hpcrl import lost_answers
-from hpcrl.aside import Aside, collect_asides, put_aside, take_back
 from hpcrl.checkpoints.checks import forget_check
 from hpcrl.checkpoints.history import FILE as HISTORY
 from hpcrl.checkpoints.history import add_saved
@@ -25,12 +23,12 @@ from hpcrl.checkpoints.ledger import (
     CheckpointManifest,
 )
 from hpcrl.checkpoints.pins import pins_of
-from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.checkpoints.retention import removable_steps
 from hpcrl.errors import CheckpointError
-from hpcrl.fence import Fence
-from hpcrl.fs import FileRecord, atomic_write, write_json
-
-__all__ = ["CheckpointWriter"]
+from hpcrl.storage import lost_replies
+from hpcrl.storage.fence import Fence
+from hpcrl.storage.files import FileRecord, atomic_write, write_json
+from hpcrl.storage.quarantine import QuarantinedEntry, collect_asides, put_aside, take_back
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +38,7 @@ class CheckpointWriter:
     """The one writer of a ledger. Picklable, so that one rank claims for all.
 
     A save: one rank calls `stage`; all ranks write files below its directory, fsync them and keep their records;
-    one rank calls `commit` with all records, then `retain`. What fails before `commit` returns is no entry.
+    one rank calls `commit` with all records, then `retain`. A save that fails before `commit` returns makes no entry.
     """
 
     root: Path
@@ -48,7 +46,7 @@ class CheckpointWriter:
 
     @classmethod
     def claim(cls, root: Path, attempt: int) -> CheckpointWriter:
-        """Become the one writer; see `hpcrl.fence.Fence.claim` (FencedError where a newer attempt was here)."""
+        """Become the one writer; see `hpcrl.storage.fence.Fence.claim` (FencedError where a newer attempt was here)."""
         return cls(root, Fence.claim(root, attempt))
 
     @property
@@ -60,16 +58,16 @@ class CheckpointWriter:
         return CheckpointLedger(self.root)
 
     def staged(self, step: int) -> Path:
-        """Where the entry of ``step`` is built."""
+        """Return the directory in which the entry of ``step`` is built."""
         return self.fence.path / _name(step)
 
     def stage(self, step: int) -> Path:
         """Make the empty directory in which the entry of ``step`` is built, with ``trainer/`` in it."""
         path = self.fence.create(_name(step))
         try:
-            lost_answers.make_own_directory(path / TRAINER_DIR)
+            lost_replies.make_own_directory(path / TRAINER_DIR)
         except FileNotFoundError:
-            self.fence.check()  # a newer attempt came between the two
+            self.fence.check()  # a newer attempt claimed the ledger between the two calls
             raise
         return path
 
@@ -92,19 +90,19 @@ class CheckpointWriter:
         Parameters
         ----------
         files:
-            Of the trainer, relative to the entry, as their writers hashed them while writing; already durable. Only
-            sizes are looked at here, so that one rank does not read what all have written.
+            Files of the trainer, relative to the entry, with the hashes from writing; already durable. Only sizes are
+            compared here, so that one rank does not read the files of all ranks.
         orchestrator_state:
             Taken at the same step boundary.
         started_at_s, blocked_s:
-            When the save began (epoch seconds), and how long training stood still for it.
+            Start of the save (epoch seconds), and seconds for which training stood still.
 
         Raises
         ------
         FencedError
             A newer attempt has claimed the ledger.
         CheckpointError
-            A file is not there as its writer said.
+            A file differs from the record of its writer.
         OSError
             The filesystem refused. In all cases what was staged is removed and the ledger is as before.
         """
@@ -124,7 +122,7 @@ class CheckpointWriter:
                 attempt=self.attempt,
                 world_size=world_size,
                 created_at_s=now,
-                # a clock that was set meanwhile makes no entry that nobody reads
+                # a clock that was set during the save must not make an entry that readers refuse
                 save_s=min(max(now - started_at_s, 0.0), MAX_SAVE_S),
                 blocked_s=blocked_s,
                 files={**files, ORCHESTRATOR_FILE: own},
@@ -134,26 +132,27 @@ class CheckpointWriter:
         except BaseException as error:
             self.discard(step)
             if isinstance(error, FileNotFoundError):
-                self.fence.check()  # the likely reason
+                self.fence.check()  # the most likely reason
             raise
         try:
             add_saved(self.root, step=step, attempt=self.attempt)
-        except OSError as error:  # the entry is complete, and says the same as long as it is there
+        except OSError as error:  # the entry is complete, and stays valid while it exists
             _log.warning("the checkpoint of step %d is not in %s: %s", step, HISTORY, error)
         return CheckpointEntry(self.root / _name(step), manifest)
 
     def put_aside_after(self, step: int) -> list[int]:
-        """Take the entries above ``step`` out of the ledger and keep them (`hpcrl.aside`); returns their steps.
+        """Take the entries above ``step`` out of the ledger and keep them (`hpcrl.storage.quarantine`); returns their
+        steps.
 
-        Raises
-        ------
-        FencedError
-            A newer attempt has claimed the ledger.
+                Raises
+                ------
+                FencedError
+                    A newer attempt has claimed the ledger.
         """
         later = [number for number in reversed(self.ledger.steps()) if number > step]
         return sorted(number for number in later if put_aside(self.fence, _name(number)))
 
-    def take_back(self, aside: Aside) -> None:
+    def take_back(self, aside: QuarantinedEntry) -> None:
         """Make what was put aside an entry again."""
         take_back(self.fence, aside)
 
@@ -172,7 +171,7 @@ class CheckpointWriter:
             A newer attempt has claimed the ledger.
         """
         ledger = self.ledger
-        doomed = doomed_steps(
+        doomed = removable_steps(
             ledger.steps(),
             whole=ledger.whole_steps(keep_last),
             pinned=pins_of(self.root).numbers(),
@@ -191,7 +190,7 @@ class CheckpointWriter:
     def _remove(self, step: int) -> bool:
         if not self.fence.hide(_name(step)):
             return False
-        if step in pins_of(self.root).numbers():  # pinned while we were at it
+        if step in pins_of(self.root).numbers():  # it was pinned during this call
             self.fence.restore(_name(step))
             return False
         self.fence.delete(_name(step))

@@ -1,30 +1,33 @@
-"""What a recipe or a profile cannot say because hpcrl does not do it: refused by name, with what there is in its place.
+"""Settings that hpcrl deliberately lacks: each is refused by name, with its substitute.
 
-Other trainers and engines have these settings, so recipes that come from them use their keys. That such a key is
-unknown would be true, and no help: a reader would look for another spelling.
+Other trainers and engines have these settings, so recipes that come from them use their keys. The error of an unknown
+key would be true but not helpful: a reader would look for another spelling.
 """
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "absent", "called_elsewhere"]
-
 _PIPELINE = (
-    "there is no pipeline parallelism, and no plan computes with stages: a trainer is cut by FSDP over all its ranks, "
+    "hpcrl has no pipeline parallelism: a trainer is sharded by FSDP over all its ranks, "
     "with parallelism.ep and parallelism.cp; an engine by tp and its experts"
 )
 _TENSOR = (
-    "the trainer has no tensor parallelism, and no plan computes with it: it is cut by FSDP over all its ranks, with "
+    "the trainer has no tensor parallelism: it is sharded by FSDP over all its ranks, with "
     "parallelism.ep and parallelism.cp"
 )
-_VERSIONS = "weights go through the shared filesystem and from node to node; there is no other transport in a plan"
-_SPECULATION = "engines do not speculate, and no plan computes with draft tokens"
+_VERSIONS = (
+    "weights go through the shared filesystem, or over Mooncake with handoff.transport: fabric; there is no other way"
+)
+_SPECULATION = "hpcrl does not support speculative decoding"
 _REPLICATED = "parameters are sharded by FSDP; copies of the shards are trainer.parallelism.dp_replicate"
 
 _FP8_MOVED = (
     "it is trainer.precision.fp8 now: `fp8: {}` there is `true` here, and its own settings say what is quantised and "
-    "what multiplies"
+    "what multiplies; `hpcrl recipe migrate FILE` rewrites it"
 )
-_LORA_MOVED = "adapters are trainer.lora now: `lora: {rank: 16, alpha: 32}` in the section trainer"
+_LORA_MOVED = (
+    "adapters are trainer.lora now: `lora: {rank: 16, alpha: 32}` in the section trainer; "
+    "`hpcrl recipe migrate FILE` rewrites it"
+)
 
 ABSENT: dict[str, dict[str, str]] = {
     "trainer": {
@@ -38,18 +41,21 @@ ABSENT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_parallel_size"), _PIPELINE),
         **dict.fromkeys(("speculative", "speculative_config", "draft_model", "mtp"), _SPECULATION),
     },
-    "handoff": dict.fromkeys(("transport", "nccl", "nixl", "rdma", "reshard"), _VERSIONS),
+    "handoff": dict.fromkeys(("nccl", "nixl", "rdma", "reshard"), _VERSIONS),
     "rollouts": dict.fromkeys(
         ("colocate", "colocated"),
         "trainer and engines take turns on the same devices with engine.placement: colocated",
     ),
-    "partitions": {"scratch_gb_s": "no plan computes with the rate of a node's own disk; remove the line"},
+    "partitions": {
+        "scratch_gb_s": "plans do not use the rate of a node's own disk; remove the line, or use "
+        "`hpcrl cluster migrate FILE`"
+    },
 }
-"""Why a key is absent, by section and key, at any depth below it."""
+"""Reason why a key is absent, by section and key, at any depth below it."""
 
 
 def absent(path: tuple[str | int, ...]) -> str | None:
-    """Why there is no such setting; None where the key is just unknown."""
+    """Return the reason why there is deliberately not such a setting; None where the key is only unknown."""
     if not path:
         return None
     return ABSENT.get(str(path[0]), {}).get(str(path[-1]).lower().replace("-", "_"))

@@ -1,12 +1,10 @@
-"""How conversations are written for the model."""
+"""Format of conversations for the model: the section ``chat``."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from hpcrl.config.base import StrictModel
-
-__all__ = ["ChatConfig", "ChatFormat"]
 
 ChatFormat = Literal[
     "deepseek-v3",
@@ -24,7 +22,7 @@ ChatFormat = Literal[
 
 
 class ChatConfig(StrictModel):
-    """How conversations are written for the model. They are always rendered by its own chat template."""
+    """Format of conversations for the model. They are always rendered by its own chat template."""
 
     format: Literal["auto", "text"] | ChatFormat = "auto"
     """The family's format of thinking and tool calls in what the model says. ``auto``: found from ``model_type`` of
@@ -32,6 +30,6 @@ class ChatConfig(StrictModel):
     variables: dict[str, Any] = {}
     """Variables of the chat template, for example ``enable_thinking: false``."""
     thinking: Literal["kept", "cut"] = "kept"
-    """What becomes of earlier thinking where the chat template leaves it out, as most do at a new message of the user.
-    ``kept``: it stays in the context, as it was sampled. ``cut``: the template decides; a rollout that would have to go
-    on without its earlier thinking fails, because a rollout is one sequence of tokens."""
+    """Treatment of earlier thinking where the chat template leaves it out, as most do at a new message of the user.
+    ``kept``: it stays in the context, as it was sampled. ``cut``: the template decides; where it leaves thinking out,
+    the rollout branches: it continues with a new sequence of tokens, the whole conversation rendered again."""

@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from hpcrl.config.base import PositiveFloat, PositiveInt
 from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig, PortsConfig
-from hpcrl.config.cluster_slurm import SlurmCluster
+from hpcrl.config.cluster_slurm import NodeConfig, SlurmCluster
 
 __all__ = [
     "CLUSTER_KINDS",
@@ -30,11 +30,25 @@ class LocalCluster(ClusterBase):
     paths: PathsConfig
     """Directories."""
     limits: LimitsConfig = LimitsConfig()
-    """Deadlines."""
+    """Timeouts and time limits."""
     max_processes: PositiveInt = 64
     """Refuse plans with more processes than this."""
     memory_gib: PositiveFloat | None = None
     """Memory for a run in GiB, read by the planner only. None: what it needs is shown, not compared."""
+
+    @property
+    def uses_slurm(self) -> bool:
+        """Return whether runs are jobs of Slurm, on other machines."""
+        return False
+
+    @property
+    def scratch(self) -> str | None:
+        """Return the directory on a disk of each node; None where the profile names none."""
+        return None
+
+    def node_of(self, role: str) -> NodeConfig | None:
+        """Return the nodes of a role, as the profile describes them; None where it describes none."""
+        return None
 
 
 ClusterProfile = LocalCluster | SlurmCluster

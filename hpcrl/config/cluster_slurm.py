@@ -10,6 +10,7 @@ from pydantic import Field
 from hpcrl.config.base import (
     Name,
     NodeRole,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -19,26 +20,6 @@ from hpcrl.config.base import (
     StrictModel,
 )
 from hpcrl.config.cluster_base import ClusterBase, LimitsConfig, PathsConfig
-
-__all__ = [
-    "SIGNAL_EARLY_S",
-    "ApptainerContainer",
-    "CapabilitiesConfig",
-    "ContainerConfig",
-    "FabricConfig",
-    "FilesystemConfig",
-    "GpuConfig",
-    "LaunchConfig",
-    "NicConfig",
-    "NoContainer",
-    "NodeConfig",
-    "PartitionConfig",
-    "PlacementConfig",
-    "PyxisContainer",
-    "SlurmCluster",
-    "SlurmLimitsConfig",
-    "SlurmPathsConfig",
-]
 
 
 class SlurmPathsConfig(PathsConfig):
@@ -66,8 +47,17 @@ class SlurmLimitsConfig(LimitsConfig):
 
     @property
     def signal_lead_s(self) -> int:
-        """How long before the time limit Slurm's signal is asked for: a save, and a minute for the rest."""
+        """Return the seconds before the time limit at which Slurm sends its signal: a save and one minute."""
         return math.ceil(self.save_timeout_s) + 60
+
+
+class ReliabilityConfig(StrictModel):
+    """Measured failures and waits of the site. Read by the planner only, for ``job.spare_nodes``."""
+
+    node_mtbf_h: PositiveFloat | None = None
+    """Mean time between failures of one node, in hours. None: 6300 is assumed."""
+    queue_wait_h: NonNegativeFloat | None = None
+    """Hours that a run waits in the queue after a requeue. None: 1 is assumed."""
 
 
 class NicConfig(StrictModel):
@@ -85,7 +75,7 @@ class NicConfig(StrictModel):
 
 
 class GpuConfig(StrictModel):
-    """What the planner must know of a GPU. Without a number, a plan that needs it says which one is missing."""
+    """Facts about a GPU that the planner needs. Without a number, a plan that needs it names the missing one."""
 
     memory_gib: PositiveFloat | None = None
     """Memory in GiB, as ``nvidia-smi`` shows it in MiB / 1024."""
@@ -117,7 +107,7 @@ class FabricConfig(StrictModel):
     """The network between GPUs of different nodes."""
 
     kind: Literal["infiniband", "roce", "ethernet"]
-    """``ethernet``: no RDMA; libraries are told not to look for it."""
+    """``ethernet``: no RDMA; libraries are configured not to look for it."""
     gid_index: NonNegativeInt | None = None
     """``roce``: entry of the GID table with the RoCE v2 address (``show_gids``)."""
     traffic_class: NonNegativeInt | None = None
@@ -170,13 +160,14 @@ class PartitionConfig(StrictModel):
 
 
 class PlacementConfig(StrictModel):
-    """Which partition takes which role."""
+    """Partition of each role."""
 
     default: str
     """Partition of all roles that ``by_role`` does not name."""
     by_role: dict[NodeRole, str] = {}
     """Partition by role; ``engine`` is also for ``prefill`` and ``decode`` where these are not named. With
-    ``orchestrator`` that has a node of its own there, which needs no GPUs; else it runs beside the trainer."""
+    ``orchestrator`` that has a node of its own there, which needs no GPUs; else it runs on the trainer's first node.
+    ``env`` is for workers of environments with nodes of their own (``environment_workers`` of a recipe)."""
 
 
 class LaunchConfig(StrictModel):
@@ -228,7 +219,7 @@ ContainerConfig = Annotated[NoContainer | PyxisContainer | ApptainerContainer, F
 
 
 class CapabilitiesConfig(StrictModel):
-    """What this Slurm can do. ``hpcrl cluster init`` finds it out, ``hpcrl cluster check`` compares."""
+    """Features of this Slurm. ``hpcrl cluster init`` finds them out, ``hpcrl cluster check`` compares them."""
 
     hetjob: bool
     """Heterogeneous jobs are accepted (``SchedulerType=sched/backfill``)."""
@@ -254,18 +245,20 @@ class SlurmCluster(ClusterBase):
     paths: SlurmPathsConfig
     """Directories."""
     limits: SlurmLimitsConfig = SlurmLimitsConfig()
-    """Deadlines."""
+    """Timeouts and time limits."""
     filesystem: FilesystemConfig = FilesystemConfig()
     """Rates of the shared filesystem."""
+    reliability: ReliabilityConfig = ReliabilityConfig()
+    """Failures of nodes, and waits in the queue."""
     partitions: Annotated[dict[Name, PartitionConfig], Field(min_length=1)]
     """Partitions by name."""
     placement: PlacementConfig
-    """Which partition takes which role."""
+    """Partition of each role."""
     gres: Literal["gres", "gpus_per_node", "none"]
-    """How jobs ask for GPUs: ``--gres=gpu:TYPE:N``, ``--gpus-per-node=TYPE:N``, or not at all (Slurm does not know
-    of them; needs ``capabilities.exclusive``)."""
+    """Option by which jobs request GPUs: ``--gres=gpu:TYPE:N``, ``--gpus-per-node=TYPE:N``, or not at all (Slurm does
+    not know of them; needs ``capabilities.exclusive``)."""
     capabilities: CapabilitiesConfig
-    """What this Slurm can do."""
+    """Features of this Slurm."""
     launch: LaunchConfig = LaunchConfig()
     """The environment of a job."""
     env_by_role: dict[RoleName, dict[str, str]] = {}
@@ -273,8 +266,22 @@ class SlurmCluster(ClusterBase):
     container: ContainerConfig = NoContainer()
     """Containers for roles. The supervisor itself always runs on the node."""
 
+    @property
+    def uses_slurm(self) -> bool:
+        """Return whether runs are jobs of Slurm, on other machines."""
+        return True
+
+    @property
+    def scratch(self) -> str | None:
+        """Return the directory on a disk of each node; None where the profile names none."""
+        return self.paths.scratch
+
+    def node_of(self, role: str) -> NodeConfig:
+        """Return the nodes of a role, as the profile describes them."""
+        return self.partitions[self.partition_name(role)].node
+
     def partition_name(self, role: str) -> str:
-        """The partition of a role that has nodes of its own."""
+        """Return the partition of a role that has nodes of its own."""
         by_role = {str(key): name for key, name in self.placement.by_role.items()}
         if role in ("prefill", "decode"):
             return by_role.get(role) or by_role.get("engine") or self.placement.default
@@ -284,5 +291,5 @@ class SlurmCluster(ClusterBase):
 
     @property
     def orchestrator_apart(self) -> bool:
-        """Whether the orchestrator has a node of its own, in another partition than the trainer."""
+        """Return whether the orchestrator has its own node, in another partition than the trainer."""
         return self.partition_name("orchestrator") != self.partition_name("trainer")

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from hpcrl.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["DistillationConfig", "TeacherConfig"]
-
 
 class TeacherConfig(StrictModel):
     """A server with vLLM's HTTP API that scores sampled tokens: vLLM, or hpcrl's embedded engine.
@@ -19,7 +17,7 @@ class TeacherConfig(StrictModel):
     """
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s/?#]+(/[^\s?#]*)?$")]
-    """Where it is, for example ``http://node7:8000``: below it are ``/v1/models`` and ``/v1/completions``."""
+    """Its address, for example ``http://node7:8000``: below it are ``/v1/models`` and ``/v1/completions``."""
     model: str | None = None
     """Name of the model at the server. None: the first that it serves."""
     timeout_s: PositiveFloat = 120.0
@@ -36,7 +34,8 @@ class DistillationConfig(StrictModel):
 
     teacher: TeacherConfig
     """The teacher."""
-    coefficient: PositiveFloat = 1.0
-    """Weight of the teacher's log-probability minus the policy's."""
+    coefficient: NonNegativeFloat = 1.0
+    """Weight of the teacher's log-probability minus the policy's. 0 for a loss of your own that ``needs`` the teacher
+    and computes with it by itself."""
     reward_weight: NonNegativeFloat = 1.0
     """Weight of the advantage of the reward; 0: the teacher alone is learned from."""

@@ -13,13 +13,27 @@ from hpcrl.config.base import (
     StrictModel,
 )
 from hpcrl.config.kvstore import KvStoreConfig
-from hpcrl.config.router import RouterConfig
 
-__all__ = [
-    "EngineConfig",
-    "EngineGroupConfig",
-    "EngineMemoryConfig",
-]
+
+class RouterConfig(StrictModel):
+    """Choice of the engine for each request."""
+
+    kind: Literal["auto", "direct", "vllm-router", "dynamo"] = "auto"
+    """``vllm-router`` is vLLM's own router, as a role of the run: the orchestrator sends all requests to its one
+    address. ``direct``: the orchestrator chooses itself, the engine with the fewest rollouts. ``dynamo``: NVIDIA
+    Dynamo's KV-aware router in its place, in front of the same engines. ``auto``: ``vllm-router`` for the backend
+    ``vllm`` and between ``prefill`` and ``decode``, else ``direct``."""
+    policy: Literal["sticky_least_loaded", "consistent_hash", "round_robin", "random", "power_of_two"] = (
+        "sticky_least_loaded"
+    )
+    """``vllm-router``: how it chooses. The first two keep a group of rollouts, with all of its turns, on one engine,
+    where its prefix is; ``sticky_least_loaded`` spreads groups more evenly. The others ignore prefixes."""
+    session_ttl_s: NonNegativeFloat = 600.0
+    """``dynamo``: a group of rollouts, with all of its turns, stays with its engine until nothing came of it for so
+    many seconds. 0: the engine of each request is chosen anew, by what is in its cache and by its load."""
+    health_interval_s: PositiveInt = 2
+    """Seconds between two questions to each engine; after two without an answer it gets none of the
+    requests."""
 
 
 class EngineGroupConfig(StrictModel):
@@ -58,7 +72,7 @@ class EngineConfig(StrictModel):
     """The inference role."""
 
     backend: Literal["embedded", "vllm"] = "embedded"
-    """Which server: ``embedded`` runs the project's own torch model behind vLLM's API, ``vllm`` is vLLM."""
+    """Server: ``embedded`` runs the project's own torch model behind vLLM's API, ``vllm`` is vLLM."""
     placement: Literal["apart", "shared_node", "colocated"] = "apart"
     """``apart``: engines have nodes of their own, generate while the trainer trains, and read weights from files.
     ``shared_node``: the same on the trainer's node, of which there is one: engines have the GPUs that ``trainer.ranks``
@@ -66,9 +80,8 @@ class EngineConfig(StrictModel):
     ``colocated``: trainer and engines take turns on the same devices of one node (docs/training.md, Trainer and engines
     in turns); ``rollouts.max_off_policy_steps`` is 0 or 1 then."""
     device: Literal["auto", "cpu"] = "auto"
-    """``vllm``: where it runs. ``auto``: a rank on each GPU of its nodes, on CPUs where they have none; ``cpu``: one
-    rank a node, whatever the nodes have. ``embedded`` is always on CPUs; ``cpu`` says that
-    this is meant where it is colocated with a trainer on GPUs."""
+    """Devices of ``vllm``. ``auto``: a rank on each GPU of its nodes, or on CPUs if they have none; ``cpu``: one rank a
+    node, on CPUs. ``embedded`` is always on CPUs; set ``cpu`` to colocate it with a trainer on GPUs."""
     replicas: PositiveInt = 1
     """Independent engines; each serves the whole model."""
     nodes: PositiveInt = 1
@@ -76,7 +89,7 @@ class EngineConfig(StrictModel):
     prefill: EngineGroupConfig | None = None
     """Engines that compute prompts only; together with ``decode``, in place of ``replicas`` and ``nodes``."""
     decode: EngineGroupConfig | None = None
-    """Engines that go on from prompts that ``prefill`` computed."""
+    """Engines that decode after prompts that ``prefill`` computed."""
     kv_transfer: Literal["auto", "nixl", "mooncake"] = "auto"
     """``prefill`` and ``decode`` with ``vllm``: what carries KV between them. ``auto``: NIXL between GPUs, Mooncake's
     transfer engine over TCP between CPUs."""
@@ -94,8 +107,8 @@ class EngineConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of weights and KV cache."""
     pause: Literal["keep", "none"] = "keep"
-    """During a weight update: ``keep`` freezes requests until the new weights are in, ``none`` goes on
-    generating with the old ones (``embedded`` only: vLLM loads in place). Requests and their KV survive in both."""
+    """During a weight update: ``keep`` freezes requests until the new weights are in, ``none`` continues to generate
+    with the old ones (``embedded`` only: vLLM loads in place). Requests and their KV survive in both."""
     threads: PositiveInt = 1
     """CPU threads of each engine."""
     return_routed_experts: bool = False
@@ -105,14 +118,14 @@ class EngineConfig(StrictModel):
     """Experts of prompts that the orchestrator keeps in its memory, for rollouts whose KV came from the pool, the
     host or a prefill engine: an engine has none of what it did not compute. Least recently used prompts go first."""
     tp: PositiveInt = 1
-    """Tensor parallelism of a replica; its other ranks are data parallel, and experts are dealt out over all of them
+    """Tensor parallelism of a replica; its other ranks are data parallel, and experts are distributed over all of them
     (planned, for vLLM engines)."""
     memory: EngineMemoryConfig = EngineMemoryConfig()
     """Memory of a vLLM engine (planned)."""
     kv_store: KvStoreConfig | None = None
     """Pool of KV blocks that all engines share (Mooncake Store). None: each keeps its own."""
     router: RouterConfig = RouterConfig()
-    """Who chooses the engine of a request."""
+    """Choice of the engine for each request."""
     vllm_args: dict[str, Any] = {}
     """Further flags of vLLM by long name without dashes, for example ``gpu-memory-utilization: 0.8``. ``true`` is the
     flag alone, ``false`` its ``--no-`` form; lists and mappings are passed as JSON. Flags that hpcrl sets are refused,
@@ -120,16 +133,15 @@ class EngineConfig(StrictModel):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether engines take turns with the trainer on its devices."""
+        """Return whether engines take turns with the trainer on its devices."""
         return self.placement == "colocated"
 
     @property
     def shares_node(self) -> bool:
-        """Whether engines are on the trainer's node, with GPUs of their own."""
+        """Return whether engines are on the trainer's node, with their own GPUs."""
         return self.placement == "shared_node"
 
     @property
     def fetches_kv(self) -> bool:
-        """Whether KV may come to an engine from a pool, the host or a prefill engine, and not from its own forward
-        passes."""
+        """Return whether an engine can get KV from a pool, the host or a prefill engine, besides its forward passes."""
         return self.kv_store is not None or self.memory.kv_offload_gib > 0 or self.prefill is not None

@@ -10,32 +10,21 @@ from hpcrl.config.engine import EngineConfig, EngineGroupConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 
-__all__ = [
-    "StepLimits",
-    "engine_gpus",
-    "engine_ranks_per_node",
-    "engine_side",
-    "replica_nodes",
-    "step_limits",
-    "vllm_args",
-    "vllm_flag",
-]
-
 
 class StepLimits(NamedTuple):
-    """What one rank of an engine takes into a step at most."""
+    """Limits of one step of an engine's rank."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
 def engine_side(engine: EngineConfig, role: Role) -> EngineGroupConfig | None:
-    """What a recipe says of one side of disaggregated serving; None where engines are of one kind."""
+    """Return the settings of one side of disaggregated serving; None where engines are of one kind."""
     return {Role.PREFILL: engine.prefill, Role.DECODE: engine.decode}.get(role)
 
 
 def step_limits(engine: EngineConfig, role: Role) -> StepLimits:
-    """Limits of a step of the engines of a role: those of its side, or where it names none those of all engines.
+    """Return the limits of a step of a role's engines: those of its side, or where it names none of all engines.
 
     Engines that are not disaggregated decode too: asked for ``decode`` they answer for themselves.
     """
@@ -47,14 +36,14 @@ def step_limits(engine: EngineConfig, role: Role) -> StepLimits:
 
 
 def replica_nodes(recipe: Recipe) -> dict[Role, int]:
-    """Nodes of a replica of each role that engines have."""
+    """Return the nodes of a replica of each role that engines have."""
     engine = recipe.engine
     sides = [(Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)]
     return {role: side.nodes for role, side in sides if side is not None} or {Role.ENGINE: engine.nodes}
 
 
 def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    """GPUs that an engine uses on each node; a local run's are not known, and not needed.
+    """Return the GPUs that an engine uses on each node; a local run's are not known, and not needed.
 
     On the trainer's node engines have what its ranks leave (the rule ``shared-node`` says that there is something).
     """
@@ -67,12 +56,12 @@ def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
 
 
 def engine_ranks_per_node(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    """Ranks of an engine on each of its nodes: its GPUs; 1 without."""
+    """Return the ranks of an engine on each of its nodes: its GPUs; 1 without."""
     return max(1, engine_gpus(recipe, cluster, role))
 
 
 def vllm_args(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Flags of vLLM that the recipe gives to all engines or to one side: its key, the flag and the value."""
+    """Yield the flags of vLLM that the recipe sets for all engines or for one side: its key, the flag and the value."""
     engine = recipe.engine
     sides = [("engine", engine), ("engine.prefill", engine.prefill), ("engine.decode", engine.decode)]
     for key, side in sides:
@@ -81,5 +70,5 @@ def vllm_args(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
 
 
 def vllm_flag(recipe: Recipe, name: str) -> list[tuple[str, Any]]:
-    """Key and value of a flag of vLLM, wherever the recipe gives it: to all engines or to one side."""
+    """Return the key and value of a flag of vLLM, wherever the recipe gives it: to all engines or to one side."""
     return [(key, value) for key, flag, value in vllm_args(recipe) if flag == name]

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hpcrl.config.base import (
     Fraction,
-    Name,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     StrictModel,
 )
-from hpcrl.config.rewards import Extraction, FormatReward, GymTaskConfig, LengthReward, RewardConfig
+from hpcrl.config.harness_sandbox import OptionalSandbox
+from hpcrl.config.hosted_environment import EnvironmentBase, HostedEnv, LatencyConfig
+from hpcrl.config.registered_kinds import read_registered_kind
+from hpcrl.config.rewards import (
+    CodeReward,
+    Extraction,
+    FormatReward,
+    FunctionReward,
+    GymTaskConfig,
+    LengthReward,
+    RewardConfig,
+)
 from hpcrl.config.row_template import RowTemplate
+from hpcrl.config.swe import SweEnv
+from hpcrl.config.verifiers_environment import VerifiersEnv
 
 __all__ = [
     "CalculatorEnv",
@@ -25,36 +37,19 @@ __all__ = [
     "DatasetColumns",
     "DatasetEnv",
     "EnvironmentConfig",
+    "HarnessEnv",
     "HostedEnv",
     "LatencyConfig",
     "ReasoningGymEnv",
+    "SweEnv",
+    "TaskFileEnv",
+    "VerifiersEnv",
     "WordsEnv",
     "trained_on",
 ]
 
 
-class LatencyConfig(StrictModel):
-    """Extra waiting time of a rollout, as a slow tool or test suite would cause; for measurements."""
-
-    median_s: NonNegativeFloat = 0.0
-    """Waiting time of an ordinary rollout in seconds."""
-    tail_share: Fraction = 0.0
-    """Share of rollouts that take longer."""
-    tail_factor: PositiveFloat = 10.0
-    """How many times longer these take."""
-
-
-class _Environment(StrictModel):
-    name: Name
-    """Name in metrics; unique in the recipe."""
-    weight: NonNegativeFloat = 1.0
-    """Share of this environment in the prompts, relative to the others. 0: it is never trained on, and only sets of
-    ``evaluation.sets`` and ``hpcrl eval`` that name it ask its held-out prompts."""
-    latency: LatencyConfig = LatencyConfig()
-    """Extra waiting time, for measurements."""
-
-
-class WordsEnv(_Environment):
+class WordsEnv(EnvironmentBase):
     """Single turn: transform an English word letter by letter."""
 
     kind: Literal["words"]
@@ -66,7 +61,7 @@ class WordsEnv(_Environment):
     """Longest word."""
 
 
-class CalculatorEnv(_Environment):
+class CalculatorEnv(EnvironmentBase):
     """Several turns: answer an arithmetic question with a tool that runs a program in a sandboxed process."""
 
     kind: Literal["calculator"]
@@ -78,29 +73,6 @@ class CalculatorEnv(_Environment):
     """Wall-clock limit of one tool call in seconds."""
 
 
-class HostedEnv(_Environment):
-    """An environment that runs in a process of its own."""
-
-    try_before_submit: bool = True
-    """``hpcrl recipe check`` and ``submit`` make it, too. ``false`` where it needs what only nodes have."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Longest time for making it in seconds: imports, and the factory or reading the file."""
-    answer_timeout_s: PositiveFloat = 120.0
-    """Longest time in seconds for a prompt, and for which the event loop of its process may be blocked: then it is
-    ended and started again."""
-    turn_timeout_s: PositiveFloat = 3600.0
-    """Longest time of its own (tools, tests, judging) between two replies of the policy in seconds; a rollout that
-    takes longer is dropped."""
-
-    def call(self) -> tuple[str, dict[str, Any]]:
-        """Return ``package.module:Name`` of what makes it in its process, and the keyword arguments for that."""
-        raise NotImplementedError
-
-    def variables(self) -> dict[str, str]:
-        """Return variables that its process has beside those of the orchestrator."""
-        return {}
-
-
 class CustomEnv(HostedEnv):
     """An environment of your own. It runs in a process of its own."""
 
@@ -109,9 +81,14 @@ class CustomEnv(HostedEnv):
     """``package.module:Name`` of a callable that returns an `hpcrl.rollouts.environments.Environment`."""
     args: dict[str, Any] = {}
     """Keyword arguments for it."""
+    env: dict[str, str] = {}
+    """Variables of its process in addition to those of the orchestrator."""
 
     def call(self) -> tuple[str, dict[str, Any]]:
         return self.factory, self.args
+
+    def variables(self) -> dict[str, str]:
+        return self.env
 
 
 class DatasetColumns(StrictModel):
@@ -122,9 +99,10 @@ class DatasetColumns(StrictModel):
     messages: str | None = None
     """The conversation that the policy continues: a list of ``role`` and ``content``, the last one of the user."""
     answer: str = "answer"
-    """The right answer: text or a number. It must be there where a checker compares with it."""
+    """The right answer: text, a number, ``true`` or ``false``; or a list of right answers, of which a reply needs one.
+    It must be there where a checker compares with it."""
     difficulty: str | None = None
-    """How difficult the question is: any text or number, for ``curriculum.weights``."""
+    """Difficulty of the question: any text or number, for ``curriculum.weights``."""
     pass_rate: str | None = None
     """Share of right answers of some model, from 0 to 1, for the bounds of ``curriculum``."""
     id: str | None = None
@@ -132,7 +110,7 @@ class DatasetColumns(StrictModel):
 
 
 class CurriculumConfig(StrictModel):
-    """Which training questions are asked how often. Held-out questions are not touched."""
+    """Frequency of training questions. Held-out questions are not affected."""
 
     weights: dict[str, PositiveFloat] = {}
     """Share of each value of ``columns.difficulty`` in the training prompts, relative to the others. Rows with other
@@ -143,17 +121,16 @@ class CurriculumConfig(StrictModel):
     """Training rows with a larger one are left out."""
 
 
-class DatasetEnv(HostedEnv):
-    """Questions from a file: one turn each, judged by named checkers. It runs in a process of its own."""
+class TaskFileEnv(HostedEnv):
+    """An environment whose tasks stand in a file."""
 
-    kind: Literal["dataset"]
     path: str | None = None
-    """File (``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``) or directory (read by the library ``datasets``);
-    relative to where hpcrl is called. Give this or ``hub``."""
+    """File (``.jsonl``, ``.csv`` or ``.tsv``, also packed as ``.gz``; ``.parquet``) or directory (read by the library
+    ``datasets``); relative to the current directory. Give this or ``hub``."""
     hub: str | None = None
     """``ORG/NAME`` of a data set on Hugging Face, read by ``datasets``, from its cache where it is offline."""
     subset: str | None = None
-    """Which configuration of a directory or of a data set of the hub is read."""
+    """Configuration to read from a directory or from a data set of the hub."""
     revision: str | None = None
     """Commit or tag of the data set of the hub."""
     columns: DatasetColumns = DatasetColumns()
@@ -161,13 +138,13 @@ class DatasetEnv(HostedEnv):
     system: str | None = None
     """Text of a system message in front of each prompt."""
     template: RowTemplate | None = None
-    """Text of the prompt, with ``{column}`` in place of what stands in a column; ``{{`` and ``}}`` are braces."""
+    """Text of the prompt, with ``{column}`` in place of the value of a column; ``{{`` and ``}}`` are braces."""
     demonstration: RowTemplate | None = None
     """Text of a right reply, as ``template``, for ``hpcrl env try`` and ``hpcrl warmup``; by default the answer."""
     held_out_share: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the questions that are held out, chosen by a hash of the question; 0.1 where no other split is given."""
     held_out_path: str | None = None
-    """A file, or directory, of held-out questions of its own, with the same columns."""
+    """Separate file or directory of held-out questions, with the same columns."""
     split_column: str | None = None
     """Column that says whether a row is for training or held out. Rows that ``datasets`` reads have a column ``split``
     with the name of their split."""
@@ -177,13 +154,64 @@ class DatasetEnv(HostedEnv):
     """Values of ``split_column`` that are held out."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which training questions are asked how often."""
-    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)]
+    rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = ()
     """Checkers; the reward is the sum of their scores, each times its weight, less penalties."""
     checker_processes: PositiveInt = 4
     """Maximum processes of checkers that may take long (all but ``exact``, ``numeric`` and ``length``)."""
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether rollouts need all columns of a row: functions of the user's own and tests of code do."""
+        return any(isinstance(reward, FunctionReward | CodeReward) for reward in self.rewards)
+
+
+class DatasetEnv(TaskFileEnv):
+    """Questions from a file: one turn each, judged by named checkers. It runs in a process of its own."""
+
+    kind: Literal["dataset"]
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1, strict=False)]
+    """Checkers; the reward is the sum of their scores, each times its weight, less penalties."""
+
     def call(self) -> tuple[str, dict[str, Any]]:
         return "hpcrl.rollouts.environments.dataset:make", {"config": self.model_dump(mode="json")}
+
+
+class HarnessEnv(TaskFileEnv):
+    """Tasks from a file, each given to a program of its own that speaks OpenAI's API with the policy.
+
+    The program reads its task from standard input, and finds the policy by ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``.
+    Its reward is the last line that it prints, ``{"reward": 1.0, "parts": {"tests": 1.0}}``; with ``rewards`` all that
+    it prints is judged as a reply. It runs in a process of its own.
+    """
+
+    kind: Literal["harness"]
+    command: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    """The program and its arguments. In each, ``{task}`` is the path of the task as JSON, ``{directory}`` the empty
+    directory that it runs in, ``{prompt}`` the text of the task, ``{model}`` the name of the model, and ``{python}``
+    the interpreter of the orchestrator. An argument that begins with ``./`` is relative to the current directory."""
+    inherit: Annotated[tuple[str, ...], Field(strict=False)] = ("PATH", "LANG", "LC_ALL", "TZ")
+    """Variables of the orchestrator that the program gets; it gets no others."""
+    environ: dict[str, str] = {}
+    """Further variables of the program."""
+    sandbox: OptionalSandbox = None
+    """Run the program in a sandbox: ``true``, or its settings. It then reaches nothing but the policy. None: it has the
+    rights of the orchestrator."""
+    time_limit_s: PositiveFloat = 3600.0
+    """Maximum wall-clock time of the program in seconds; it is ended then, with all that it has started."""
+    time_limit_reward: Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)] | None = None
+    """Reward of a rollout whose program was ended at the limit and had printed none. None: the rollout fails."""
+    max_output_bytes: Annotated[int, Field(ge=1024, le=1 << 26)] = 1 << 20
+    """Maximum bytes that are kept of the program's output and of its errors: the last ones."""
+    turn_timeout_s: PositiveFloat = 7200.0
+    """Longest time of a rollout in seconds, judging included: more than ``time_limit_s``."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Return whether rollouts need all columns of a row: programs get them."""
+        return True
+
+    def call(self) -> tuple[str, dict[str, Any]]:
+        return "hpcrl.rollouts.environments.harness:make", {"config": self.model_dump(mode="json")}
 
 
 class ReasoningGymEnv(HostedEnv):
@@ -195,19 +223,19 @@ class ReasoningGymEnv(HostedEnv):
     system: str | None = None
     """Text of a system message in front of each prompt."""
     held_out_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of the questions that are held out, chosen by a hash of the question. There is no end of questions: a small
+    """Share of the questions that are held out, chosen by a hash of the question. Questions are unlimited: a small
     share only means that more are made until one is held out."""
     extract: Extraction = "all"
-    """Which part of the reply is judged (see ``exact`` of ``dataset``). A reply without that part scores 0."""
+    """Part of the reply that is judged (see ``exact`` of ``dataset``). A reply without that part scores 0."""
     scorer_errors: Literal["fail", "zero"] = "fail"
-    """What becomes of a reply at which the scorer of a task raises, as some do for a malformed answer: the rollout
+    """Treatment of a reply at which the scorer of a task raises, as some do for a malformed answer: the rollout
     fails, or it scores 0."""
     timeout_s: PositiveFloat = 60.0
     """Longest time of a scorer for one reply in seconds; a rollout whose score takes longer fails."""
     rewards: Annotated[
         tuple[Annotated[FormatReward | LengthReward, Field(discriminator="kind")], ...], Field(strict=False)
     ] = ()
-    """Format and penalties, beside the task's own ``score``."""
+    """Format and penalties, in addition to the task's own ``score``."""
     checker_processes: PositiveInt = 4
     """Maximum processes of scorers."""
 
@@ -215,12 +243,14 @@ class ReasoningGymEnv(HostedEnv):
         return "hpcrl.rollouts.environments.gym:make", {"config": self.model_dump(mode="json")}
 
     def variables(self) -> dict[str, str]:
-        # some tasks go through sets of texts: their questions would be others in each process
+        # some tasks iterate over sets of texts: their questions would differ in each process
         return {"PYTHONHASHSEED": "0"}
 
 
+_Environments = WordsEnv | CalculatorEnv | CustomEnv | DatasetEnv | HarnessEnv | ReasoningGymEnv | SweEnv | VerifiersEnv
+_KINDS = tuple(model.model_fields["kind"].annotation.__args__[0] for model in get_args(_Environments))
 EnvironmentConfig = Annotated[
-    WordsEnv | CalculatorEnv | CustomEnv | DatasetEnv | ReasoningGymEnv, Field(discriminator="kind")
+    _Environments, Field(discriminator="kind"), BeforeValidator(partial(read_registered_kind, kinds=_KINDS))
 ]
 
 

@@ -10,11 +10,9 @@ from pydantic_core import PydanticCustomError
 from hpcrl.config.base import MOST, Name, NonNegativeInt, PositiveInt, StrictModel
 from hpcrl.config.sampling import EvaluationSampling, SetSampling
 
-__all__ = ["EvaluationSetConfig"]
-
 
 class EvaluationSetConfig(StrictModel):
-    """Held-out prompts that are evaluated by themselves, beside those of ``evaluation``."""
+    """Held-out prompts that are evaluated by themselves, in addition to those of ``evaluation``."""
 
     name: Name
     """Name in events and screens; unique among the sets."""
@@ -29,19 +27,19 @@ class EvaluationSetConfig(StrictModel):
     samples: PositiveInt = 1
     """Samples of each prompt, k: pass@1 to pass@k are estimated from them, and the reward is the mean of all."""
     sampling: SetSampling = SetSampling()
-    """How tokens are drawn; more than one sample of a prompt needs a temperature."""
+    """Sampling of tokens; more than one sample of a prompt needs a temperature."""
     pass_reward: Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)] = 1.0
     """A sample passes whose reward is at least this."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_recipes(cls, given: Any) -> Any:
-        # `temperature` stood beside `sampling` before there was such a section: recipes and runs of then have it
+        # earlier recipes and runs have `temperature` next to `sampling`
         if not isinstance(given, dict) or "temperature" not in given:
             return given
         rest = {key: value for key, value in given.items() if key != "temperature"}
         if "sampling" in rest:
-            what = "temperature stands beside sampling: it is part of it (sampling: {temperature: ...})"
+            what = "temperature is a key of sampling: write sampling: {temperature: ...}"
             raise PydanticCustomError("two_temperatures", what)
         return {**rest, "sampling": {"temperature": given["temperature"]}}
 

@@ -1,4 +1,4 @@
-"""What a file means on top of those that it ``extends``: trees of values and where each was written."""
+"""Files on top of those that they ``extend``: trees of values and the places where each was written."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.earlier import FileKind, read_earlier, take_schema
 from hpcrl.config.yamltree import KeyPath, Origins, parse_file
 from hpcrl.errors import ConfigError, Finding
-
-__all__ = ["with_bases"]
 
 _MAX_EXTENDS = 8
 
 
 def with_bases(
-    source: Path, what: str, find: Callable[[str, Collection[Path]], Path]
+    source: Path, what: FileKind, find: Callable[[str, Collection[Path]], Path]
 ) -> tuple[dict[str, Any], Origins]:
-    """The tree of a file on top of what it extends, nearest last.
+    """Return the tree of a file merged onto the files that it extends, the nearest last.
 
     Parameters
     ----------
     what:
         Kind of file.
     find:
-        The file that a name means, given those (resolved) that it has led to.
+        Finds the file of a name, given the (resolved) files that led to the name.
 
     Raises
     ------
     ConfigError
-        A file cannot be read or is not there, or they go round in a circle.
+        A file cannot be read or does not exist, or the files extend each other in a circle.
     """
     chain: list[tuple[dict[str, Any], Origins]] = []
     seen: list[Path] = []
@@ -37,9 +36,12 @@ def with_bases(
     while True:
         if path.resolve() in seen or len(seen) == _MAX_EXTENDS:
             names = " -> ".join(p.name for p in (*seen, path))
-            raise ConfigError([Finding(str(source), "extends", f"goes round in a circle or too deep: {names}")])
+            raise ConfigError([Finding(str(source), "extends", f"is circular or nested too deeply: {names}")])
         seen.append(path.resolve())
         tree, origins = parse_file(path)
+        stated = take_schema(tree, origins.get(("schema",), str(path)))
+        if stated is None and what == "recipe":  # that of a run of an earlier version may be given by its path
+            read_earlier(what, tree)
         base = tree.pop("extends", None)
         chain.append((tree, origins))
         if base is None:
@@ -62,9 +64,9 @@ def with_bases(
 
 
 def _merge(base: Any, top: Any, path: KeyPath, base_origins: Origins, top_origins: Origins) -> Any:
-    """Mappings are merged key by key, everything else is replaced; ``base_origins`` is brought up to date.
+    """Merge mappings key by key, replace everything else, and update ``base_origins``.
 
-    A null in place of a mapping takes it out, so that it is what it is by default.
+    A null in place of a mapping removes it, so that it has its default value.
     """
     if isinstance(base, dict) and isinstance(top, dict):
         base_origins[path] = top_origins[path]
@@ -83,7 +85,7 @@ def _merge(base: Any, top: Any, path: KeyPath, base_origins: Origins, top_origin
 
 
 def _is_file(path: Path) -> bool:
-    """Whether it is a file (a name that no filesystem takes is none)."""
+    """Return whether it is a file; a name that the filesystem does not accept is not one."""
     try:
         return path.is_file()
     except OSError:

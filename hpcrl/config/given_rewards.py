@@ -15,8 +15,6 @@ from hpcrl.config.rewards import RewardConfig
 from hpcrl.config.yamltree import Origins, parse_value
 from hpcrl.errors import ConfigError, Finding, UsageError
 
-__all__ = ["parse_rewards"]
-
 _OPTION = "--reward"
 
 
@@ -65,6 +63,6 @@ def _tree(text: str) -> dict[str, Any]:
     elif text.isidentifier():
         return {"kind": text}
     raise UsageError(
-        f"{_OPTION} {text!r} is no reward\n"
+        f"{_OPTION} {text!r} is not a reward\n"
         "    hint: give numeric, package.module:function or '{kind: exact, extract: boxed}'"
     )

@@ -20,9 +20,8 @@ from hpcrl.config.load import Loaded, UnreadableError, load_cluster, load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_rules
 from hpcrl.config.runs_root import absolute_path
+from hpcrl.config.unusable_values import UnusableValueError
 from hpcrl.errors import ConfigError, Finding
-
-__all__ = ["charged", "for_job", "load_both", "unused_variables", "with_environment"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
 """``OWNER/NAME`` or ``OWNER/NAME@REVISION``, as `hpcrl.models.hub` reads them."""
@@ -41,7 +40,7 @@ def load_both(
     recipe, cluster, overrides:
         See `hpcrl.config.load`.
     environ:
-        Of the user who calls; a recipe on a site without Slurm takes nothing from it.
+        Variables of the calling user; a recipe on a site without Slurm takes nothing from them.
     in_job:
         The run is to be inside of the job that we are called in.
     """
@@ -50,15 +49,22 @@ def load_both(
         loaded = _inside(loaded, site.value, environ) if in_job else with_environment(loaded, environ)
     elif in_job:
         raise ConfigError(
-            [Finding(str(site.source), "kind", "is no Slurm site: there is no job to be in", "leave --in-job out")]
+            [
+                Finding(
+                    str(site.source),
+                    "kind",
+                    "is not a Slurm site, and so has no allocation to join",
+                    "leave --in-job out",
+                )
+            ]
         )
     return _with_downloaded(loaded, site.value), for_job(loaded, site)
 
 
 def _with_downloaded(recipe: Loaded[Recipe], site: ClusterProfile) -> Loaded[Recipe]:
-    """The recipe with the directory of a published model that it names by its id, where the site has that model.
+    """Return the recipe with the directory of a published model that it names by its id, where the site has that model.
 
-    A directory of this name beside where hpcrl is called comes first.
+    A directory of this name below the working directory comes first.
     """
     given, here = recipe.value.model.path, Path.cwd()
     if not _HUB_ID.fullmatch(given) or (here / given).exists():
@@ -92,16 +98,18 @@ def _load_all(recipe: str, cluster: str, overrides: Sequence[str]) -> tuple[Load
             check_rules(loaded, for_job(loaded, site))
         except ConfigError as error:
             findings += error.findings
+        except UnusableValueError:
+            pass  # what all rules need to know is wrong
     raise ConfigError(findings)
 
 
 def with_environment(recipe: Loaded[Recipe], environ: Mapping[str, str]) -> Loaded[Recipe]:
-    """The recipe with account, quality of service, reservation and partition of the environment, where it is silent.
+    """Return the recipe with account, quality of service, reservation and partition of the environment where unset.
 
     Raises
     ------
     ConfigError
-        A variable holds what Slurm would not take.
+        A variable holds a value that Slurm would not accept.
     """
     written = {str(path[1]) for path in recipe.origins if len(path) > 1 and path[0] == "job"}
     values, names = _read(environ, [key for key in _VARIABLES if key not in written])
@@ -111,14 +119,14 @@ def with_environment(recipe: Loaded[Recipe], environ: Mapping[str, str]) -> Load
 
 
 def _inside(recipe: Loaded[Recipe], site: SlurmCluster, environ: Mapping[str, str]) -> Loaded[Recipe]:
-    """The recipe in an allocation: one layout, and the partition of the job that is there."""
+    """Return the recipe inside an allocation: the layout ``single``, and the partition of the existing job."""
     job = recipe.value.job
     findings = []
     if job.layout not in ("auto", "single"):
-        what = f"{job.layout!r} is not what an allocation is: that is there once, for all roles"
+        what = f"{job.layout!r} needs jobs of its own; an allocation has one set of nodes for all roles"
         findings.append(Finding(recipe.where("job.layout"), "job.layout", what, "set it to single, or to auto"))
     if job.requeue == "always":
-        what = "nobody requeues the job of a shell"
+        what = "the job of a shell is never requeued"
         findings.append(Finding(recipe.where("job.requeue"), "job.requeue", what, "set it to auto"))
     partition = environ.get("SLURM_JOB_PARTITION", "")
     if partition and partition not in site.partitions:
@@ -133,13 +141,13 @@ def _inside(recipe: Loaded[Recipe], site: SlurmCluster, environ: Mapping[str, st
     return replace(recipe, value=recipe.value.model_copy(update={"job": changed}), origins=origins)
 
 
-def charged(site: SlurmCluster, environ: Mapping[str, str]) -> SlurmCluster:
-    """The profile with account, quality of service and reservation of the environment, for jobs that are no runs.
+def with_account_from_env(site: SlurmCluster, environ: Mapping[str, str]) -> SlurmCluster:
+    """Return the profile with the environment's account, quality of service and reservation, for jobs outside runs.
 
     Raises
     ------
     ConfigError
-        A variable holds what Slurm would not take.
+        A variable holds a value that Slurm would not accept.
     """
     values, _ = _read(environ, _CHARGES)
     partitions = {name: partition.model_copy(update=values) for name, partition in site.partitions.items()}
@@ -147,10 +155,10 @@ def charged(site: SlurmCluster, environ: Mapping[str, str]) -> SlurmCluster:
 
 
 def _read(environ: Mapping[str, str], keys: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Values, and names of variables, by key of ``job``."""
+    """Return the values, and the names of variables, by key of ``job``."""
     values, found = {}, {}
     for key in keys:
-        # inside of a job SLURM_* is about that job
+        # inside a job the variables SLURM_* describe that job
         names = _VARIABLES[key][:1] if "SLURM_JOB_ID" in environ else _VARIABLES[key]
         name = next((name for name in names if environ.get(name)), None)
         if name is None:
@@ -158,14 +166,14 @@ def _read(environ: Mapping[str, str], keys: Iterable[str]) -> tuple[dict[str, st
         try:
             JobConfig.model_validate({key: environ[name]})
         except ValidationError:
-            what = f"{environ[name]!r} is nothing that Slurm could take"
+            what = f"{environ[name]!r} is not valid for Slurm"
             raise ConfigError([Finding(f"${name}", f"job.{key}", what, f"unset {name}, or set job.{key}")]) from None
         values[key], found[key] = environ[name], name
     return values, found
 
 
 def for_job(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> Loaded[ClusterProfile]:
-    """The profile as a run of the recipe uses it. Doing it twice changes nothing.
+    """Return the profile as a run of the recipe uses it. A second application changes nothing.
 
     Raises
     ------
@@ -190,7 +198,7 @@ def for_job(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile]) -> Loaded[C
 
 
 def unused_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables by which sbatch would be told something, and which a run does not read: they must not be believed."""
+    """Return the variables that configure sbatch and that a run does not read, so that they can be reported."""
     read = {name for names in _VARIABLES.values() for name in names}
     return sorted(name for name in environ if name.startswith("SBATCH_") and name not in read)
 
@@ -201,7 +209,7 @@ def _placement(given: PlacementConfig, job: JobConfig) -> PlacementConfig:
     if isinstance(job.partition, str):
         return PlacementConfig(default=job.partition)
     kept = dict(given.by_role)
-    if "engine" in job.partition:  # its two sides, too
+    if "engine" in job.partition:  # also for the two sides of disaggregated engines
         kept = {role: name for role, name in kept.items() if role not in ("prefill", "decode")}
     return PlacementConfig(default=given.default, by_role={**kept, **job.partition})
 
@@ -210,7 +218,7 @@ def _refuse_strangers(recipe: Loaded[Recipe], site: SlurmCluster, job: JobConfig
     wanted = job.partition.values() if isinstance(job.partition, dict) else [job.partition] if job.partition else []
     if strange := [name for name in wanted if name not in site.partitions]:
         known = ", ".join(site.partitions)
-        what = f"{', '.join(map(repr, strange))} is none of the partitions of {site.name} ({known})"
+        what = f"{', '.join(map(repr, strange))} is not a partition of {site.name} ({known})"
         hint = "take one of these, or describe it in the profile: the planner must know its nodes"
         where = recipe.where("job.partition")
         if where.startswith("$"):

@@ -11,8 +11,6 @@ from pydantic import BaseModel
 
 from hpcrl.config.meanings import meanings_of
 
-__all__ = ["Key", "alternatives", "keys_of"]
-
 
 class Key(NamedTuple):
     """One key that has a value of its own.
@@ -22,7 +20,7 @@ class Key(NamedTuple):
     name:
         Dotted path, for example ``trainer.optimizer.learning_rate``; the item of a list is ``0``.
     values:
-        What it may be, as written on the command line, where the values can be listed; empty otherwise.
+        Possible values, as written on the command line, where they can be listed; empty otherwise.
     meaning:
         Its documentation in one line.
     """
@@ -33,22 +31,24 @@ class Key(NamedTuple):
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """All keys of a model and of the models below it, in the order of the reference.
+    """Return all keys of a model and of the models below it, in the order of the reference.
 
-    Keys below a mapping with names of the user's own are left out: nobody can list them.
+    Keys below a mapping with names of the user's own are left out, because they cannot be listed.
     """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         below = list(_models(field.annotation))
         for child, item in below:
             yield from keys_of(child, f"{key}.{item}")
-        if not below:
+        values = tuple(dict.fromkeys(_values(field.annotation)))
+        # a section that may also be a name has both: the name, and the keys below it
+        if not below or set(values) - {"null", "true", "false"}:
             meaning = " ".join(meanings_of(model).get(name, "").replace("``", "`").split())
-            yield Key(key, tuple(dict.fromkeys(_values(field.annotation))), meaning)
+            yield Key(key, values, meaning)
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """The members of a union; the type itself where it is none."""
+    """Yield the members of a union; the type itself where it is not a union."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from alternatives(get_args(annotation)[0])
@@ -60,7 +60,7 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def _models(annotation: Any) -> Iterator[tuple[type[BaseModel], str]]:
-    """The models that a value may be, each with what stands before their keys."""
+    """Yield the models that a value may be, each with the prefix of its keys."""
     for candidate in alternatives(annotation):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             yield candidate, ""

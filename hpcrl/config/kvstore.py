@@ -6,8 +6,6 @@ from typing import Literal
 
 from hpcrl.config.base import Fraction, NonNegativeFloat, PositiveFloat, StrictModel
 
-__all__ = ["KvStoreConfig"]
-
 
 class KvStoreConfig(StrictModel):
     """Mooncake Store: one pool of KV blocks in the host memory of all engine nodes."""
@@ -19,12 +17,12 @@ class KvStoreConfig(StrictModel):
     protocol: Literal["auto", "rdma", "tcp"] = "auto"
     """Transport between nodes. ``auto``: ``rdma`` where the node's fabric is InfiniBand or RoCE."""
     lease_ttl_s: PositiveFloat = 5.0
-    """A block that was read is not evicted for so long, in seconds; longer than the read of a prefix takes."""
+    """Minimum time in seconds before a block that was read may be evicted; longer than reading a prefix takes."""
     eviction_high_watermark: Fraction = 0.9
     """Share of the pool from which on blocks are evicted."""
     eviction_ratio: Fraction = 0.1
     """Share of the pool that one eviction frees."""
     client_ttl_s: PositiveFloat = 10.0
-    """The segment of a node that is silent for so long is dropped from the pool, in seconds."""
+    """Time without an answer in seconds after which the segment of a node is dropped from the pool."""
     disk_gib: NonNegativeFloat = 0.0
     """Second tier on each node's scratch disk, in GiB; 0 for none. Needs ``paths.scratch`` of the site."""

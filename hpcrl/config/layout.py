@@ -1,12 +1,10 @@
-"""How the role groups of a plan become jobs: components, containers, attempts. Pure data, part of the plan."""
+"""Jobs of a plan's role groups: components, containers, attempts. Pure data, part of the plan."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
-
-__all__ = ["AttemptPolicy", "Container", "ElasticPolicy", "JobComponent", "Layout", "LayoutKind"]
 
 LayoutKind = Literal["local", "hetjob", "single", "elastic"]
 
@@ -21,7 +19,9 @@ class JobComponent(StrictModel):
     roles: tuple[str, ...]
     """Roles that have their nodes here."""
     nodes: PositiveInt
-    """Nodes of one job."""
+    """Nodes of one job that roles use."""
+    spares: NonNegativeInt = 0
+    """Further nodes of the job, which replace those that go down."""
     jobs: PositiveInt = 1
     """Jobs of this shape (more than one only in the layout ``elastic``)."""
     partition: str
@@ -33,7 +33,7 @@ class JobComponent(StrictModel):
     """GPUs to ask for on each node; 0 asks for none."""
     gpu_type: str | None = None
     gres: Literal["gres", "gpus_per_node", "none"]
-    """How GPUs are asked for."""
+    """Option by which GPUs are requested."""
     exclusive: bool
     """Ask for whole nodes; else for ``cpus`` and ``memory_gib`` by number."""
     cpus: PositiveInt
@@ -43,13 +43,18 @@ class JobComponent(StrictModel):
     segment: PositiveInt | None = None
     """Nodes that must lie in one block of the topology."""
 
+    @property
+    def asked(self) -> int:
+        """Return the nodes that one job asks Slurm for, the spare ones included."""
+        return self.nodes + self.spares
+
 
 class Layout(StrictModel):
     """The jobs of a run."""
 
     kind: LayoutKind = "local"
     reason: str = ""
-    """Why this one, in a sentence."""
+    """Reason for this layout, in a sentence."""
     components: tuple[JobComponent, ...] = ()
     """Empty on this machine."""
     sbatch_options: tuple[str, ...] = ()
@@ -57,22 +62,27 @@ class Layout(StrictModel):
 
     @property
     def nodes(self) -> int:
-        """All nodes of the run."""
-        return sum(component.nodes * component.jobs for component in self.components)
+        """Return the number of nodes of the run, the spare ones included."""
+        return sum(component.asked * component.jobs for component in self.components)
+
+    @property
+    def spares(self) -> int:
+        """Return the number of spare nodes; with any, the job survives the loss of a node (``--no-kill``)."""
+        return sum(component.spares for component in self.components)
 
     @property
     def main_nodes(self) -> int:
-        """Nodes of the job that the supervisor is in: in the layout ``elastic`` engines have jobs of their own."""
-        return self.components[0].nodes if self.kind == "elastic" else self.nodes
+        """Return the nodes of the supervisor's job: in the layout ``elastic`` engines have their own jobs."""
+        return self.components[0].asked if self.kind == "elastic" else self.nodes
 
     @property
     def gpus(self) -> int:
-        """All GPUs of the run."""
-        return sum(c.nodes * c.jobs * c.gpus_per_node for c in self.components)
+        """Return the number of GPUs of the run."""
+        return sum(c.asked * c.jobs * c.gpus_per_node for c in self.components)
 
 
 class Container(StrictModel):
-    """What roles run in."""
+    """Container in which roles run."""
 
     kind: Literal["pyxis", "apptainer"]
     image: str
@@ -82,10 +92,10 @@ class Container(StrictModel):
 
 
 class ElasticPolicy(StrictModel):
-    """How replicas come and go in the layout ``elastic``, where each has a job of its own."""
+    """Start and end of replicas in the layout ``elastic``, where each has its own job."""
 
     min_replicas: PositiveInt = 1
-    """The run starts when so many replicas of each inference role are ready."""
+    """Number of replicas of each inference role that must be ready before the run starts."""
     wait_s: PositiveFloat = 7200.0
     """Longest time with fewer than that before the start, or with none later; then the run ends."""
     hold_s: PositiveFloat = 900.0
@@ -96,7 +106,7 @@ class ElasticPolicy(StrictModel):
 
 
 class AttemptPolicy(StrictModel):
-    """What follows the end of an attempt that is not the end of the run."""
+    """Actions after the end of an attempt that does not end the run."""
 
     requeue: bool = False
     """Slurm may start the next attempt: after a node failure, a preemption, the time limit."""
@@ -105,14 +115,14 @@ class AttemptPolicy(StrictModel):
     max_without_progress: PositiveInt = 1
     """Attempts in a row without a new joint checkpoint; then the run is given up."""
     on_change: Literal["warn", "stop"] = "warn"
-    """What an attempt does that would run something else than what was submitted."""
+    """Action of an attempt that would run other software than what was submitted."""
     signal_lead_s: NonNegativeInt = 0
     """Slurm sends USR2 to the supervisor this long before the time limit; 0: no signal."""
     signalled: bool = True
-    """Slurm sends that signal. Else, inside of an allocation of somebody's shell, the supervisor goes by the clock."""
+    """Whether Slurm sends that signal. Else, inside the allocation of a shell, the supervisor uses the clock."""
     retries: NonNegativeInt = 0
     """New attempts that may follow the failure of a role, where the attempt made a joint checkpoint."""
     exclude_s: NonNegativeFloat = 0.0
-    """How long a failed node is avoided; 0: not at all."""
+    """Seconds for which a failed node is avoided; 0: not at all."""
     saves: bool = True
     """Whether the trainer can be asked for a checkpoint (the payload ``probe`` cannot)."""

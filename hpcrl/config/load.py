@@ -11,16 +11,15 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hpcrl.config.cluster import CLUSTER_KINDS, ClusterProfile
-from hpcrl.config.explain import explain_errors, without_unknown_keys
+from hpcrl.config.explain import explain_errors, without_wrong_values
 from hpcrl.config.extends import with_bases
 from hpcrl.config.placeholders import find_placeholders
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.resources import find_cluster, find_cluster_below, find_recipe
 from hpcrl.config.secret_values import find_secrets, hide_setting
-from hpcrl.config.yamltree import KeyPath, Origins, parse_value
+from hpcrl.config.unusable_values import with_unusable
+from hpcrl.config.yamltree import KeyPath, Origins, parse_file, parse_value
 from hpcrl.errors import ConfigError, Finding
-
-__all__ = ["Loaded", "UnreadableError", "leaves", "load_cluster", "load_recipe"]
 
 M = TypeVar("M", bound=BaseModel)
 M_co = TypeVar("M_co", bound=BaseModel, covariant=True)
@@ -45,14 +44,14 @@ class Loaded(Generic[M_co]):
     origins: Origins
 
     def where(self, key: str) -> str:
-        """Where a dotted key was set: the value itself, or the nearest container that was written."""
+        """Return the place where a dotted key was set: the value itself, or the nearest container that was written."""
         path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
         while path and path not in self.origins:
             path = path[:-1]
         return self.origins.get(path, str(self.source)) if path else str(self.source)
 
     def origin(self, path: KeyPath) -> str:
-        """Origin of one resolved value: ``file:line``, ``--set`` or ``default``."""
+        """Return the origin of one resolved value: ``file:line``, ``--set`` or ``default``."""
         return self.origins.get(path, "default")
 
 
@@ -62,7 +61,7 @@ class UnreadableError(ConfigError):
     Attributes
     ----------
     repaired:
-        What it says without them, for looking what else is wrong with it; None where it says nothing then.
+        The rest of it, for the rules that do not read these values; None where nothing remains.
     """
 
     def __init__(self, findings: Sequence[Finding], repaired: Loaded[Any] | None) -> None:
@@ -102,7 +101,7 @@ def load_cluster(name: str) -> Loaded[ClusterProfile]:
         tree["name"] = source.stem
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in CLUSTER_KINDS:
-        # which keys are right depends on it: nothing else can be said about the file
+        # the valid keys depend on the kind: no other check of the file is possible
         close = get_close_matches(str(kind), CLUSTER_KINDS, n=1)
         what = f"must be one of {', '.join(CLUSTER_KINDS)}, is {kind!r}" if "kind" in tree else "is required"
         hint = f"did you mean {close[0]!r}?" if close else "`local` is this machine, `slurm` a site with Slurm"
@@ -122,8 +121,14 @@ def load_cluster(name: str) -> Loaded[ClusterProfile]:
     return loaded
 
 
+def load_file(model: type[M], source: Path) -> Loaded[M]:
+    """Load a file of another kind, which extends no other (ConfigError as `load_recipe`)."""
+    tree, origins = parse_file(source)
+    return _validate(model, source, tree, origins, [])
+
+
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every scalar of a resolved configuration with its path, in order."""
+    """Yield every scalar of a resolved configuration with its path, in order."""
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from leaves(getattr(value, name), (*path, name))
@@ -156,7 +161,7 @@ def _validate(
     try:
         value = model.model_validate(tree)
     except ValidationError as error:
-        # what is not filled in yet is said once
+        # a value that is not filled in yet is reported once
         keys = {finding.key for finding in open_}
         wrong = explain_errors(model, error, origins, source)
         findings.extend(finding for finding in wrong if finding.key not in keys)
@@ -169,14 +174,18 @@ def _validate(
 def _repaired(
     model: type[M], source: Path, tree: dict[str, Any], origins: Origins, error: ValidationError
 ) -> Loaded[M] | None:
-    """Read what is left without unknown keys; None where that is not whole either."""
-    left = without_unknown_keys(model, error, tree)
-    if left is None:
-        return None
+    """Read what is left without unknown keys and wrong values; None where that is not whole either.
+
+    In place of wrong values it has `hpcrl.config.unusable_values.UNUSABLE`.
+    """
+    left, wrong = without_wrong_values(model, error, tree)
     try:
-        return Loaded(model.model_validate(left), source, origins)
-    except ValidationError:
+        value = model.model_validate(left)
+        for path in wrong:
+            value = with_unusable(value, path)
+    except (ValidationError, LookupError, AttributeError):
         return None
+    return Loaded(value, source, origins)
 
 
 def _apply_override(tree: dict[str, Any], origins: Origins, override: str) -> None:

@@ -1,12 +1,10 @@
-"""What of a model is trained by low-rank adapters."""
+"""Parts of a model that low-rank adapters train."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from hpcrl.config.base import PositiveFloat, PositiveInt, StrictModel
-
-__all__ = ["LoraConfig", "LoraTarget"]
 
 LoraTarget = Literal["attention", "mlp", "shared_experts", "experts"]
 
@@ -19,7 +17,7 @@ class LoraConfig(StrictModel):
     alpha: PositiveFloat = 32.0
     """The product of B and A counts ``alpha / rank`` times."""
     targets: list[LoraTarget] | None = None
-    """Which matrices have an adapter: ``attention`` (also projections of Mamba-2 and the gated delta rule), ``mlp`` (of
+    """Matrices that have an adapter: ``attention`` (also projections of Mamba-2 and the gated delta rule), ``mlp`` (of
     dense layers), ``shared_experts``, ``experts`` (routed ones). Routers, indexers, embeddings and the head have none.
     None: all of these that the model has."""
     experts: Literal["per_expert", "shared_outer"] = "per_expert"
@@ -28,5 +26,5 @@ class LoraConfig(StrictModel):
 
     @property
     def scale(self) -> float:
-        """Factor of the product of B and A."""
+        """Return the factor of the product of B and A."""
         return self.alpha / self.rank

@@ -1,7 +1,7 @@
-"""What the strings below the fields of a model say, read from the source when somebody asks.
+"""Documentation of the fields of a model, read on demand from the strings below them in the source.
 
-Pydantic would do so for each class when it is made (``use_attribute_docstrings``), which is a quarter of what importing
-the models takes: in every command, and in every process of a run.
+Pydantic would do so for each class when it is made (``use_attribute_docstrings``), which is a quarter of the import
+time of the models: in every command, and in every process of a run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from itertools import pairwise
 
 from pydantic import BaseModel
 
-__all__ = ["meanings_of"]
-
 
 @cache
 def meanings_of(model: type[BaseModel]) -> dict[str, str]:
-    """The documentation of fields by their names, inherited ones too; without those that have none."""
+    """Return the documentation of fields by their names, including inherited ones; without fields that have none."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base is not BaseModel:

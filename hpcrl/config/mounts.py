@@ -7,8 +7,6 @@ import os
 from hpcrl.config.layout import Container
 from hpcrl.errors import UsageError
 
-__all__ = ["SEPARATORS", "check_mounted", "check_working_directory"]
-
 SEPARATORS = "\n\\:,"
 """Signs of Slurm, pyxis and Apptainer; none of them can be quoted in a mount."""
 
@@ -30,6 +28,6 @@ def check_mounted(path: str | os.PathLike[str], what: str) -> None:
 
 
 def check_working_directory(container: Container | None, path: str | os.PathLike[str]) -> None:
-    """Check the directory that roles run in, which a container gets to see beside its own mounts."""
+    """Check the working directory of roles, which is mounted into containers in addition to their own mounts."""
     if container is not None:
         check_mounted(path, "the working directory")

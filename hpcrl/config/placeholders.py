@@ -1,4 +1,4 @@
-"""What a draft leaves open and a person has to fill in: refused in every field, at any depth."""
+"""Placeholders of a draft that a person has to fill in: refused in every field, at any depth."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from typing import Any
 from hpcrl.config.yamltree import KeyPath, Origins
 from hpcrl.errors import Finding
 
-__all__ = ["find_placeholders"]
-
 _CHANGE_ME = re.compile(r"(?i)(?<![a-z0-9])(?:change|replace|fill|edit)[\s_-]?(?:me|this)(?:[\s_-]?in)?(?![a-z0-9])")
 _OPEN = re.compile(r"(?:^|[/:=,;\s])(?:<[^<>/]*>|TODO|FIXME|TBD|XXX+|\{\{[^{}]*\}\})(?:$|[/:=,;\s])")
 """Only as a whole word of a value: in lower case they may be names of directories."""
 _PROSE = ("description",)
-"""Sentences for people: a note that something is left to do is no value."""
+"""Fields with sentences for people: a note about work to do is not a placeholder there."""
 
 
 def find_placeholders(tree: Any, origins: Origins, *, drafted: bool) -> list[Finding]:
-    """Return a finding for each value, and each key, that stands for what nobody has filled in.
+    """Return a finding for each value, and each key, that is an unfilled placeholder.
 
     Parameters
     ----------
     tree:
         A parsed file.
     origins:
-        Where its values stand.
+        Places of its values.
     drafted:
         The file is a cluster profile, of which hpcrl itself writes drafts: ``TODO`` and ``<your account>`` are refused
         as well. In a recipe, angle brackets may be what an environment looks for.
@@ -48,7 +46,7 @@ def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
         for index, item in enumerate(value):
             yield from _texts(item, (*path, index))
     elif isinstance(value, str):
-        # the key of a value is looked at with it: one finding for both
+        # the key of a value is checked with it: one finding for both
         key = path[-1] if path and isinstance(path[-1], str) else ""
         yield path, value if not _CHANGE_ME.search(key) else key
 

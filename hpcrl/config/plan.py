@@ -10,12 +10,11 @@ from pydantic import ConfigDict, Field
 
 from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy, JobComponent, Layout
-
-__all__ = ["FileProbe", "HttpProbe", "NodeShare", "Plan", "Role", "RoleGroup", "RolePolicy", "WatchPolicy"]
+from hpcrl.config.outlets import NotifierConfig, SinkConfig
 
 
 class Role(StrEnum):
-    """What a process is for (docs: words)."""
+    """Purpose of a process (docs: words)."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
@@ -24,6 +23,7 @@ class Role(StrEnum):
     ORCHESTRATOR = "orchestrator"
     STORE = "store"
     ROUTER = "router"
+    ENV = "env"
 
 
 class HttpProbe(StrictModel):
@@ -40,7 +40,7 @@ class FileProbe(StrictModel):
 
 
 class RolePolicy(StrictModel):
-    """What the end of a replica means for the run."""
+    """Consequences of the end of a replica for the run."""
 
     ends_run: bool = False
     """A clean end (exit code 0) of this role ends the run with success."""
@@ -55,14 +55,15 @@ class RolePolicy(StrictModel):
     max_restarts: NonNegativeInt = 0
     """Restarts of a replica within the window."""
     restart_window_s: PositiveFloat = 3600.0
-    """How long a restart counts, in seconds."""
+    """Seconds for which a restart counts."""
 
 
 class WatchPolicy(StrictModel):
-    """When a replica that lives but makes no progress counts as hung."""
+    """Conditions under which a running replica that makes no progress counts as hung."""
 
     floor_s: PositiveFloat = 60.0
-    """Never earlier than after so many seconds without progress; what does not answer, just after these."""
+    """Minimum seconds without progress before a replica counts as hung; one that does not answer counts just after
+    these."""
     ceiling_s: PositiveFloat = 1800.0
     """Never later; also the limit of what was not measured yet."""
     update_timeout_s: NonNegativeFloat = 0.0
@@ -70,21 +71,24 @@ class WatchPolicy(StrictModel):
 
 
 class NodeShare(StrictModel):
-    """What one replica has of a node that trainer and engines share."""
+    """Share of one replica in a node that it has not alone: trainer and engines, or several workers of environments."""
 
     cpus: PositiveInt
     gpus: NonNegativeInt
     first_gpu: NonNegativeInt = 0
-    """Where the GPUs of the group's first replica begin; those of the next follow."""
+    """Number of the first GPU of the group's first replica; those of the next follow."""
+
+    memory_gib: PositiveFloat | None = None
+    """Maximum memory of the replica; None: that of the job."""
 
     @property
     def text(self) -> str:
-        """``4 GPUs and 84 CPUs``."""
+        """Return a text like ``4 GPUs and 84 CPUs``."""
         counts = [(self.gpus, "GPU"), (self.cpus, "CPU")]
         return " and ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts if count)
 
     def gpus_of(self, replica: int) -> range:
-        """GPUs of a replica as the node numbers them; where Slurm gives them out, it may choose others."""
+        """Return the node's numbers of a replica's GPUs; where Slurm assigns them, it may choose others."""
         begin = self.first_gpu + replica * self.gpus
         return range(begin, begin + self.gpus)
 
@@ -113,14 +117,16 @@ class RoleGroup(StrictModel):
     component: NonNegativeInt = 0
     """Index of the layout's component with the nodes."""
     first_node: NonNegativeInt = 0
-    """Where this group's nodes begin in the node list of its component."""
+    """Number of this group's first node in the node list of its component."""
     share: NodeShare | None = None
     """The part of one node that each replica has; None: its nodes are its own."""
+    per_node: NonNegativeInt = 0
+    """Replicas on each of the group's nodes. 0: each has nodes of its own, and those with a share have one together."""
     beside: bool = False
     """Runs on nodes of another group, without GPUs: its steps overlap with that group's."""
     command: tuple[str, ...]
     python: str | None = None
-    """What ``{python}`` stands for here; None: the plan's."""
+    """Value of ``{python}`` for this group; None: the plan's."""
     servers_per_node: NonNegativeInt = 0
     """HTTP servers of a replica on each of its nodes, one a rank, on neighbouring ports from ``{port}``. 0: the replica
     has one, on its first node, or none."""
@@ -137,7 +143,7 @@ class RoleGroup(StrictModel):
 
     @property
     def ranks_per_node(self) -> int:
-        """Processes of one replica on each of its nodes."""
+        """Return the number of processes of a replica on each of its nodes."""
         return self.ranks // self.nodes
 
 
@@ -156,7 +162,7 @@ class Plan(StrictModel):
     time_limit_s: PositiveFloat
     layout: Layout = Layout()
     container: Container | None = None
-    """What roles run in; None: the nodes as they are."""
+    """Container in which roles run; None: the nodes as they are."""
     python: str | None = None
     """Interpreter of the roles; None: that of the supervisor."""
     attempts: AttemptPolicy = AttemptPolicy()
@@ -165,24 +171,31 @@ class Plan(StrictModel):
     watch: WatchPolicy = WatchPolicy()
     scratch: str | None = None
     """Directory on each node for what roles leave between calls; None: ``$TMPDIR`` of the node."""
+    sinks: Annotated[tuple[SinkConfig, ...], Field(strict=False)] = ()
+    """Metric sinks, which receive the metrics of each step."""
+    notify: Annotated[tuple[NotifierConfig, ...], Field(strict=False)] = ()
+    """Notifiers, which send messages about events of the run."""
 
     def component(self, group: RoleGroup) -> JobComponent:
-        """The component with a group's nodes (IndexError on this machine, which has none)."""
+        """Return the component with a group's nodes (IndexError on this machine, which has none)."""
         return self.layout.components[group.component]
 
     def place(self, group: RoleGroup, replica: int) -> tuple[int, range]:
-        """Which job of the group's component a replica is in, and which nodes of that job's node list it has."""
+        """Return the job of the group's component that a replica is in, and its nodes in that job's node list."""
         if self.own_jobs(group):
             return replica, range(group.nodes)
-        begin = group.first_node + (replica * group.nodes if group.share is None else 0)
+        before = replica * group.nodes if group.share is None else 0
+        if group.per_node:
+            before = replica // group.per_node
+        begin = group.first_node + before
         return 0, range(begin, begin + group.nodes)
 
     def own_jobs(self, group: RoleGroup) -> bool:
-        """Whether each replica of a group has a job of its own, which may be lost, or added while the run goes on."""
+        """Return whether each replica of a group has its own job, which may be lost, or added during the run."""
         return self.layout.kind == "elastic" and not group.beside and group.component > 0
 
     def group(self, role: Role) -> RoleGroup:
-        """The group of a role (KeyError where the plan has none)."""
+        """Return the group of a role (KeyError where the plan has none)."""
         for group in self.groups:
             if group.role is role:
                 return group
@@ -190,5 +203,5 @@ class Plan(StrictModel):
 
     @property
     def processes(self) -> int:
-        """Role processes, launchers not counted."""
+        """Return the number of role processes, without launchers."""
         return sum(group.replicas * group.ranks for group in self.groups)

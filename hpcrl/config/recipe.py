@@ -11,6 +11,7 @@ from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.base import Name, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.chat import ChatConfig
 from hpcrl.config.engine import EngineConfig, EngineGroupConfig, EngineMemoryConfig
+from hpcrl.config.environment_workers import EnvironmentWorkersConfig
 from hpcrl.config.environments import (
     CalculatorEnv,
     CustomEnv,
@@ -24,6 +25,7 @@ from hpcrl.config.evaluation import EvaluationSetConfig
 from hpcrl.config.handoff import HandoffConfig
 from hpcrl.config.job import JobConfig
 from hpcrl.config.lora import LoraConfig
+from hpcrl.config.outlets import NotifierConfig, SinkConfig
 from hpcrl.config.rollouts import AdaptiveConcurrencyConfig, RolloutConfig
 from hpcrl.config.sampling import EvaluationSampling, SamplingConfig
 from hpcrl.config.sft import SftColumns, SftConfig
@@ -81,18 +83,18 @@ __all__ = [
 ]
 
 _COLLECTIVE_MARGIN_S = 300.0
-"""How much longer than a wait at the dock the other ranks wait in a collective."""
+"""Seconds that the other ranks wait in a collective in addition to a wait at the dock."""
 
 
 class ModelConfig(StrictModel):
     """The model that is trained."""
 
     path: str
-    """Hugging Face model directory that the run starts from; relative to where hpcrl is called. Or the id of a
+    """Hugging Face model directory that the run starts from; relative to the current directory. Or the id of a
     published model, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, that ``hpcrl model get`` put into ``paths.models_root``
     of the profile."""
     vision: Literal["drop", "carry"] | None = None
-    """What becomes of the vision tower of a model that also sees; without it such a model is refused. Its language
+    """Treatment of the vision tower of a vision-language model; without it such a model is refused. Its language
     model is trained and served. ``drop``: versions and exports are language models. ``carry``: versions are, and
     exports have tower and projector as they were, byte for byte."""
     warmup: WarmupConfig | None = None
@@ -109,12 +111,12 @@ class EvaluationConfig(StrictModel):
     prompts: PositiveInt = 64
     """Held-out prompts of each evaluation, over all environments; the same ones each time."""
     sampling: EvaluationSampling = EvaluationSampling()
-    """How tokens are drawn in held-out rollouts."""
+    """Sampling of tokens in held-out rollouts."""
     failures: Literal["zero", "exclude"] = "zero"
-    """How held-out rollouts that fail count in the held-out reward. ``zero``: with the reward 0, so that a task does
-    not leave the mean because it is hard, or because the policy breaks its environment. ``exclude``: not at all; the
-    mean is over those that finished, and where none did the evaluation has no reward. How many failed is said in both
-    cases. The first evaluation of a run ends it where no rollout finishes."""
+    """Weight of failed held-out rollouts in the held-out reward. ``zero``: with the reward 0, so that a task does not
+    leave the mean because it is hard, or because the policy breaks its environment. ``exclude``: not at all; the mean
+    is over those that finished, and where none did the evaluation has no reward. The number of failed ones is reported
+    in both cases. The first evaluation of a run ends it where no rollout finishes."""
     sets: Annotated[tuple[EvaluationSetConfig, ...], Field(strict=False)] = ()
     """Further held-out prompts, each set with an interval, samples and a temperature of its own."""
 
@@ -128,12 +130,12 @@ class CheckpointConfig(StrictModel):
     """Newest entries that are kept; there is room needed for one more, because a new one is complete before an old
     one goes."""
     keep_every_steps: NonNegativeInt = 0
-    """Entries of steps that are a multiple of this are kept for ever; 0 keeps none for that reason."""
+    """Entries of steps that are a multiple of this are kept permanently; 0 keeps none for that reason."""
     mode: Literal["async", "sync"] = "async"
-    """``async`` copies the trainer's state to host memory and writes it beside the training; ``sync`` lets the
+    """``async`` copies the trainer's state to host memory and writes it during the training; ``sync`` lets the
     training wait, and needs no memory for the copy."""
     verify: Literal["content", "sizes"] = "content"
-    """What a resume compares with the manifest before it trusts an entry: every byte (all trainer ranks read, each
+    """Comparison with the manifest before a resume trusts an entry: every byte (all trainer ranks read, each
     its share), or the sizes of files only."""
     verify_timeout_s: PositiveFloat = 1800.0
     """Longest time for that, in seconds."""
@@ -145,7 +147,11 @@ class OrchestratorConfig(StrictModel):
     """The orchestrator role."""
 
     wait_timeout_s: PositiveFloat = 600.0
-    """Longest wait for engines, for the first weights, and of the trainer for a batch, in seconds."""
+    """Timeout in seconds for engines, for the first weights, and for a batch of the trainer."""
+    gateway: Literal["node", "run"] = "node"
+    """Who reaches the gateway of programs, each with the secret of its rollout. ``node``: programs on the
+    orchestrator's node alone. ``run``: also those on other nodes of the run, at the orchestrator's own address. With
+    ``environment_workers`` it is always ``run``."""
 
 
 class Recipe(StrictModel):
@@ -154,7 +160,7 @@ class Recipe(StrictModel):
     name: Name
     """Name of the recipe; runs are called after it."""
     description: str = ""
-    """One sentence for ``hpcrl recipe list``."""
+    """One sentence for ``hpcrl recipe ls``."""
     seed: NonNegativeInt = 0
     """Seed of data order, sampling and initial weights."""
     model: ModelConfig
@@ -163,9 +169,11 @@ class Recipe(StrictModel):
     """Supervised training on conversations in place of rollouts: `hpcrl sft`. Such a run has a trainer alone, and no
     ``environments``, ``rollouts``, ``engine`` and ``evaluation``."""
     environments: Annotated[tuple[EnvironmentConfig, ...], Field(strict=False)]
-    """Where rollouts come from."""
+    """Sources of rollouts."""
+    environment_workers: EnvironmentWorkersConfig | None = None
+    """Workers that host the environments. None: each that needs a process has one on the orchestrator's node."""
     rollouts: RolloutConfig = RolloutConfig()
-    """What is rolled out."""
+    """Rollouts."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and loss."""
     trainer: TrainerConfig
@@ -181,9 +189,13 @@ class Recipe(StrictModel):
     handoff: HandoffConfig = HandoffConfig()
     """Weight hand-offs."""
     job: JobConfig = JobConfig()
-    """How the run becomes jobs."""
+    """Jobs of the run."""
     supervision: SupervisionConfig = SupervisionConfig()
     """What happens when a replica fails or hangs."""
+    sinks: Annotated[tuple[SinkConfig, ...], Field(strict=False)] = ()
+    """Metric sinks, which receive the metrics of each step, in addition to the cluster profile's."""
+    notify: Annotated[tuple[NotifierConfig, ...], Field(strict=False)] = ()
+    """Notifiers, which send messages about events of the run, in addition to the cluster profile's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -197,39 +209,46 @@ class Recipe(StrictModel):
     def _has_environments(
         cls, environments: tuple[EnvironmentConfig, ...], info: ValidationInfo
     ) -> tuple[EnvironmentConfig, ...]:
-        # where `sft` itself is wrong it is not known, and that alone is told
+        # an invalid `sft` alone is reported, because its kind is not known then
         if not environments and info.data.get("sft", 0) is None:
             raise PydanticCustomError("no_environments", "there must be at least 1 environment")
         return environments
 
     @property
     def engine_nodes(self) -> int:
-        """Nodes of all engines on a cluster; a local run has one, whatever this says. On the trainer's node they have
-        none of their own."""
+        """Return the number of nodes of all engines on a cluster.
+
+        A local run has one node, whatever this value is. On the trainer's node engines have no nodes of their own.
+        """
         if self.engine.placement != "apart" or self.sft is not None:
             return 0
         sides = [side for side in (self.engine.prefill, self.engine.decode) if side is not None]
         return sum(side.replicas * side.nodes for side in sides) or self.engine.replicas * self.engine.nodes
 
     @property
+    def gateway_in_run(self) -> bool:
+        """Return whether programs on other nodes of the run reach the gateway: those of workers must."""
+        return self.orchestrator.gateway == "run" or self.environment_workers is not None
+
+    @property
     def returns_routed_experts(self) -> bool:
-        """Whether engines say which experts they chose."""
+        """Return whether engines return the routed experts."""
         return self.engine.return_routed_experts or self.trainer.router_replay
 
     @property
     def fans_out(self) -> bool:
-        """Whether nodes of engines give versions to each other."""
+        """Return whether nodes of engines pass versions to each other."""
         handoff = self.handoff
         wanted = handoff.fanout == "on" or (handoff.fanout == "auto" and self.engine_nodes > 1)
         return wanted and handoff.node_cache is not None
 
     @property
     def wait_for_batch_s(self) -> float:
-        """Longest wait of the trainer for a batch: where engines come and go, there may be none for a while."""
+        """Return the maximum wait of the trainer for a batch, in seconds: elastic engines may be absent for a while."""
         elastic_s = self.job.replica_wait_h * 3600.0 if self.job.layout == "elastic" else 0.0
         return max(self.orchestrator.wait_timeout_s, elastic_s)
 
     @property
     def collective_timeout_s(self) -> float:
-        """Longest time of the trainer's ranks in one collective: one of them may wait for a batch meanwhile."""
+        """Return the maximum seconds of the trainer's ranks in one collective, in which one may wait for a batch."""
         return self.wait_for_batch_s + _COLLECTIVE_MARGIN_S

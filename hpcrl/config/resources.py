@@ -1,8 +1,8 @@
-"""Where recipes, cluster profiles and templates are found: the user's, the site's, then those of the package.
+"""Search path of recipes, cluster profiles and templates: the user's, the site's, then those of the package.
 
-What lies in the current directory comes last, because somebody else may have put it there: a profile names the
-interpreters that run as the caller, and a template is a shell script. A profile of ``./clusters`` is taken by its name
-only where nobody else has one of that name, and it is said; templates of ``./templates`` are taken only when asked for.
+The current directory comes last, because another user may have written its files: a profile names the interpreters that
+run as the caller, and a template is a shell script. A profile of ``./clusters`` is used by its name only where no other
+place has one of that name, and a warning is logged; templates of ``./templates`` are used only on request.
 """
 
 from __future__ import annotations
@@ -15,25 +15,14 @@ from pathlib import Path
 
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = [
-    "cluster_dirs",
-    "find_cluster",
-    "find_cluster_below",
-    "find_recipe",
-    "list_clusters",
-    "list_recipes",
-    "package_data",
-    "template_dirs",
-]
-
 _log = logging.getLogger(__name__)
 _YAML = (".yaml", ".yml")
 
 
 def package_data(kind: str) -> Path:
-    """The directory of packaged ``recipes``, ``clusters``, ``templates`` or ``locks``.
+    """Return the directory of packaged ``recipes``, ``clusters``, ``templates`` or ``locks``.
 
-    In a wheel they lie inside the package, in a checkout beside it.
+    In a wheel they lie inside the package, in a checkout next to it.
     """
     package = Path(__file__).resolve().parent.parent
     inside = package / "_data" / kind
@@ -41,22 +30,26 @@ def package_data(kind: str) -> Path:
 
 
 def cluster_dirs() -> tuple[Path, ...]:
-    """Directories of cluster profiles; a name in an earlier one hides the same name in a later one."""
+    """Return the directories of cluster profiles; a name in an earlier one hides the same name in a later one."""
     known = (*(base / "clusters" for base in _own_dirs()), package_data("clusters"))
     here = Path("clusters")
     return known if _is_one_of(here, known) else (*known, here)
 
 
 def template_dirs() -> tuple[Path, ...]:
-    """Directories of sbatch templates; each template is taken from the first directory that has it."""
+    """Return the directories of sbatch templates; each template is taken from the first directory that has it."""
     bases = (*(base / "templates" for base in _own_dirs()), package_data("templates"))
     return tuple(base / "sbatch" for base in bases)
 
 
 def _own_dirs() -> tuple[Path, ...]:
     """Give the directories of the user and of the site."""
-    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return (config_home / "hpcrl", Path("/etc/hpcrl"))
+    return (user_dir(), Path("/etc/hpcrl"))
+
+
+def user_dir() -> Path:
+    """Return the directory of the user's own files, which may not exist."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "hpcrl"
 
 
 def _is_one_of(directory: Path, others: tuple[Path, ...]) -> bool:
@@ -64,7 +57,7 @@ def _is_one_of(directory: Path, others: tuple[Path, ...]) -> bool:
 
 
 def list_clusters() -> dict[str, Path]:
-    """Profiles by name, each from the first directory that has it."""
+    """Return the profiles by name, each from the first directory that has it."""
     found: dict[str, Path] = {}
     for directory in cluster_dirs():
         for path in _yaml_files(directory):
@@ -73,16 +66,16 @@ def list_clusters() -> dict[str, Path]:
 
 
 def list_recipes() -> dict[str, Path]:
-    """Packaged recipes by name."""
+    """Return packaged recipes by name."""
     return {path.stem: path for path in _yaml_files(package_data("recipes"))}
 
 
 def find_cluster(name: str) -> Path:
-    """The file of a profile, given by name or path (ConfigError where there is none).
+    """Return the file of a profile, given by name or path (ConfigError where there is none).
 
     A profile of the current directory's ``clusters/`` that is not given by its path is named in a warning.
     """
-    path = _find("cluster profile", name, list_clusters(), "hpcrl cluster list")
+    path = _find("cluster profile", name, list_clusters(), "hpcrl cluster ls")
     here = Path("clusters") / path.name
     if not here.is_file() or Path(name) == path:
         return path
@@ -97,9 +90,10 @@ def find_cluster(name: str) -> Path:
 
 
 def find_cluster_below(name: str, above: Collection[Path]) -> Path:
-    """The file of a profile that another one extends: of its name, the first that is none of ``above`` (resolved).
+    """Return the file of a profile that another one extends.
 
-    So a user's ``mysite`` extends the site's of the same name.
+    It is the first file of this name that is not in ``above`` (resolved), so that a user's ``mysite`` extends the
+    site's profile of the same name.
 
     Raises
     ------
@@ -120,14 +114,14 @@ def find_cluster_below(name: str, above: Collection[Path]) -> Path:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe: a path, or the name of a packaged one (ConfigError where there is none).
+    """Return the file of a recipe: a path, or the name of a packaged one (ConfigError where there is none).
 
     A name alone, without ``.yaml``, is never a file of the current directory.
 
-    ``recipes/quickstart.yaml`` means the packaged recipe where no such file exists, so that the commands of
+    ``recipes/quickstart.yaml`` means the packaged recipe where this file does not exist, so that the commands of
     the documentation work outside a checkout.
     """
-    return _find("recipe", name, list_recipes(), "hpcrl recipe list")
+    return _find("recipe", name, list_recipes(), "hpcrl recipe ls")
 
 
 def _yaml_files(directory: Path) -> Iterator[Path]:
@@ -155,5 +149,5 @@ def _find(what: str, name: str, known: dict[str, Path], command: str) -> Path:
 
 
 def _short(name: str) -> str:
-    """As much of a name as a message can bear."""
+    """Return a name, shortened where it is too long for a message."""
     return name if len(name) <= 200 else f"{name[:100]}… ({len(name)} characters)"

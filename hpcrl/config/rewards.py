@@ -10,21 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from hpcrl.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = [
-    "ExactReward",
-    "Extraction",
-    "FormatReward",
-    "FunctionReward",
-    "GymReward",
-    "GymTaskConfig",
-    "JsonSchemaReward",
-    "LengthReward",
-    "MathReward",
-    "NumericReward",
-    "RegexReward",
-    "RewardConfig",
-]
-
 
 def _compiles(pattern: str) -> str:
     if not pattern:
@@ -32,7 +17,7 @@ def _compiles(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise PydanticCustomError("pattern", f"is no regular expression: {error}") from None
+        raise PydanticCustomError("pattern", f"is not a regular expression: {error}") from None
     return pattern
 
 
@@ -40,7 +25,7 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 """A regular expression of Python's module ``re``."""
 
 Extraction = Literal["all", "last_line", "last_number", "boxed", "hashes", "answer_tag"]
-"""Which part of a text is compared (`hpcrl.rollouts.environments.rewards.extraction`)."""
+"""Part of a text that is compared (`hpcrl.rollouts.environments.rewards.extraction`)."""
 
 Score = Annotated[float, Field(ge=-1e9, le=1e9, allow_inf_nan=False)]
 
@@ -49,7 +34,7 @@ class _Reward(StrictModel):
     name: Name | None = None
     """Name of this part of the reward in metrics; by default its ``kind``. Unique within the environment."""
     weight: NonNegativeFloat = 1.0
-    """What a score of 1 adds to the reward; with 0 the part is shown and trains nothing."""
+    """Reward for a score of 1; with 0 the part is shown and trains nothing."""
 
 
 class ExactReward(_Reward):
@@ -57,7 +42,7 @@ class ExactReward(_Reward):
 
     kind: Literal["exact"]
     extract: Extraction = "all"
-    """Which part of the reply is compared: ``all``; its ``last_line`` with text; its ``last_number``; the last
+    """Part of the reply that is compared: ``all``; its ``last_line`` with text; its ``last_number``; the last
     ``boxed`` (``\\\\boxed{...}``); behind the last ``hashes`` (``#### ``); the last ``answer_tag``
     (``<answer>...</answer>``). A reply without that part scores 0."""
     extract_answer: Extraction = "all"
@@ -77,10 +62,11 @@ class NumericReward(_Reward):
 
     kind: Literal["numeric"]
     extract: Extraction = "last_number"
-    """Where the number of the reply stands (see ``exact``); the last number of that part counts. A reply without one
+    """Part of the reply with the number (see ``exact``); the last number of that part counts. A reply without one
     scores 0."""
     extract_answer: Extraction = "last_number"
-    """The same for the answer of the row, which must have one."""
+    """The same for the answer of the row, which must have one. With ``all``, ``boxed``, ``hashes`` and ``answer_tag``
+    that part must be one number, with or without words; ``last_number`` takes the last one of any text."""
     absolute_tolerance: NonNegativeFloat = 0.0
     """Largest difference that counts as equal."""
     relative_tolerance: NonNegativeFloat = 0.0
@@ -92,6 +78,11 @@ class _SlowReward(_Reward):
 
     timeout_s: PositiveFloat = 10.0
     """Longest time for one reply in seconds; a rollout whose check takes longer fails (it is not scored 0)."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Return the longest time in seconds after which a check is given up."""
+        return self.timeout_s
 
 
 class RegexReward(_SlowReward):
@@ -119,7 +110,7 @@ class MathReward(_SlowReward):
 
     kind: Literal["math"]
     extract: Extraction = "all"
-    """Which part of the reply is read (see ``exact``). The library looks for a box, LaTeX and expressions in it."""
+    """Part of the reply that is read (see ``exact``). The library looks for a box, LaTeX and expressions in it."""
     extract_answer: Extraction = "all"
     """The same for the answer of the row, which must be an expression, in LaTeX or as people write it."""
     digits: Annotated[int, Field(ge=1, le=50)] = 6
@@ -137,9 +128,9 @@ class JsonSchemaReward(_SlowReward):
 
 
 class FunctionReward(_SlowReward):
-    """The score of a function of your own, plain or ``async``: ``name(reply, answer, row, **args)``.
+    """Score of your own function, plain or ``async``: ``name(reply, answer, row, **args)``.
 
-    ``reply`` is the text of the policy, ``answer`` that of the row (empty where there is no column for it) and ``row``
+    ``reply`` is the text of the policy, ``answer`` that of the row (empty without a column for it) and ``row``
     a dict of all its columns.
     """
 
@@ -154,6 +145,57 @@ class FunctionReward(_SlowReward):
     """Highest score it may give."""
 
 
+_Inside = Annotated[str, Field(pattern=r"^/")]
+
+
+class CodeReward(_Reward):
+    """1 where the program in the reply passes the tests of the row, in a sandbox of its own.
+
+    Tests are assert lines (a list of them, or one text, as in MBPP and HumanEval), or inputs and outputs (a list of
+    mappings with ``input`` and ``output``, or a mapping with ``inputs`` and ``outputs``, as in APPS and LiveCodeBench);
+    both also as JSON text.
+    """
+
+    kind: Literal["code"]
+    tests: str = "tests"
+    """Column with the tests of a row."""
+    entry_point: str | None = None
+    """Column with the name of the function that tests call; a text of tests that defines ``check`` is ended by
+    ``check(NAME)``, as in HumanEval."""
+    before: str | None = None
+    """Column with code that runs before the program, in its process: imports, for example. Of assert lines only."""
+    setup: str | None = None
+    """Column with code that runs after the program, in its process. Of assert lines only."""
+    extract: Literal["fenced", "all"] = "fenced"
+    """The program: the last ``fenced`` block, between lines of three backticks, or ``all`` of the reply. A reply
+    without it scores 0."""
+    score: Literal["all", "share"] = "all"
+    """1 for a program that passes ``all`` tests and 0 for any other one, or the ``share`` of the tests that pass."""
+    interpreter: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("/usr/bin/python3",)
+    """Interpreter in the sandbox, and its arguments; the last one is the program's file. Assert lines need Python 3.8
+    or later."""
+    test_timeout_s: PositiveFloat = 10.0
+    """Longest time for one test in seconds; one that takes longer fails."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time for all tests of one reply in seconds; tests that have not passed by then fail."""
+    image: _Inside | None = None
+    """Directory with an unpacked root filesystem, in place of the node's ``/usr``; an absolute path."""
+    mounts: dict[_Inside, _Inside] = {}
+    """Directories of the node that the program may read, by their absolute path inside: Python packages, for
+    example."""
+    memory_gib: PositiveFloat = 1.0
+    """Memory of a sandbox, files included."""
+    disk_gib: PositiveFloat = 0.25
+    """Size of the files in its directory."""
+    processes: PositiveInt = 64
+    """Processes and threads of a sandbox."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Return the longest time in seconds after which a check is given up: sandboxes take a while to start."""
+        return self.timeout_s + 180.0
+
+
 class GymTaskConfig(StrictModel):
     """A task of ``reasoning_gym``."""
 
@@ -164,15 +206,15 @@ class GymTaskConfig(StrictModel):
 
 
 class GymReward(_SlowReward):
-    """The score of the task's own scorer; it is no reward of a recipe."""
+    """The score of the task's own scorer; it cannot be a reward of a recipe."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: dict[str, GymTaskConfig]
     """By name."""
     extract: Extraction = "all"
-    """Which part of the reply is judged."""
+    """Part of the reply that is judged."""
     scorer_errors: Literal["fail", "zero"] = "fail"
-    """What a reply is worth at which the scorer raises."""
+    """Score of a reply at which the scorer raises."""
 
 
 class LengthReward(StrictModel):
@@ -188,7 +230,7 @@ class LengthReward(StrictModel):
     rise: NonNegativeInt = 0
     """Tokens or characters above the limit over which the penalty rises from nothing to ``penalty``."""
     penalty: PositiveFloat
-    """What is taken from the reward of a reply that is longer."""
+    """Amount that is subtracted from the reward of a reply that is longer."""
 
 
 RewardConfig = Annotated[
@@ -199,6 +241,7 @@ RewardConfig = Annotated[
     | JsonSchemaReward
     | FormatReward
     | FunctionReward
+    | CodeReward
     | LengthReward,
     Field(discriminator="kind"),
 ]

@@ -1,4 +1,4 @@
-"""What a recipe says about rollouts."""
+"""Settings of rollouts in a recipe."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ from typing import Literal
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 from hpcrl.config.sampling import SamplingConfig
 
-__all__ = [
-    "PAYLOAD_COPIES",
-    "AdaptiveConcurrencyConfig",
-    "RolloutConfig",
-    "RolloutFailuresConfig",
-    "WarehouseConfig",
-]
-
 PAYLOAD_COPIES = 3
-"""Of a rollout in flight in memory of the orchestrator: as received, as decoded, and as it is written."""
+"""Copies of a rollout in flight in memory of the orchestrator: as received, as decoded, and as it is written."""
 
 
 class AdaptiveConcurrencyConfig(StrictModel):
-    """How many rollouts may be in flight, found from the load of engines while the run goes on: more by addition, fewer
-    by multiplication. ``rollouts.max_in_flight`` and staleness stay upper bounds."""
+    """Maximum number of rollouts in flight, adapted to the load of engines during the run: increased by addition,
+    decreased by multiplication. ``rollouts.max_in_flight`` and staleness stay upper bounds.
+    """
 
     enabled: bool = False
     """Else ``rollouts.max_in_flight`` alone is the limit."""
@@ -30,23 +23,25 @@ class AdaptiveConcurrencyConfig(StrictModel):
     kv_high: Fraction = 0.95
     """From this share on it gets fewer; also where requests give their KV back, or queue."""
     decrease: Fraction = 0.8
-    """It then gets this share of what it had."""
+    """Share of the limit that remains after a decrease."""
 
 
 class WarehouseConfig(StrictModel):
-    """Where columns of finished rollouts (tokens, log-probabilities, versions, routed experts) lie in memory until
-    their step is trained. They are durable on the shared filesystem as well, before a rollout counts."""
+    """Place in memory of the columns of finished rollouts (tokens, log-probabilities, versions, routed experts) until
+    their step is trained. They are durable on the shared filesystem as well, before a rollout counts.
+    """
 
     backend: Literal["embedded", "mooncake"] = "embedded"
     """``embedded``: files in memory of the orchestrator's node. ``mooncake``: objects in Mooncake Store, in memory of
-    the orchestrator; needs the package in its environment and in the trainer's, and a network of which you trust
-    everybody: Mooncake asks nobody who he is."""
+    the orchestrator; needs the package in its environment and in the trainer's. Use it only on a trusted network:
+    Mooncake does not authenticate clients."""
     directory: str | None = "/dev/shm"
-    """Of ``embedded``, on the orchestrator's node, in memory: files that nobody else may read, removed at the end.
-    Ranks of that node map them, ranks of others ask a small server there; those of a context-parallel group on another
-    node share what they fetch in the same directory of theirs. None: ranks read rollouts from the shared filesystem."""
+    """Directory of ``embedded`` in memory of the orchestrator's node: files that other users cannot read, removed at
+    the end. Ranks of that node map them, ranks of others ask a small server there; those of a context-parallel group on
+    another node share what they fetch in the same directory of theirs. None: ranks read rollouts from the shared
+    filesystem."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """Of ``mooncake``, between nodes."""
+    """Protocol of ``mooncake`` between nodes."""
     limit_gib: PositiveFloat = 16.0
     """Memory that they may take, in GiB; the same on other nodes whose ranks share them. With routed experts a token of
     a large model takes 600 bytes: two steps of rollouts should fit. At most half of what is free is taken. Where it is
@@ -54,12 +49,12 @@ class WarehouseConfig(StrictModel):
 
     @property
     def ports(self) -> int:
-        """How many ports it needs above the orchestrator's own."""
+        """Return the number of ports that it needs above the orchestrator's own."""
         return 2 if self.backend == "mooncake" else int(self.directory is not None)
 
 
 class RolloutFailuresConfig(StrictModel):
-    """When rollouts that fail end the run. Of those that fail from 2 % on people are warned in any case."""
+    """Conditions under which failing rollouts end the run. A warning is given in any case when 2 % or more fail."""
 
     end_share: Fraction | None = 0.5
     """The run ends where more than this share of the newest rollouts of one environment failed: the newest
@@ -67,11 +62,11 @@ class RolloutFailuresConfig(StrictModel):
     good. Failures of engines do not count, and of rollouts that the death of one process ends only one does. None: no
     bound."""
     min_rollouts: PositiveInt = 128
-    """Before so many rollouts of an environment have begun, no share ends the run."""
+    """Minimum number of started rollouts of an environment before a share of failures may end the run."""
 
 
 class RolloutConfig(StrictModel):
-    """What is rolled out and how fresh it must be."""
+    """Rollouts that are generated, and their maximum staleness."""
 
     rollouts_per_step: PositiveInt = 64
     """Rollouts that one optimizer step consumes; a multiple of ``group_size``."""
@@ -84,16 +79,20 @@ class RolloutConfig(StrictModel):
     counts as ``engine.max_model_len`` tokens, three times (as received, as decoded, as written). Where no more fit, no
     rollout begins; one always may. None: a quarter of the memory that is free when the orchestrator starts."""
     adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
-    """A lower limit where engines cannot take so many."""
+    """A lower limit where engines cannot run ``max_in_flight`` rollouts."""
+    max_branches: PositiveInt = 16
+    """Maximum number of sequences of a rollout. A new one begins where its history is changed, so that its earlier
+    tokens are no longer the beginning of the prompt (see ``model.chat.thinking``). A rollout that would have more is
+    dropped and counted. Each may have ``engine.max_model_len`` tokens."""
     max_off_policy_steps: NonNegativeInt = 4
     """Largest staleness of a consumed rollout: trainer version minus the version of its first sampled token.
     0 is synchronous: the trainer waits for rollouts of its own version."""
     ready_batches: PositiveInt = 1
-    """While so many whole batches wait for the trainer, no rollout starts. 1 keeps staleness low, and is right where
-    rollouts take no longer than a step. Where they take several, 1 makes waves (batches pile up, then the trainer
-    waits): more of them smooth these, at the price of staleness within its bound."""
+    """Number of whole batches waiting for the trainer at which no further rollout starts. 1 keeps staleness low, and is
+    right where rollouts take no longer than a step. Where they take several, 1 makes waves (batches pile up, then the
+    trainer waits): more of them smooth these, at the price of staleness within its bound."""
     order: Literal["arrival", "deterministic"] = "arrival"
-    """How finished groups enter batches. ``arrival``: the oldest weights first, whichever has finished.
+    """Order in which finished groups enter batches. ``arrival``: the oldest weights first, whichever has finished.
     ``deterministic``: as they were begun, by weights that do not depend on how long anything takes, so that a run can
     be replayed; engines wait for the last rollout that was begun before they take other weights, which are those of
     every ``(max_off_policy_steps + 1) / 2``-th step, and ``ready_batches`` has no effect."""
@@ -103,7 +102,7 @@ class RolloutConfig(StrictModel):
     warehouse: WarehouseConfig = WarehouseConfig()
     """Memory for finished rollouts."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are drawn."""
+    """Sampling of tokens."""
     failures: RolloutFailuresConfig = RolloutFailuresConfig()
     """Rollouts that end without a reward."""
     request_timeout_s: PositiveFloat = 600.0
@@ -111,5 +110,5 @@ class RolloutConfig(StrictModel):
     max_retries: NonNegativeInt = 3
     """Attempts after the first for a request that failed; then the rollout is dropped and counted."""
     stream_interval: NonNegativeInt = 64
-    """Engines send what they have sampled every so many tokens. Where one is lost, its requests go on elsewhere from
-    what has arrived. 0: answers come whole, and a request that is cut begins anew."""
+    """Number of tokens after which engines send sampled tokens. If an engine is lost, its requests continue on another
+    engine from the tokens that have arrived. 0: answers come whole, and an interrupted request begins again."""

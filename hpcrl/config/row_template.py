@@ -9,8 +9,6 @@ from typing import Annotated
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["RowTemplate", "fill_template", "template_columns"]
-
 
 def template_columns(template: str) -> list[str]:
     """Return the columns that a template names, each once (ValueError where it is none)."""
@@ -27,12 +25,12 @@ def _parts(template: str) -> list[tuple[str, str | None]]:
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"is no template: {error}; a brace of the text is written twice") from None
+        raise ValueError(f"is not a template: {error}; a brace of the text is written twice") from None
     for _, column, form, conversion in parts:
         if column == "":
-            raise ValueError("is no template: {} names no column; a brace of the text is written twice")
+            raise ValueError("is not a template: {} names no column; a brace of the text is written twice")
         if form or conversion:
-            raise ValueError(f"is no template: {{{column}}} is followed by a format; only {{column}} is known")
+            raise ValueError(f"is not a template: {{{column}}} is followed by a format; only {{column}} is known")
     return [(text, column) for text, column, _, _ in parts]
 
 

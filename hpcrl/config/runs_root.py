@@ -1,4 +1,4 @@
-"""Where runs lie. Every command that looks for a run asks, so profiles are read here without checking all of them."""
+"""Directory of runs. Every command that looks for a run uses it, so profiles are read here without full validation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from hpcrl.config.extends import with_bases
 from hpcrl.config.resources import find_cluster, find_cluster_below, list_clusters
 from hpcrl.errors import ConfigError
 
-__all__ = ["absolute_path", "resolve_runs_root", "written_runs_roots"]
-
 
 def absolute_path(path: str, cwd: Path) -> Path:
-    """``path`` as an absolute one: ``~`` and ``$NAME`` are expanded, relative ones begin at ``cwd``."""
+    """Return ``path`` as an absolute one: ``~`` and ``$NAME`` are expanded, relative ones begin at ``cwd``."""
     return (cwd / Path(os.path.expandvars(path)).expanduser()).resolve()
 
 
 def resolve_runs_root(given: str | None, cwd: Path) -> Path:
-    """The runs root as an absolute path: ``HPCRL_RUNS_ROOT``, else what a profile says.
+    """Return the runs root as an absolute path: ``HPCRL_RUNS_ROOT``, else the profile's.
 
     Parameters
     ----------
@@ -29,7 +27,7 @@ def resolve_runs_root(given: str | None, cwd: Path) -> Path:
     Raises
     ------
     ConfigError
-        It is that of ``local``, and no such profile can be read.
+        The runs root is that of ``local``, and this profile cannot be read.
     """
     if chosen := os.environ.get("HPCRL_RUNS_ROOT"):
         return absolute_path(chosen, cwd)
@@ -37,12 +35,12 @@ def resolve_runs_root(given: str | None, cwd: Path) -> Path:
 
 
 def written_runs_roots(cwd: Path) -> Iterator[Path]:
-    """What the profiles themselves say, as absolute paths; one that cannot be read says nothing."""
+    """Yield the runs roots that the profiles set, as absolute paths; a profile that cannot be read is skipped."""
     for path in list_clusters().values():
         try:
             root = _written(path)
         except ConfigError:
-            continue  # `hpcrl cluster list` names it
+            continue  # `hpcrl cluster ls` names it
         yield absolute_path(root, cwd)
 
 
@@ -51,7 +49,7 @@ def _written(profile: Path) -> str:
     paths = tree.get("paths")
     root = paths.get("runs_root") if isinstance(paths, dict) else None
     if not isinstance(root, str):
-        # the whole profile is checked for the sake of its message
+        # the whole profile is validated for its error message
         from hpcrl.config.load import load_cluster  # noqa: PLC0415 - the schemas are slow to load
 
         return load_cluster(str(profile)).value.paths.runs_root

@@ -1,4 +1,4 @@
-"""How tokens are drawn, in training and in held-out evaluation."""
+"""Sampling of tokens, in training and in held-out evaluation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from hpcrl.config.base import Fraction, NonNegativeInt, PositiveInt, StrictModel
 
-__all__ = ["LEAST_TEMPERATURE", "EvaluationSampling", "SamplingConfig", "SetSampling"]
-
 LEAST_TEMPERATURE = 0.01
-"""Below it engines do not divide by what they are told: vLLM takes 0.01 instead, and from 1e-5 on the largest logit.
-Above 2 engines refuse a request."""
+"""Minimum temperature. Below it engines divide by another value: vLLM takes 0.01 instead, and from 1e-5 on the
+largest logit. Above 2 engines refuse a request."""
 
 
 def _greedy_or_sampled(temperature: float) -> float:
@@ -28,12 +26,13 @@ _StopTokens = Annotated[tuple[NonNegativeInt, ...], Field(strict=False)]
 
 
 class _Drawing(StrictModel):
-    """What training and evaluation have in common."""
+    """Settings that training and evaluation have in common."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of the most likely tokens as few are kept as have this share of the probability together. 1: all are kept."""
+    """The smallest set of the most likely tokens is kept that has this share of the probability together. 1: all are
+    kept."""
     top_k: NonNegativeInt = 0
-    """So many of the most likely tokens are kept. 0: all are."""
+    """Number of the most likely tokens that are kept. 0: all are."""
     min_p: Fraction = 0.0
     """Tokens are kept that have at least this share of the probability of the most likely one. 0: all are."""
     seed: NonNegativeInt | None = None
@@ -43,27 +42,29 @@ class _Drawing(StrictModel):
 
 
 class SamplingConfig(_Drawing):
-    """How tokens are drawn in training rollouts. ``top_p``, ``top_k`` and ``min_p`` have to keep all tokens there: the
-    trainer computes probabilities over the whole vocabulary (docs/algorithms.md, Sampling)."""
+    """Sampling of tokens in training rollouts. ``top_p``, ``top_k`` and ``min_p`` have to keep all tokens there: the
+    trainer computes probabilities over the whole vocabulary (docs/algorithms.md, Sampling).
+    """
 
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] = 1.0
     """Divides logits; log-probabilities are taken after it on both sides."""
     max_new_tokens: PositiveInt = 32
-    """Tokens that the model may say in one turn."""
+    """Maximum tokens that the model samples in one turn."""
     stop: _StopStrings = ()
     """Texts that end a turn. The tokens are trained on up to the one that completes such a text, and the environment
-    gets what stands before the text. The template's end of a turn follows in the next prompt; it is not trained on."""
+    gets the text before it. The template's end of a turn follows in the next prompt; it is not trained on."""
     stop_token_ids: _StopTokens = ()
-    """Tokens that end a turn beside those of the model. They are trained on, and environments do not get them."""
+    """Tokens that end a turn in addition to those of the model. They are trained on, and environments do not get
+    them."""
 
 
 class EvaluationSampling(_Drawing):
-    """How tokens are drawn in held-out rollouts; nothing is trained on them."""
+    """Sampling of tokens in held-out rollouts; nothing is trained on them."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Divides logits; 0, or at least 0.01. 0: the most likely token is taken."""
     max_new_tokens: PositiveInt | None = None
-    """Tokens that the model may say in one turn. None: as in training."""
+    """Maximum tokens that the model samples in one turn. None: as in training."""
     stop: _StopStrings | None = None
     """Texts that end a turn. None: as in training."""
     stop_token_ids: _StopTokens | None = None
@@ -76,23 +77,24 @@ class EvaluationSampling(_Drawing):
 
 
 class SetSampling(StrictModel):
-    """How tokens are drawn in the rollouts of one set of held-out prompts; nothing is trained on them. What is None is
-    as in ``evaluation.sampling``."""
+    """Sampling of tokens in the rollouts of one set of held-out prompts; nothing is trained on them. A value of None
+    means the value of ``evaluation.sampling``.
+    """
 
     temperature: _Temperature | None = None
     """Divides logits; 0, or at least 0.01. 0: the most likely token is taken. None: as in ``evaluation.sampling``."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of the most likely tokens as few are kept as have this share of the probability together. None: as in
+    """The smallest set of the most likely tokens is kept that has this share of the probability together. None: as in
     ``evaluation.sampling``."""
     top_k: NonNegativeInt | None = None
-    """So many of the most likely tokens are kept; 0: all are. None: as in ``evaluation.sampling``."""
+    """Number of the most likely tokens that are kept; 0: all are. None: as in ``evaluation.sampling``."""
     min_p: Fraction | None = None
     """Tokens are kept that have at least this share of the probability of the most likely one; 0: all are. None: as in
     ``evaluation.sampling``."""
     seed: NonNegativeInt | None = None
     """Other numbers give other draws for the same prompts. None: as in ``evaluation.sampling``."""
     max_new_tokens: PositiveInt | None = None
-    """Tokens that the model may say in one turn. None: as in ``evaluation.sampling``."""
+    """Maximum tokens that the model samples in one turn. None: as in ``evaluation.sampling``."""
     stop: _StopStrings | None = None
     """Texts that end a turn. None: as in ``evaluation.sampling``."""
     stop_token_ids: _StopTokens | None = None

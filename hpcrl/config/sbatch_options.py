@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Literal
 
-__all__ = ["option_faults", "repeats_in_components"]
-
 _Value = Literal["value", "maybe", "none"]
 
 #: of the whole job: Slurm passes them on to all components, or takes them from the first one only
@@ -86,7 +84,7 @@ _OWN: dict[str, str] = {
     "chdir": "roles work in the directory where hpcrl is called",
     "cluster-constraint": "a run is on one cluster: set SLURM_CLUSTERS or SLURM_CONF",
     "clusters": "a run is on one cluster: set SLURM_CLUSTERS or SLURM_CONF",
-    "comment": "by its comment a job is found again",
+    "comment": "hpcrl uses the comment to find the job",
     "constraint": "set constraint of the profile's partition",
     "container": "set container of the profile",
     "container-id": "set container of the profile",
@@ -114,7 +112,7 @@ _OWN: dict[str, str] = {
     "mem": _MEMORY,
     "mem-per-cpu": _MEMORY,
     "mem-per-gpu": _MEMORY,
-    "no-kill": "what a lost node means is for the supervisor to say (job.requeue, supervision)",
+    "no-kill": "set job.spare_nodes: the supervisor handles lost nodes",
     "no-requeue": "set job.requeue: never",
     "nodefile": _WHERE,
     "nodelist": _WHERE,
@@ -140,7 +138,7 @@ _OWN: dict[str, str] = {
     "spread-job": _WHERE,
     "test-only": _COMMAND + "; `hpcrl render` writes the script for it",
     "time": "set job.time_limit_h",
-    "time-min": "the supervisor must know when the job ends: set job.time_limit_h",
+    "time-min": "the supervisor needs the end of the job: set job.time_limit_h",
     "tres-bind": _GPUS,
     "tres-per-task": _SIZES,
     "uid": _USER,
@@ -154,19 +152,19 @@ _KNOWN = {**_JOB, **_COMPONENT}
 
 
 def option_faults(options: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """What is wrong with options of a recipe: the index of each that cannot be passed on, and why."""
+    """Yield the faults of a recipe's options: the index of each option that cannot be passed on, and the reason."""
     seen: set[str] = set()
     for index, option in enumerate(options):
         name = _name(option)
         if fault := _fault(option, name):
             yield index, fault
         elif name in seen:
-            yield index, f"--{name} stands twice"
+            yield index, f"--{name} appears twice"
         seen.add(name)
 
 
 def repeats_in_components(option: str) -> bool:
-    """Whether each component of a heterogeneous job must say an option (one without faults) itself."""
+    """Return whether each component of a heterogeneous job must repeat an option (one without faults)."""
     return _name(option) in _COMPONENT
 
 
@@ -184,7 +182,7 @@ def _fault(option: str, name: str) -> str:
         return f"sbatch has no option --{name}" + (f"; did you mean --{close[0]}?" if close else "")
     _, equals, value = option.partition("=")
     if _KNOWN[name] == "value" and not value:
-        # sbatch would take the option after it as the value
+        # sbatch would take the next option as the value
         return f"--{name} needs a value: --{name}=..."
     if _KNOWN[name] == "none" and equals:
         return f"--{name} takes no value"

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from hpcrl.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["SftColumns", "SftConfig"]
-
 
 class SftColumns(StrictModel):
     """Names of columns of the data."""
@@ -30,12 +28,12 @@ class SftConfig(StrictModel):
     """Supervised training on conversations, in place of rollouts: ``hpcrl sft``. The run has a trainer alone."""
 
     data: str | None = None
-    """File (``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``) or directory (read by the library ``datasets``);
-    relative to where hpcrl is called. Give this or ``hub``."""
+    """File (``.jsonl``, ``.csv`` or ``.tsv``, also packed as ``.gz``; ``.parquet``) or directory (read by the library
+    ``datasets``); relative to the current directory. Give this or ``hub``."""
     hub: str | None = None
     """``ORG/NAME`` of a data set on Hugging Face, read by ``datasets``, from its cache where it is offline."""
     subset: str | None = None
-    """Which configuration of a directory or of a data set of the hub is read."""
+    """Configuration to read from a directory or from a data set of the hub."""
     revision: str | None = None
     """Commit or tag of the data set of the hub."""
     columns: SftColumns = SftColumns()
@@ -43,10 +41,10 @@ class SftConfig(StrictModel):
     system: str | None = None
     """Text of a system message in front of conversations that have none."""
     held_out_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the conversations that are held out, chosen by a hash of the conversation. Without this,
-    ``held_out_data`` and ``split_column`` none are."""
+    """Share of the conversations that are held out, chosen by a hash of the messages before the first reply. Without
+    this, ``held_out_data`` and ``split_column`` no conversation is held out."""
     held_out_data: str | None = None
-    """A file, or directory, of held-out conversations of its own, with the same columns."""
+    """Separate file or directory of held-out conversations, with the same columns."""
     split_column: str | None = None
     """Column that says whether a row is for training or held out. Rows that ``datasets`` reads have a column ``split``
     with the name of their split."""
@@ -67,7 +65,7 @@ class SftConfig(StrictModel):
     max_len: PositiveInt = 2048
     """Maximum tokens of a sequence; ``trainer.micro_batch_tokens`` holds one."""
     over_long: Literal["drop", "truncate"] = "drop"
-    """What becomes of a conversation that is longer: ``drop`` leaves it out; ``truncate`` cuts its end off, and leaves
+    """Treatment of a conversation that is longer: ``drop`` leaves it out; ``truncate`` cuts its end off, and leaves
     it out where nothing to train is left. Both are counted."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens that have a loss. ``assistant``: all turns of the assistant, the end marker of a turn included; ``last``:

@@ -1,4 +1,4 @@
-"""What a recipe says about replicas that fail or hang."""
+"""Settings of a recipe for replicas that fail or hang."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ from hpcrl.config.base import (
     StrictModel,
 )
 
-__all__ = [
-    "EnginePolicyConfig",
-    "OrchestratorPolicyConfig",
-    "RolePolicyConfig",
-    "RouterPolicyConfig",
-    "StorePolicyConfig",
-    "SupervisionConfig",
-]
-
 
 class RolePolicyConfig(StrictModel):
-    """What the supervisor does about one role. Each role has defaults of its own."""
+    """Actions of the supervisor for one role. Each role has its own defaults."""
 
     critical: bool = True
-    """The run ends when a replica is lost for good. ``false`` (engines): it goes on while the role has another."""
+    """The run ends when a replica is lost for good. ``false`` (engines): it continues while the role has another."""
     restart: Literal["never", "on-failure"] = "never"
     """``on-failure`` (engines): a replica that fails or hangs is started again in its place."""
     max_restarts: NonNegativeInt = 3
@@ -72,8 +63,21 @@ class StorePolicyConfig(RolePolicyConfig):
     """At the end roles are asked to stop in rising order; a role is asked when all before it are gone."""
 
 
+class EnvironmentPolicyConfig(RolePolicyConfig):
+    """Workers of environments: they are started again, and stop after the orchestrator."""
+
+    critical: bool = False
+    """The run ends when a worker is lost for good. ``false``: it continues while there is another."""
+    restart: Literal["never", "on-failure"] = "on-failure"
+    """``on-failure``: a worker that fails or hangs is started again in its place."""
+    max_restarts: NonNegativeInt = 20
+    """Restarts of one worker within ``restart_window_s``; one failure more, and it is lost for good."""
+    drain_order: NonNegativeInt = 2
+    """At the end roles are asked to stop in rising order; a role is asked when all before it are gone."""
+
+
 class SupervisionConfig(StrictModel):
-    """What happens when a replica fails or hangs."""
+    """Actions after the failure or hang of a replica."""
 
     trainer: RolePolicyConfig = RolePolicyConfig()
     """The trainer; its failures end the attempt, see ``job.retry_failures``."""
@@ -85,9 +89,11 @@ class SupervisionConfig(StrictModel):
     """Their router, where there is one; requests wait until it is back."""
     store: StorePolicyConfig = StorePolicyConfig()
     """The master of their KV pool, where there is one; blocks in the pool are lost with it."""
+    env: EnvironmentPolicyConfig = EnvironmentPolicyConfig()
+    """Workers of environments, where there are some; rollouts of a worker are lost with it."""
     hang_floor_s: PositiveFloat = 60.0
     """A replica is called hung after five times the longest pause that it made in its work so far, but not before so
     many seconds without progress; an engine that does not answer at all, after just these."""
     hang_ceiling_s: PositiveFloat = 1800.0
-    """And at the latest after so many seconds; also the limit of work that was not measured yet, such as a first
+    """Maximum seconds without progress in every case; also the limit of work that was not measured yet, such as a first
     step or a first checkpoint."""

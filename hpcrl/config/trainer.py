@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import model_validator
+from typing import Literal
 
 from hpcrl.config.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
-from hpcrl.config.kernels import KernelsConfig
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.precision import PrecisionConfig
 
-__all__ = [
-    "ContextScheme",
-    "NonFiniteConfig",
-    "OptimizerConfig",
-    "TrainerConfig",
-    "TrainerMemoryConfig",
-    "TrainerParallelismConfig",
-]
+
+class KernelsConfig(StrictModel):
+    """Kernels that compute attention (docs/training.md, Kernels). If a kernel is not available, or differs from the
+    reference in the test at the start, the trainer's start fails with the reason.
+    """
+
+    sparse_attention: Literal["auto", "reference", "triton", "flash_mla", "flash_mla_cudnn"] = "auto"
+    """Sparse attention (GLM-5): ``reference`` in plain torch anywhere; ``triton`` by programs of hpcrl's own;
+    ``flash_mla`` forward by FlashMLA, backward by Triton; ``flash_mla_cudnn`` backward by cudnn-frontend, whose sums
+    differ from run to run. ``auto``: ``reference`` on processors and in float32, else ``triton``."""
+    attention: Literal["auto", "flash_attention_3"] = "auto"
+    """Dense attention. ``auto``: the fastest kernel of torch that takes it (FlashAttention 2 on GPUs in half
+    precision). ``flash_attention_3``: torch's own with the kernels of the package ``flash_attn_3``, on Hopper."""
 
 
 class OptimizerConfig(StrictModel):
@@ -50,33 +52,33 @@ ContextScheme = Literal["ulysses", "ring", "gather"]
 
 
 class TrainerParallelismConfig(StrictModel):
-    """How the ranks share the work, beside the sharding of parameters (docs/training.md, Meshes)."""
+    """Division of the work among the ranks, in addition to the sharding of parameters (docs/training.md, Meshes)."""
 
     dp_replicate: PositiveInt = 1
     """Copies of the parameters (HSDP): they are sharded over ``ranks`` divided by this, and gradients are added up over
     the copies. Divides ``ranks``; ``cp`` and ``ep`` divide what is left."""
     ep: PositiveInt = 1
-    """Expert parallelism: ranks among which the experts of a layer are dealt out; divides ``ranks`` and the experts."""
+    """Expert parallelism: ranks over which experts of a layer are distributed; divides ``ranks`` and the experts."""
     cp: PositiveInt = 1
     """Context parallelism: ranks among which a sequence is cut; divides ``ranks``."""
     cp_scheme: ContextScheme = "ulysses"
-    """How ranks of a context-parallel group attend together: ``ulysses`` exchanges tokens for heads, which have to be
-    dealt out evenly; ``ring`` passes keys and values around, for any number of heads; ``gather`` is for latent
+    """Method of attention over the ranks of a context-parallel group: ``ulysses`` exchanges tokens for heads, which
+    have to be divided evenly; ``ring`` passes keys and values around, for any number of heads; ``gather`` is for latent
     attention (DeepSeek-V3, Kimi K2), whose latents it gathers once a layer: the least is sent, and each rank makes keys
     and values of what its queries see. Sparse attention has a scheme of its own, which goes by ``ulysses``."""
     dispatcher: Literal["all_to_all", "deepep"] = "all_to_all"
-    """What takes tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP,
+    """Transport of tokens to experts of other ranks: collectives of torch, or the kernels of DeepEP,
     which has to be installed where the trainer runs (never run on a GPU by this project yet)."""
 
 
 class TrainerMemoryConfig(StrictModel):
-    """What saves memory in exchange for time (docs/training.md, Memory tools)."""
+    """Tools that save memory in exchange for time (docs/training.md, Memory tools)."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """``full``: of a layer only its input is kept, the rest is computed again in the backward pass; ``selective``: the
     outputs of attention, of products with experts and of exchanges between ranks are kept as well."""
     checkpoint_every_layers: PositiveInt = 1
-    """Of so many layers in a row the first is computed again, the others are kept whole."""
+    """Number of consecutive layers of which the first is computed again and the others are kept whole."""
     activation_offload: bool = False
     """Kept inputs of layers wait in host memory (with ``activation_checkpointing``)."""
     offload_in_flight_gib: PositiveFloat = 1.0
@@ -89,29 +91,20 @@ class TrainerMemoryConfig(StrictModel):
     the optimizer is computed there."""
     lm_head_chunk_tokens: PositiveInt | Literal["auto"] | None = None
     """Tokens whose logits are computed at once, with their part of the loss and the gradients; ``auto`` chooses. None:
-    all logits of a micro-batch are there together."""
+    all logits of a micro-batch at once."""
     compile: bool = False
-    """`torch.compile` of the layers: less is kept of them, and less moved. The first step takes minutes longer."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_runs(cls, given: Any) -> Any:
-        # what `trainer.precision.fp8` and `trainer.lora` are now; recipes of earlier runs have them, always off
-        if not isinstance(given, dict):
-            return given
-        off = {"fp8": False, "lora_rank": None}
-        return {key: value for key, value in given.items() if key not in off or value is not off[key]}
+    """`torch.compile` of the layers: they keep and move less data. The first step takes minutes longer."""
 
 
 class NonFiniteConfig(StrictModel):
-    """What becomes of a step whose gradient is not finite."""
+    """Treatment of a step whose gradient is not finite."""
 
     action: Literal["end", "skip"] = "end"
     """``end``: the run ends, and names parameters and rollouts. ``skip``: weights and optimizer stay as they are, the
     step's version is published with the weights of the one before, and an event names the same. A run whose weights are
     not finite ends in any case."""
     max_in_a_row: PositiveInt = 3
-    """So many steps may be skipped one after the other; the next one ends the run."""
+    """Maximum number of consecutive skipped steps; the next one ends the run."""
 
 
 class TrainerConfig(StrictModel):
@@ -134,44 +127,47 @@ class TrainerConfig(StrictModel):
     threads: PositiveInt = 1
     """CPU threads of each rank."""
     parallelism: TrainerParallelismConfig = TrainerParallelismConfig()
-    """How the ranks share the work."""
+    """Division of the work among the ranks."""
     memory: TrainerMemoryConfig = TrainerMemoryConfig()
-    """What saves memory in exchange for time."""
+    """Tools that save memory in exchange for time."""
     precision: PrecisionConfig = PrecisionConfig()
     """Products of matrices in fewer bits."""
     lora: LoraConfig | None = None
     """Low-rank adapters are trained, and the model's own weights stay as they are: these have no gradient, no optimizer
-    state and no float32 copy; checkpoints and versions hold the adapters alone. ``{}`` is the whole setting. None: the
+    state and no float32 copy; checkpoints and versions hold the adapters alone. ``{}`` uses the defaults. None: the
     weights are trained."""
     kernels: KernelsConfig = KernelsConfig()
-    """What computes attention."""
+    """Kernels that compute attention."""
     deterministic: bool = False
     """On GPUs: the same numbers from the same batches each time, by slower kernels. On processors it is always so."""
     router_replay: bool = False
-    """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens that nobody
-    spoke of go where the routers say, and are counted: ``unknown_routing``. Engines return experts then."""
+    """Tokens go to the experts that engines chose for them, by weights of the trainer's own routers; tokens without
+    recorded experts use the trainer's own router, and are counted: ``unknown_routing``. Engines return experts then."""
     replay_probe_steps: NonNegativeInt = 0
-    """With ``router_replay``: every so many steps the first micro-batch of each rank goes through the model once more,
-    without replay and without gradients, to say what replay is good for: ``unreplayed_mismatch_kl`` beside
+    """With ``router_replay``: number of steps after which the first micro-batch of each rank goes through the model
+    once more, without replay and without gradients, to measure the effect of replay: ``unreplayed_mismatch_kl`` next to
     ``replayed_mismatch_kl``. 0: never."""
     freeze: list[str] | None = None
     """Patterns (``*``, ``?``, ``[…]``) of published names of tensors that are not trained, such as
     ``*.mlp.gate.weight``: they have no gradient and no optimizer state, and are saved and published all the same. The
     experts of a layer are one parameter, frozen together. None: what its family says (the indexer of GLM-5)."""
     mtp_tensors: Literal["keep", "drop"] = "keep"
-    """What becomes of the model's tensors of multi-token prediction, which are not trained: ``keep`` carries them
+    """Treatment of the model's tensors of multi-token prediction, which are not trained: ``keep`` carries them
     through as they are, into checkpoints, versions and exports; ``drop`` leaves them out of all three."""
 
     @property
     def data_ranks(self) -> int:
-        """Data-parallel ranks: a batch is cut into so many shards. Ranks of a context-parallel group share one."""
+        """Return the number of data-parallel ranks, which is the number of shards of a batch.
+
+        Ranks of a context-parallel group share one shard.
+        """
         return self.ranks // self.parallelism.cp
 
     @property
     def dispatched_tokens(self) -> int:
-        """Maximum tokens that one rank gives to its sparse layers in one pass."""
+        """Return the maximum tokens that one rank gives to its sparse layers in one pass."""
         cp = self.parallelism.cp
         share = -(-self.micro_batch_tokens // cp)
-        # chunks near heads and tails are of unequal length, and what fills up comes on top
+        # chunks near heads and tails have unequal lengths, and padding is added
         unequal = self.parallelism.cp_scheme != "ulysses" and cp > 1
         return (2 * share if unequal else share) + 2 * cp

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["OWNED_FLAGS", "owner_of"]
-
 _CONTRACT = "the orchestrator relies on it"
 _ADDRESS = "addresses and ports come from the plan"
 _PLACE = "the plan derives it from nodes and GPUs"
@@ -14,8 +12,8 @@ OWNED_FLAGS: dict[str, str] = {
     "model-tag": "it is model.path",
     "tokenizer": "token ids go in and out; the trainer reads the tokenizer of model.path",
     "skip-tokenizer-init": _CONTRACT,
-    "served-model-name": "it is the recipe's name",
-    "config": "a file could say anything; give its flags one by one",
+    "served-model-name": "the recipe's name sets it",
+    "config": "hpcrl cannot check a file of flags; give its flags one by one",
     **dict.fromkeys(("host", "port", "uds", "root-path", "grpc", "grpc-port"), _ADDRESS),
     **dict.fromkeys(("api-key", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs"), "the orchestrator speaks plain HTTP"),
     **dict.fromkeys(("headless", "api-server-count"), _PLACE),
@@ -26,10 +24,10 @@ OWNED_FLAGS: dict[str, str] = {
     "max-logprobs": _CONTRACT,
     "logits-processors": "log-probabilities would not be those that the trainer computes",
     "weight-transfer-config": "weights come from hand-offs",
-    "worker-extension-cls": "it says when a hand-off was read",
+    "worker-extension-cls": "the orchestrator relies on it to know when a hand-off was read",
     "weight-version": "it comes from hand-offs",
-    "additional-config": "it says where weights are read, and as whom",
-    "middleware": "it answers those alone who bring the run's token",
+    "additional-config": "it sets the path and the identity with which weights are read",
+    "middleware": "it accepts only requests with the run's token",
     "worker-cls": "weight updates rely on vLLM's own worker",
     "enable-prefix-caching": "turns of a rollout and rollouts of a group rely on it",
     "max-model-len": "it is engine.max_model_len",
@@ -62,7 +60,7 @@ OWNED_FLAGS: dict[str, str] = {
         ),
         _PLACE,
     ),
-    "pipeline-parallel-size": "there is no pipeline parallelism, and no plan computes with stages",
+    "pipeline-parallel-size": "hpcrl has no pipeline parallelism",
     "enable-return-routed-experts": "it is engine.return_routed_experts",
     **dict.fromkeys(("enable-lora", "lora-modules"), "engines merge adapters into their weights"),
     **dict.fromkeys(("speculative-config", "spec-method", "spec-model", "spec-tokens"), _LATER),
@@ -72,7 +70,7 @@ OWNED_FLAGS: dict[str, str] = {
 
 
 def owner_of(flag: str) -> str | None:
-    """Why the plan writes ``flag`` itself; None where a recipe may.
+    """Return the reason why the plan writes ``flag`` itself; None where a recipe may.
 
     Parameters
     ----------

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from hpcrl.config.base import Fraction, PositiveFloat, PositiveInt, StrictModel
 
-__all__ = ["WarmupConfig"]
-
 
 class WarmupConfig(StrictModel):
-    """How ``hpcrl warmup`` makes a small start model: random weights, then supervised steps on demonstrations."""
+    """Small start model of ``hpcrl warmup``: random weights, then supervised steps on demonstrations."""
 
     family: str = "qwen3_moe"
     """Family of the model: the ``model_type`` of its ``config.json``; docs/training.md has those that are trained."""
     config: dict[str, Any] = {}
-    """What ``config.json`` says beside the sizes below, by the keys of the family (``q_lora_rank``, ``index_topk``)."""
+    """Values of ``config.json`` in addition to the sizes below, by the keys of the family (``q_lora_rank``,
+    ``index_topk``)."""
     hidden_size: PositiveInt = 64
     """Width of the residual stream."""
     num_hidden_layers: PositiveInt = 2
@@ -46,3 +47,8 @@ class WarmupConfig(StrictModel):
     correct_share: Fraction = 0.3
     """Share of demonstrations that show the right behaviour; the others show a plausible wrong one, so that
     the start model knows both and reinforcement learning has something to choose from."""
+    chat: Literal["text", "qwen2.5", "glm-5"] = "text"
+    """Format of conversations: control tokens and the chat template of the tokenizer. ``text`` has no tool calls;
+    ``qwen2.5`` has them; ``glm-5`` has thinking as well, and the next speaker's mark ends a turn."""
+    words: Annotated[tuple[Annotated[str, Field(pattern=r"(?s)^.")], ...], Field(strict=False)] = ()
+    """Texts that are one token each, in addition to printable ASCII characters: they make frequent turns short."""

@@ -14,14 +14,13 @@ from yaml.resolver import Resolver
 
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["KeyPath", "Origins", "parse_file", "parse_value"]
-
 _MOST_BYTES = 4 << 20
-"""Of a file: the longest recipe anybody wrote is a thousandth of it."""
+"""Maximum bytes of a file: the longest real recipe is a thousandth of it."""
 _MOST_VALUES = 100_000
-"""Of a file, where an alias counts as what it stands for: a few lines of aliases can stand for billions of values."""
+"""Maximum values of a file, where an alias counts as its target: a few lines of aliases can stand for billions of
+values."""
 _MOST_LEVELS = 64
-"""Of lists and mappings in each other; an alias within its own anchor has no end."""
+"""Maximum depth of nested lists and mappings; an alias within its own anchor would be infinite."""
 
 KeyPath = tuple[str | int, ...]
 Origins = dict[KeyPath, str]
@@ -32,20 +31,20 @@ class _TooMuchError(yaml.YAMLError):
     """More than any recipe says."""
 
 
-_TOO_DEEP = f"lists and mappings lie more than {_MOST_LEVELS} deep in each other"
+_TOO_DEEP = f"lists and mappings are nested more than {_MOST_LEVELS} levels deep"
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with numbers as people write them.
 
-    It wants a dot in every float, but people write ``1e-3``; and it takes ``1:30`` for ninety and ``010`` for eight,
-    which nobody means. Brackets are counted while they are read: thousands in each other would take minutes.
+    YAML 1.1 requires a dot in every float, but people write ``1e-3``; and it reads ``1:30`` as ninety and ``010`` as
+    eight, which is never meant. Brackets are counted while they are read: thousands in each other would take minutes.
     """
 
     flow_level: int
 
     def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        """An opening bracket or brace."""
+        """Refuse brackets and braces beyond the maximum depth."""
         if self.flow_level >= _MOST_LEVELS:
             raise _TooMuchError(_TOO_DEEP)
         super().fetch_flow_collection_start(token)
@@ -87,7 +86,7 @@ else:
 
 
 def parse_value(text: str) -> Any:
-    """One value as ``--set`` takes it (ValueError where it is not YAML)."""
+    """Return the value of one text of ``--set`` (ValueError where it is not YAML)."""
     try:
         value, builder = _parse(text, Path("--set"))
     except yaml.YAMLError as error:
@@ -120,7 +119,7 @@ def parse_file(path: Path) -> tuple[dict[str, Any], Origins]:
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError([Finding(where, "", f"not valid YAML: {_problem(error)}")]) from error
     if value is None:
-        # an empty file lacks all that is required
+        # an empty file lacks all required keys
         value, builder.origins[()] = {}, f"{path}:1"
     if not isinstance(value, dict):
         builder.findings.append(Finding(f"{path}:1", "", "the top level must be a mapping of keys to values"))
@@ -131,9 +130,9 @@ def parse_file(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def _parse(text: str, path: Path) -> tuple[Any, _Builder]:
-    """The value of one document, and who built it, with what is wrong with it (YAMLError where it is no YAML)."""
+    """Return the value of one document, and the builder with its findings (YAMLError where it is not YAML)."""
     for kind in _QUICK:
-        # of what is wrong with a document PyYAML's own parser says more
+        # PyYAML's own parser has the better error messages
         with suppress(yaml.YAMLError, UnicodeError):
             return _parse_by(kind, text, path)
     return _parse_by(_Loader, text, path)
@@ -158,7 +157,7 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 def _shown(path: Path) -> Path:
-    """As a person would write it: relative to here where it lies below."""
+    """Return a path for display: relative to the working directory where it lies below."""
     return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
 
 
@@ -185,16 +184,16 @@ class _Builder:
         return self._scalar(node, path)
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
-        """A value without parts; what YAML takes for a number or a date and is none is named (None instead)."""
+        """Return a scalar; an invalid number or date is reported as a finding and gives None."""
         try:
             value = self._loader.construct_object(node)
         except (ValueError, OverflowError, AttributeError, LookupError, TypeError) as error:
-            # with a tag of its own a text may be anything but what its tag says
+            # with an explicit tag a text may be anything but a value of this tag
             kind = node.tag.rpartition(":")[2]
             dotted = ".".join(str(part) for part in path)
             shown = f"{node.value[:20]}…" if len(node.value) > 20 else node.value
             hint = "text is written in quotes"
-            self.findings.append(Finding(self._where(node), dotted, f"{shown!r} is no {kind}: {error}", hint))
+            self.findings.append(Finding(self._where(node), dotted, f"{shown!r} is not a valid {kind}: {error}", hint))
             return None
         if isinstance(value, str) and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
             dotted = ".".join(str(part) for part in path)
@@ -219,7 +218,7 @@ class _Builder:
             if key in result:
                 earlier = self.origins[(*path, key)].rsplit(":", 1)[1]
                 self.findings.append(
-                    Finding(self._where(key_node), dotted, f"stands twice (first on line {earlier})", "remove one")
+                    Finding(self._where(key_node), dotted, f"appears twice (first on line {earlier})", "remove one")
                 )
                 continue
             result[key] = self.build(value_node, (*path, key))

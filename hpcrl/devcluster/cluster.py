@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from hpcrl import procfs
 from hpcrl.devcluster.daemons import Roster, end, find_processes, inside_job, read_daemons
 from hpcrl.devcluster.packages import check_machine, require_program
 from hpcrl.devcluster.place import ClusterPaths, default_home
@@ -21,10 +20,9 @@ from hpcrl.devcluster.render import write_configuration
 from hpcrl.devcluster.settings import ClusterSettings, Record
 from hpcrl.devcluster.start import CONTROLLER, start_all, start_controller, start_slurmd, wait_for, wait_for_nodes
 from hpcrl.errors import UsageError
+from hpcrl.processes import procfs
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmRejectedError, SlurmUnavailableError
-
-__all__ = ["ClusterStatus", "DevCluster", "NodeStatus", "limits_of_user", "list_clusters"]
 
 _TASK_GRACE_S = 1.0
 """Jobs may clean up behind themselves (shared memory, sockets) before they are killed."""
@@ -68,21 +66,21 @@ class DevCluster:
 
     @classmethod
     def named(cls, name: str, home: Path | None = None) -> DevCluster:
-        """The cluster of this name in ``home`` (by default the user's), whether it is there or not."""
+        """Return the cluster of this name in ``home`` (by default the user's); it need not exist."""
         return cls((default_home() if home is None else home.absolute()) / name)
 
     def record(self) -> Record:
-        """What was made (UsageError where nothing was)."""
+        """Return the record of the created cluster (UsageError where there is none)."""
         record = self.paths.read_record()
         if record is None:
             raise UsageError(
                 f"there is no virtual cluster in {self.paths.root}\n    hint: hpcrl devcluster up --name "
-                f"{self.paths.root.name}, or `hpcrl devcluster list` for those that are there"
+                f"{self.paths.root.name}, or `hpcrl devcluster ls` for those that are there"
             )
         return record
 
     def client(self, *, timeout_s: float = 30.0) -> SlurmClient:
-        """A client of this cluster's Slurm."""
+        """Return a client of this cluster's Slurm."""
         return SlurmClient(conf=self.paths.conf, timeout_s=timeout_s)
 
     # -- up and down ---------------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ class DevCluster:
         record = Record(
             settings=settings,
             ports=choose_ports(settings.nodes, accounting=settings.accounting),
-            # the program tells it without a cluster: SLURM_CONF of this shell may name one that has gone down
+            # the program reports its version without a cluster: SLURM_CONF of this shell may name one that is down
             slurm_version=SlurmClient(conf=Path(os.devnull)).version(program=require_program("slurmctld")),
             created_s=time.time(),
         )
@@ -121,10 +119,10 @@ class DevCluster:
         if not os.path.lexists(self.paths.root):
             return
         if not self.paths.record.is_file():
-            raise UsageError(f"{self.paths.root} exists and is no virtual cluster\n    hint: another --name or --home")
-        state = (
-            "is up already" if find_processes(self.paths) else "is there, but does not run (a failed start, a reboot)"
-        )
+            raise UsageError(
+                f"{self.paths.root} exists and is not a virtual cluster\n    hint: another --name or --home"
+            )
+        state = "is up already" if find_processes(self.paths) else "exists, but does not run (a failed start, a reboot)"
         name = self.paths.root.name
         raise UsageError(
             f"virtual cluster {name} {state}: {self.paths.root}\n"
@@ -157,13 +155,13 @@ class DevCluster:
         end(roster.find)
 
     def shared_entries(self) -> list[str]:
-        """Names in ``shared/``, which `down` would delete."""
+        """Return the names in ``shared/``, which `down` would delete."""
         return sorted(os.listdir(self.paths.shared)) if self.paths.shared.is_dir() else []
 
     # -- looking -------------------------------------------------------------------------------------------------
 
     def status(self) -> ClusterStatus:
-        """How the cluster is. A controller that does not answer costs a few seconds."""
+        """Return the status of the cluster; a controller that does not answer costs a few seconds."""
         record = self.record()
         members = find_processes(self.paths)
         controller, states = self._ask_controller()
@@ -233,7 +231,7 @@ class DevCluster:
         client = self.client()
         state = next(found for found in client.nodes() if found.name == node.name)
         if state.states & {"DOWN", "DRAIN"}:
-            with contextlib.suppress(SlurmRejectedError):  # it registered meanwhile, and is up
+            with contextlib.suppress(SlurmRejectedError):  # it registered meanwhile, and is up again
                 client.update_node(node.name, "RESUME")
         wait_for_nodes(self.paths, [node.name])
 
@@ -271,13 +269,13 @@ class DevCluster:
     # -- using ---------------------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """What a shell or a program needs to use this cluster."""
+        """Return the environment variables that a shell or a program needs to use this cluster."""
         self.record()
         return {"SLURM_CONF": str(self.paths.conf)}
 
 
 def list_clusters(home: Path | None = None) -> list[DevCluster]:
-    """Clusters in a home directory, running or not."""
+    """Return the clusters in a home directory, running or not."""
     directory = default_home() if home is None else home.absolute()
     if not directory.is_dir():
         return []
@@ -286,7 +284,7 @@ def list_clusters(home: Path | None = None) -> list[DevCluster]:
 
 
 def limits_of_user() -> str:
-    """What does not work because we are not root; empty as root."""
+    """Return a description of the functions that are missing without root; empty as root."""
     if os.geteuid() == 0:
         return ""
     user = getpass.getuser()
@@ -294,7 +292,7 @@ def limits_of_user() -> str:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Proportional memory of a process (shared pages are split among those that share them)."""
+    """Return the proportional memory of a process (shared pages are split among those that share them)."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:

@@ -19,23 +19,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from hpcrl import procfs
-from hpcrl.decoding import prepared
 from hpcrl.devcluster.place import ClusterPaths
 from hpcrl.errors import DeadlineError
-from hpcrl.fs import write_json
-
-__all__ = [
-    "ClusterProcess",
-    "DaemonRecord",
-    "Roster",
-    "end",
-    "find_processes",
-    "inside_job",
-    "log_tail",
-    "read_daemons",
-    "start_daemon",
-]
+from hpcrl.processes import procfs
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 _MARK = "HPCRL_DEVCLUSTER_DAEMON"
 """Its value is the cluster's directory. Shells and jobs of people never have it."""
@@ -54,7 +42,7 @@ class DaemonRecord(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
 
     def process(self) -> procfs.Process | None:
-        """The process, if it is still this one and lives."""
+        """Return the process if it is still running and is the recorded one; else None."""
         process = procfs.read_process(self.pid) if self.boot_id == procfs.boot_id() else None
         if process is None or process.start_ticks != self.start_ticks or process.dead:
             return None
@@ -62,7 +50,7 @@ class DaemonRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterProcess(NamedTuple):
-    """A living process of a cluster; ``node`` is empty for what belongs to no node."""
+    """Running process of a cluster; ``node`` is empty for a process without a node."""
 
     process: procfs.Process
     kind: Literal["daemon", "step", "task"]
@@ -100,14 +88,14 @@ def start_daemon(
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, start_log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
             (os.POSIX_SPAWN_DUP2, 1, 2),
-            # a daemon outlives its starter, and must not hold on to what that one had inherited: locks, pipes
+            # a daemon outlives its starter, and must not keep inherited locks and pipes open
             *((os.POSIX_SPAWN_CLOSE, fd) for fd in _open_files()),
         ],
         setsid=True,
         setsigmask=(),
         setsigdef=_RESTORED_SIGNALS,
     )
-    process = procfs.read_process(pid)  # our own unreaped child: it is there, dead or alive
+    process = procfs.read_process(pid)  # a child of this process that was not reaped: it exists, running or dead
     assert process is not None
     record = DaemonRecord(name=name, pid=pid, start_ticks=process.start_ticks, boot_id=procfs.boot_id())
     write_json(paths.processes / f"{name}.json", record)
@@ -115,17 +103,17 @@ def start_daemon(
 
 
 def _open_files() -> list[int]:
-    """File descriptors that a child would get, the standard ones excepted."""
+    """Return the file descriptors that a child would get, the standard ones excepted."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that lists is gone already
+        with contextlib.suppress(OSError):  # the process that lists them has ended already
             if int(name) > 2 and os.get_inheritable(int(name)):
                 found.append(int(name))
     return found
 
 
 def read_daemons(paths: ClusterPaths) -> dict[str, DaemonRecord]:
-    """Daemons that were started, by name, dead ones included."""
+    """Return the daemons that were started, by name, dead ones included."""
     found = {}
     for path in sorted(paths.processes.glob("*.json")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
@@ -135,7 +123,7 @@ def read_daemons(paths: ClusterPaths) -> dict[str, DaemonRecord]:
 
 
 def find_processes(paths: ClusterPaths) -> list[ClusterProcess]:
-    """All living processes of a cluster: daemons, step managers, and what jobs have started on its nodes."""
+    """Return all running processes of a cluster: daemons, step managers, and what jobs have started on its nodes."""
     processes = procfs.all_processes()
     members: dict[int, ClusterProcess] = {}
     for process in processes.values():
@@ -144,7 +132,7 @@ def find_processes(paths: ClusterPaths) -> list[ClusterProcess]:
     for record in read_daemons(paths).values():
         if (recorded := record.process()) is not None:
             members.setdefault(recorded.pid, ClusterProcess(recorded, "daemon", ""))
-    # what a task starts belongs to it, also with an environment of its own
+    # processes of a task belong to its node, also with another environment
     for step in [member for member in members.values() if member.kind == "step"]:
         for child in procfs.descendants(step.process.pid, processes):
             members.setdefault(child.pid, ClusterProcess(child, "task", step.node))
@@ -156,7 +144,7 @@ def _identify(paths: ClusterPaths, process: procfs.Process) -> ClusterProcess | 
         cwd = Path(os.readlink(f"/proc/{process.pid}/cwd"))
         command = Path(f"/proc/{process.pid}/comm").read_text().strip()
     except OSError:
-        return None  # ended meanwhile, or another user's
+        return None  # it ended meanwhile, or belongs to another user
     if command == "slurmstepd":
         return ClusterProcess(process, "step", cwd.name) if cwd.parent == paths.spool else None
     env = procfs.read_environ(process.pid)
@@ -184,7 +172,7 @@ class Roster:
 
     @property
     def seen(self) -> int:
-        """Number of processes found so far."""
+        """Return the number of processes found so far."""
         return len(self._seen)
 
     def find(self, *kinds: str) -> list[ClusterProcess]:
@@ -201,7 +189,7 @@ def _identity(process: procfs.Process) -> tuple[int, int]:
 
 
 def inside_job(paths: ClusterPaths) -> bool:
-    """Whether we run in a job of this cluster."""
+    """Return whether this process runs in a job of this cluster."""
     return "SLURMD_NODENAME" in os.environ and os.environ.get("SLURM_CONF") == str(paths.conf)
 
 
@@ -239,8 +227,8 @@ def end(
 
 
 def log_tail(paths: ClusterPaths, name: str) -> str:
-    """The last lines that a daemon wrote, indented, for an error message."""
+    """Return the last lines of a daemon's log, indented, for an error message."""
     for path in (paths.log / f"{name}.log", paths.log / f"{name}.start"):
         if path.is_file() and (text := path.read_text(errors="replace").strip()):
             return f"{path}:\n" + "\n".join(f"      {line}" for line in text.splitlines()[-8:])
-    return f"{paths.log}: nothing of {name}"
+    return f"{paths.log} has no output of {name}"

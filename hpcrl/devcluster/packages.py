@@ -8,8 +8,6 @@ from pathlib import Path
 
 from hpcrl.errors import UsageError
 
-__all__ = ["check_machine", "find_program", "missing_programs", "require_program"]
-
 _BASE = {
     "munged": "munge",
     "slurmctld": "slurm-wlm",
@@ -31,19 +29,19 @@ _SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def find_program(name: str) -> str | None:
-    """Path of a program; None where it is not installed."""
+    """Return the path of a program; None where it is not installed."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SEARCH}")
 
 
 def require_program(name: str) -> str:
-    """Path of a program that `check_machine` has found."""
+    """Return the path of a program that `check_machine` has found."""
     path = find_program(name)
     assert path is not None, f"{name} is not installed"
     return path
 
 
 def missing_programs(*, accounting: bool = False, stale: bool = False) -> dict[str, str]:
-    """Programs that are not installed, with the Debian package of each."""
+    """Return the programs that are not installed, with the Debian package of each."""
     wanted = _BASE | (_ACCOUNTING if accounting else {}) | (_STALE if stale else {})
     return {name: package for name, package in wanted.items() if find_program(name) is None}
 

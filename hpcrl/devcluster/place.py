@@ -3,7 +3,7 @@
 ::
 
     <home>/<name>/
-      cluster.json            what was made; a directory without it is none of ours
+      cluster.json            record of the cluster; a directory without it is not a cluster
       processes/<daemon>.json pid and start time of each daemon
       etc/                    slurm.conf and the like
       munge/  state/  database/  spool/<node>/  dev/  log/
@@ -19,22 +19,23 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.devcluster.settings import Record
 from hpcrl.errors import UsageError
-from hpcrl.fs import write_json
-
-__all__ = ["HOME_VARIABLE", "ClusterPaths", "default_home"]
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 HOME_VARIABLE = "HPCRL_DEVCLUSTER_HOME"
 
 _SAFE_PATH = re.compile(r"/[A-Za-z0-9._/+-]*")
 _LONGEST_SOCKET_PATH = 107
-"""Of ``sun_path`` (unix(7)), without the final zero."""
+"""Maximum length of ``sun_path`` in bytes (unix(7)), without the final zero."""
 
 
 def default_home() -> Path:
-    """Where clusters lie: ``$HPCRL_DEVCLUSTER_HOME``, or ``hpcrl/devcluster`` in the user's data directory."""
+    """Return the directory of clusters.
+
+    It is ``$HPCRL_DEVCLUSTER_HOME``, or ``hpcrl/devcluster`` in the user's data directory.
+    """
     if home := os.environ.get(HOME_VARIABLE):
         return Path(home).absolute()
     data_home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
@@ -65,7 +66,7 @@ class ClusterPaths:
         return self.spool / node
 
     def read_record(self) -> Record | None:
-        """What was made here; None where nothing was.
+        """Read the record of the cluster; return None where there is none.
 
         Raises
         ------
@@ -115,8 +116,8 @@ class ClusterPaths:
 
     def remove(self) -> None:
         """Delete the directory. Only to be called when `record` was found in it and no process is left."""
-        assert self.record.is_file(), f"{self.root} is no virtual cluster"
-        # the record last: a removal that is cut short can be repeated
+        assert self.record.is_file(), f"{self.root} is not a virtual cluster"
+        # the record last: an interrupted removal can be repeated
         for entry in self.root.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

@@ -9,18 +9,16 @@ import socket
 from hpcrl.devcluster.settings import Ports
 from hpcrl.errors import UsageError
 
-__all__ = ["choose_ports", "is_listening"]
-
 _FIRST, _LAST = 10000, 19999
 """Below what cluster profiles give to roles (20000 on), and below the kernel's ephemeral ports."""
 _TRIES = 50
 
 
 def choose_ports(nodes: int, *, accounting: bool) -> Ports:
-    """A block of ports that are free now.
+    """Return a block of ports that are free now.
 
-    The place is drawn by chance, so that clusters that start together hardly ever meet; if they do, a daemon of one
-    cannot bind, and its start says so.
+    The first port is random, so that clusters that start at the same time rarely choose the same block. If they do, a
+    daemon of one cannot bind, and its start reports that.
 
     Raises
     ------
@@ -34,7 +32,7 @@ def choose_ports(nodes: int, *, accounting: bool) -> Ports:
             return Ports(controller=first, database=first + 1 if accounting else 0, first_node=first + 2)
     raise UsageError(
         f"no {needed} free TCP ports in a row between {_FIRST} and {_LAST}\n"
-        "    hint: end a virtual cluster that is not needed: hpcrl devcluster list"
+        "    hint: end a virtual cluster that is not needed: hpcrl devcluster ls"
     )
 
 
@@ -52,7 +50,7 @@ def _all_free(ports: range) -> bool:
 
 
 def is_listening(port: int) -> bool:
-    """Whether something accepts connections on a port of this machine."""
+    """Return whether a server accepts connections on a port of this machine."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -11,14 +11,12 @@ from hpcrl.config.resources import package_data
 from hpcrl.devcluster.place import ClusterPaths
 from hpcrl.devcluster.settings import Record
 
-__all__ = ["render", "write_configuration"]
-
 _CGROUP_SINCE = (23, 2)
 """From this version on slurmd reads cgroup.conf whatever plugins are chosen, and the file may say no to cgroups."""
 
 
-def render(record: Record, paths: ClusterPaths, *, user: str) -> dict[str, str]:
-    """Contents by file name. Pure.
+def render_configuration(record: Record, paths: ClusterPaths, *, user: str) -> dict[str, str]:
+    """Return the contents by file name. Pure.
 
     Parameters
     ----------
@@ -45,7 +43,7 @@ def render(record: Record, paths: ClusterPaths, *, user: str) -> dict[str, str]:
 
 def write_configuration(record: Record, paths: ClusterPaths) -> None:
     """Write all files into ``etc/``."""
-    for name, text in render(record, paths, user=getpass.getuser()).items():
+    for name, text in render_configuration(record, paths, user=getpass.getuser()).items():
         path: Path = paths.etc / name
         path.touch(mode=0o600)  # slurmdbd refuses a file that others may read
         path.write_text(text)

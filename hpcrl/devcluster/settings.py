@@ -1,4 +1,4 @@
-"""What a virtual cluster is like, and the record of one that was made."""
+"""Settings of a virtual cluster, and the record of one that was made."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import msgspec
 
 from hpcrl.errors import UsageError
-
-__all__ = ["ClusterSettings", "Ports", "Record", "VirtualNode"]
 
 #: Slurm takes names of clusters, nodes, partitions and GPU types apart at other signs
 _NAME = re.compile(r"[a-z][a-z0-9]{0,30}")
@@ -73,7 +71,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for what in ("name", "gpu_type", "partition", "urgent_partition"):
             if not _NAME.fullmatch(getattr(self, what)):
                 raise UsageError(
-                    f"{what.replace('_', ' ')} {getattr(self, what)!r} is no name for Slurm\n"
+                    f"{what.replace('_', ' ')} {getattr(self, what)!r} is not a name for Slurm\n"
                     "    hint: a lower-case letter, then up to 30 lower-case letters and digits"
                 )
         if not 1 <= self.nodes <= 2000:
@@ -81,7 +79,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.gpus < 0 or self.gpus > 64:
             raise UsageError(f"{self.gpus} GPUs: a node has 0 to 64")
         if self.cpus < 1 or self.cpus % self.sockets:
-            raise UsageError(f"{self.cpus} cores do not fill {self.sockets} sockets")
+            raise UsageError(f"{self.cpus} cores: the number must be a multiple of the {self.sockets} sockets")
         if self.requeue_delay_s < _LEAST_CRED_EXPIRE_S:
             raise UsageError(
                 f"a requeue delay of {self.requeue_delay_s} s: Slurm takes {_LEAST_CRED_EXPIRE_S} s or more"
@@ -117,11 +115,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[VirtualNode, ...]:
-        """All nodes, in order."""
+        """Return all nodes, in order."""
         return tuple(self._nodes())
 
     def node(self, name: str) -> VirtualNode:
-        """The node of this name (UsageError where there is none)."""
+        """Return the node of this name (UsageError where there is none)."""
         for node in self._nodes():
             if node.name == name:
                 return node
@@ -132,7 +130,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         digits = max(3, len(str(self.settings.nodes)))
         for i in range(self.settings.nodes):
             port = self.ports.first_node + i
-            # addresses follow from a port that only this cluster has, so that two clusters share none
+            # addresses follow from a port that only this cluster has, so that two clusters have different ones
             owner = self.ports.first_node + i // _ADDRESSES_A_PORT
             address = f"127.{owner >> 8}.{owner & 255}.{1 + i % _ADDRESSES_A_PORT}"
             yield VirtualNode(f"{self.settings.name}-{i + 1:0{digits}d}", address, port)

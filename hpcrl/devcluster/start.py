@@ -17,8 +17,6 @@ from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmUnavailableError
 
-__all__ = ["start_all", "start_controller", "start_slurmd", "wait_for", "wait_for_nodes"]
-
 CONTROLLER = "slurmctld"
 _POLL_S = 0.05
 _DAEMON_DEADLINE_S = 30.0
@@ -55,7 +53,8 @@ def start_slurmd(paths: ClusterPaths, record: Record, node: VirtualNode) -> Daem
     argv = [require_program("slurmd"), "-D", "-N", node.name]
     stale_s = record.settings.stale_s
     if stale_s is not None:
-        # a mount namespace of the node's own: nobody else sees the mount, and it goes with the last process in it
+        # a mount namespace of the node's own: other processes do not see the mount, and it ends with the last process
+        # in it
         options = ",".join(f"{kind}_timeout={stale_s:g}" for kind in ("attr", "entry", "negative"))
         mount = [
             require_program("unshare"),
@@ -126,7 +125,7 @@ def wait_for(
 
 
 def _start_munged(paths: ClusterPaths) -> None:
-    # --force: munged wants directories that everybody can enter, all the way up; ours may lie in a private home, and
+    # --force: munged wants directories that all users can enter, all the way up; these may lie in a private home, and
     # then it serves those who can reach it
     files = {
         "socket": paths.munge_socket,
@@ -143,7 +142,7 @@ def _start_munged(paths: ClusterPaths) -> None:
 
 
 def _start_accounting(paths: ClusterPaths, record: Record) -> None:
-    """MariaDB on a socket of its own, no TCP port; slurmdbd; the cluster's entry."""
+    """Start MariaDB on its own socket without a TCP port, then slurmdbd, and add the cluster's entry."""
     _install_database(paths)
     database = start_daemon(
         paths,

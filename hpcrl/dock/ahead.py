@@ -1,7 +1,7 @@
 """Batches ahead of their step: the shard of step s + 1 is asked for, and fetched, while step s trains.
 
 The first request for a step makes the orchestrator build its batch, in a task of its own. So a batch is built and is
-on its way while the one before it is trained, and a rank holds one shard beside the one that it trains on.
+on its way while the one before it is trained, and a rank holds one shard in addition to the one that it trains on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from hpcrl.dock.client import DockClient
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import DeadlineError
 
-__all__ = ["BatchFetcher"]
-
 _LOOK_S = 5.0
-"""How often somebody who waits says so."""
+"""Seconds between two reports of a waiting rank."""
 
 
 class _Ahead:
@@ -27,31 +25,31 @@ class _Ahead:
         self.shard: BatchShard | None = None
         self.error: Exception | None = None
         self.wanted_since_s: float | None = None
-        """When the rank came to wait for it, by the monotonic clock; None while it trains the step before."""
+        """Time of the monotonic clock when the rank began to wait for it; None while it trains the step before."""
 
 
 class BatchFetcher:
     """The shards of one data-parallel rank, step after step."""
 
     def __init__(self, client: DockClient, *, rank: int, world_size: int, last_step: int) -> None:
-        """Ask for nothing yet.
+        """Remember the ranks; no request is sent yet.
 
         Parameters
         ----------
         rank, world_size:
-            Of the data-parallel ranks.
+            Rank, and number of the data-parallel ranks.
         last_step:
-            After it nothing is asked for: a batch that nobody trains would take rollouts away.
+            Last step to fetch: a batch beyond it would consume rollouts without being trained.
         """
         self._client, self._rank, self._world_size, self._last_step = client, rank, world_size, last_step
         self._ahead: _Ahead | None = None
         self._closed = threading.Event()
 
     def take(self, step: int) -> BatchShard:
-        """The shard of ``step``; the next one is fetched from now on.
+        """Return the shard of ``step``, and begin to fetch the next one.
 
-        While a step trains, an orchestrator that does not answer is asked again and again. Deadlines count from this
-        call on, as if nothing had been asked ahead.
+        While a step trains, requests to an orchestrator that does not answer are repeated. Deadlines count from this
+        call, as if nothing had been prefetched.
 
         Raises
         ------
@@ -76,7 +74,7 @@ class BatchFetcher:
 
     def _wait(self, ahead: _Ahead) -> BatchShard:
         if not ahead.done.is_set():
-            # so that the orchestrator knows that nothing can be gained by waiting for rollouts in flight
+            # so that the orchestrator knows that waiting for rollouts in flight has no benefit
             self._client.trained(ahead.step - 1)
             ahead.wanted_since_s = time.monotonic()
             limit_s = self._client.wait_timeout_s
@@ -91,7 +89,7 @@ class BatchFetcher:
         return ahead.shard
 
     def _fetch(self, ahead: _Ahead) -> None:
-        """Runs in a thread; leaves the shard or an error in ``ahead``."""
+        """Fetch a shard in a thread, and store it or an error in ``ahead``."""
         try:
             while not self._closed.is_set() and ahead.shard is None:
                 ahead.shard = self._client.poll(
@@ -101,7 +99,7 @@ class BatchFetcher:
                     wanted_since_s=lambda: ahead.wanted_since_s,
                     ended=self._closed,
                 )
-        except Exception as error:  # noqa: BLE001 - raised where somebody waits for the shard
+        except Exception as error:  # noqa: BLE001 - raised in the caller that waits for the shard
             ahead.error = error
         finally:
             ahead.done.set()

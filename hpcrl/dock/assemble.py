@@ -15,38 +15,46 @@ from hpcrl.dock.routes import joined as joined_routes
 from hpcrl.dock.wire import BatchShard, MicroBatch, ReferencedShard, Sample
 from hpcrl.errors import RolloutsLostError
 
-__all__ = ["assemble", "routes_of"]
-
 _MAX_LOG_RATIO = 20.0
-"""A token that the teacher all but excludes is no more than this, as in the losses (`hpcrl.trainer.step.losses`)."""
+"""Maximum of a log-ratio where the teacher nearly excludes a token, as in the losses (`hpcrl.trainer.step.losses`)."""
 Read = Callable[[PayloadPlace], memoryview]
 """The block at a place, verified (OSError, ValueError)."""
 
 
 def assemble(shard: ReferencedShard, read: Read) -> BatchShard:
-    """The shard with its columns.
+    """Return the shard with its columns.
 
-    Columns of a micro-batch that holds one rollout are views into its block; others are copied once.
+    Columns of a micro-batch that holds one sequence are views into its block; others are copied once. A block is read
+    once, however many sequences of it the shard has.
 
     Raises
     ------
     RolloutsLostError
-        Columns of a rollout cannot be read, or are not those of such a rollout.
+        Columns of a rollout cannot be read, or do not belong to such a rollout.
     """
+    blocks: dict[PayloadPlace, memoryview] = {}
+
+    def read_once(place: PayloadPlace) -> memoryview:
+        if place not in blocks:
+            blocks[place] = read(place)
+        return blocks[place]
+
+    several = any(sample.rollout_tokens for samples in shard.micro_batches for sample in samples)
+    read_block = read_once if several else read
     return BatchShard(
         step=shard.step,
         rank=shard.rank,
         world_size=shard.world_size,
-        micro_batches=[_micro_batch(samples, read, shard.teacher_weight) for samples in shard.micro_batches],
+        micro_batches=[_micro_batch(samples, read_block, shard.teacher_weight) for samples in shard.micro_batches],
         stats=shard.stats,
     )
 
 
 def routes_of(columns: dict[str, NDArray[Any]]) -> RoutedExperts | None:
-    """The routed experts among the columns of a rollout of ``T`` tokens; None where engines said nothing.
+    """Return the routed experts among the columns of a rollout of ``T`` tokens; None where engines recorded none.
 
     Columns are ``routed_experts [T, layers, experts_per_token]``, unsigned integers, and ``routed_present [T]`` uint8;
-    they are not copied (ValueError where they do not fit each other).
+    they are not copied. ValueError is raised where their shapes do not agree.
     """
     if "routed_experts" not in columns:
         return None
@@ -74,7 +82,19 @@ def _micro_batch(samples: Sequence[Sample], read: Read, teacher_weight: float) -
         advantages=_joined(advantages, np.float32),
         routed_experts=routes[0] if len(routes) == 1 else joined_routes(routes, lengths),
         rollouts=[(sample.group, sample.member) for sample in samples],
+        sequences=[sample.sequence for sample in samples] if any(sample.sequence for sample in samples) else [],
+        teacher_logprobs=_teacher_logprobs(blocks),
     )
+
+
+def _teacher_logprobs(blocks: Sequence[dict[str, NDArray[Any]]]) -> NDArray[np.float32] | None:
+    """Return a teacher's scores of all tokens, NaN in rollouts that none scored; None where it scored none of them."""
+    name = "teacher_logprobs"
+    if not any(name in columns for columns in blocks):
+        return None
+    unknown = (np.full(len(columns["token_ids"]), np.nan, np.float32) for columns in blocks)
+    found = [columns.get(name, without) for columns, without in zip(blocks, unknown, strict=True)]
+    return _joined(found, np.float32).astype(np.float32, copy=False)
 
 
 def _token_advantages(sample: Sample, columns: dict[str, NDArray[Any]], teacher_weight: float) -> Any:
@@ -96,6 +116,8 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
 
 
 def _columns(sample: Sample, read: Read) -> dict[str, NDArray[Any]]:
+    """Return the columns of a sequence, without those that say where sequences begin."""
+    tokens = sample.rollout_tokens or sample.tokens
     try:
         columns = decode_columns(read(sample.place))[1]
         lengths = {name: len(columns[name]) for name in ("token_ids", "sampled", "logprobs", "versions")}
@@ -106,11 +128,14 @@ def _columns(sample: Sample, read: Read) -> dict[str, NDArray[Any]]:
         ) from error
     if "teacher_logprobs" in columns:
         lengths["teacher_logprobs"] = len(columns["teacher_logprobs"])
-    if set(lengths.values()) != {sample.tokens}:
+    if set(lengths.values()) != {tokens}:
         raise RolloutsLostError(
-            f"rollout {sample.group}/{sample.member} has {sample.tokens} tokens, its columns {lengths}\n"
+            f"rollout {sample.group}/{sample.member} has {tokens} tokens, its columns {lengths}\n"
             "    hint: hpcrl rollouts verify RUN says what else is damaged"
         )
+    if sample.rollout_tokens:
+        own = slice(sample.begin, sample.begin + sample.tokens)
+        columns = {name: column[own] for name, column in columns.items() if name not in ("starts", "shared")}
     if sample.counts_as is not None:
         columns["versions"] = np.full_like(columns["versions"], sample.counts_as)
     return columns

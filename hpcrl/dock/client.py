@@ -11,6 +11,9 @@ Endpoints that the orchestrator serves (`hpcrl.rollouts.batches.http`):
 ``POST /dock/published/{version}``              a version is on the shared filesystem
 ``POST /dock/snapshot/{step}``                  200 the orchestrator's state after step ``step``, opaque bytes
 ``POST /dock/finish/{version}``                 200 the last version was evaluated; 204 not yet
+``POST /dock/evaluate/{key}?set=S&seed=N``      200 the result, JSON, of an evaluation that the first request of this
+                                                name begins at the version that engines serve; 204 not yet; 409 not now
+                                                (asked by `hpcrl.runs.running_evaluation`)
 =============================================== ==================================================================
 
 Each needs the run's token: 401 without it, 403 for a trainer of another attempt.
@@ -28,20 +31,18 @@ from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
-from hpcrl.credentials import Credentials
 from hpcrl.dock.assemble import assemble
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.warehouse.sharing import Sharing
 from hpcrl.dock.wire import BatchShard, ReferencedShard, decode_answer
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
-from hpcrl.http_body import read_body
-
-__all__ = ["DockClient"]
+from hpcrl.network.credentials import Credentials
+from hpcrl.network.http_body import read_body
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 5.0
-"""How long the server holds a request that cannot be answered yet."""
+"""Maximum seconds for which the server holds a request that cannot be answered yet."""
 _MAX_BYTES = 16 << 30
 """Maximum size of an answer: a shard names its rollouts, and the orchestrator's state holds texts of waiting ones."""
 _RETRY_S = 0.1
@@ -74,25 +75,25 @@ class DockClient:
         on_disk: Callable[[int, int, str], None] = lambda step, rollouts, why: None,
         sharing: Sharing | None = None,
     ) -> None:
-        """Remember where the dock is; nothing is sent.
+        """Remember the address of the dock; no request is sent.
 
         Parameters
         ----------
         url:
             ``http://host:port`` of the orchestrator.
         credentials:
-            Of this attempt; None where the dock asks for none.
+            Credentials of this attempt; None where the dock needs none.
         wait_timeout_s:
             Longest wait for one answer that takes its time (a batch, the final evaluation), in seconds.
         connect_timeout_s:
-            How long a dock that was reached before and no longer can be is tried again, in seconds. Before the
+            Maximum seconds of retries of a dock that was reached before and no longer can be. Before the
             first answer ``wait_timeout_s`` holds: the orchestrator starts when all engines are ready, which may take
             much longer than the start of a trainer.
         on_wait:
             Called every few seconds while an answer is waited for.
         on_disk:
-            Told of a step's rollouts that were read from the shared filesystem and not from memory: how many, and why
-            (the first; empty where the run has no warehouse). From the thread that fetches the batch.
+            Called with a step's number of rollouts that were read from the shared filesystem and not from memory, and
+            the first reason (empty where the run has no warehouse), from the thread that fetches the batch.
         sharing:
             With ranks of this node that train on the same shard; None where there are none.
 
@@ -138,10 +139,10 @@ class DockClient:
         Parameters
         ----------
         wanted_since_s:
-            When the trainer came to wait for it, by the monotonic clock; None while it does not: until then a dock that
-            does not answer is asked again, however long that takes.
+            Time of the monotonic clock when the trainer began to wait for it; None before: until then a dock that does
+            not answer is asked again without a limit.
         ended:
-            Nobody wants to know any more (None is returned).
+            Set when the answer is not needed any more (None is returned).
 
         Raises
         ------
@@ -157,7 +158,7 @@ class DockClient:
         return self._shard(body) if status == http.client.OK else None
 
     def _shard(self, data: bytes) -> BatchShard:
-        """The shard with its columns, read from where they lie."""
+        """Return the decoded shard with its columns, which are read from their storage."""
         try:
             shard = decode_answer(data)
         except ValueError as error:
@@ -169,7 +170,8 @@ class DockClient:
         try:
             if self._sharing is not None:
                 reader.share(self._sharing, shard.step)
-            reader.prepare([sample.place for samples in shard.micro_batches for sample in samples])
+            # sequences of one rollout have one block
+            reader.prepare(list(dict.fromkeys(sample.place for samples in shard.micro_batches for sample in samples)))
             return assemble(shard, reader.read)
         finally:
             reader.close()
@@ -182,8 +184,8 @@ class DockClient:
             if reader.unshared:
                 _log.warning(
                     "%d rollouts of step %d are not shared with other ranks of this node, the first: %s\n"
-                    "    hint: rollouts.warehouse.limit_gib, and what is free in rollouts.warehouse.directory, bound "
-                    "what a node shares: two steps of its ranks should fit",
+                    "    hint: raise rollouts.warehouse.limit_gib, or free space in rollouts.warehouse.directory: two "
+                    "steps of the ranks of a node should fit",
                     len(reader.unshared),
                     shard.step,
                     reader.unshared[0],
@@ -207,15 +209,15 @@ class DockClient:
     def published(self, version: int) -> None:
         """Tell the orchestrator that ``version`` is on the shared filesystem (it would find it by itself).
 
-        PeerLostError also where the orchestrator has restored another step than the first version that it is told;
+        PeerLostError also where the orchestrator has restored another step than the first version that it is sent;
         FencedError as `batch`.
         """
         self._request("POST", f"/dock/published/{version}")
 
     def snapshot(self, step: int) -> bytes:
-        """The orchestrator's state, encoded, with exactly the batches up to ``step`` consumed.
+        """Return the encoded orchestrator's state with exactly the batches up to ``step`` consumed.
 
-        PeerLostError also where that state is gone, or in the future; FencedError as `batch`.
+        PeerLostError is also raised where that state was removed or is of a future step; FencedError as `batch`.
         """
         return self._request("POST", f"/dock/snapshot/{step}")[1]
 
@@ -247,7 +249,7 @@ class DockClient:
         now_s = time.monotonic()
 
         def pause() -> None:
-            # engines that start slowly keep the orchestrator from starting: that is waiting, not hanging
+            # engines that start slowly keep the orchestrator from starting: that is a wait, not a hang
             self.on_wait()
             time.sleep(_RETRY_S)
 
@@ -284,9 +286,11 @@ class DockClient:
         wanted_since_s: Callable[[], float | None],
         pause: Callable[[], bool | None],
     ) -> tuple[int, bytes]:
-        """The first answer. Without any for ``limit_s``, from when it was lost and wanted, the dock is lost.
+        """Send a request until it is answered, and return the first answer.
 
-        ``pause`` is called between two requests; where it says True, nobody wants an answer any more.
+        PeerLostError is raised after ``limit_s`` seconds without an answer, counted from the later of two times: the
+        first failure, and ``wanted_since_s``. ``pause`` is called between two requests; if it returns True, the answer
+        is not needed any more, and the result is 204 with an empty body.
         """
         lost_since_s: float | None = None
         while True:

@@ -19,9 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.decoding import decode_msgpack
-
-__all__ = ["decode_columns", "encode_columns"]
+from hpcrl.storage.msgspec_types import decode_msgpack
 
 _MAGIC, _FORMAT, _ALIGN = b"hpcrlcol", 1, 64
 _PREFIX = struct.Struct("<8sII")
@@ -41,14 +39,14 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_columns(about: bytes, arrays: Mapping[str, NDArray[Any]]) -> list[bytes | memoryview]:
-    """The pieces of a block, to be written one behind the other; contiguous arrays are not copied.
+    """Return the pieces of a block, to be written one after the other; contiguous arrays are not copied.
 
     Parameters
     ----------
     about:
-        What belongs to them and is no array, encoded.
+        Encoded data of the rollout that are not arrays.
     arrays:
-        By name, of any shapes and of dtypes without objects. They may not change before the pieces are written.
+        Arrays by name, of any shapes and of dtypes without objects. They may not change before the pieces are written.
 
     Raises
     ------
@@ -71,12 +69,12 @@ def encode_columns(about: bytes, arrays: Mapping[str, NDArray[Any]]) -> list[byt
 
 
 def decode_columns(block: bytes | memoryview) -> tuple[bytes, dict[str, NDArray[Any]]]:
-    """What `encode_columns` was given; the arrays are read-only views into ``block``.
+    """Return the arguments of `encode_columns`; the arrays are read-only views into ``block``.
 
     Raises
     ------
     ValueError
-        It is no such block, one of another format, or it is cut off.
+        It is not such a block, has another format, or is truncated.
     """
     view = memoryview(block).toreadonly()
     if view.nbytes < _PREFIX.size or bytes(view[:8]) != _MAGIC:

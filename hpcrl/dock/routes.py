@@ -1,7 +1,7 @@
-"""Experts that engines chose, on their way to the trainer: opaque bytes with a shape and a dtype.
+"""Routed experts on their way to the trainer: opaque bytes with a shape and a dtype.
 
-Nobody between engine and trainer looks into them. In memory and on the wire they are one block of bytes in C order; a
-decoded shard has views into the bytes that arrived, so nothing is copied but by the trainer's device.
+No process between engine and trainer reads them. In memory and on the wire they are one block of bytes in C order; a
+decoded shard has views into the bytes that arrived, so that only the copy to the trainer's device is made.
 """
 
 from __future__ import annotations
@@ -14,27 +14,25 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["RoutedExperts", "exact_dtype", "joined"]
-
 
 def exact_dtype(num_experts: int) -> np.dtype[Any]:
-    """The smallest dtype that holds the number of every expert: uint8 up to 256 of them."""
+    """Return the smallest dtype that holds the number of every expert: uint8 up to 256 experts."""
     return np.min_scalar_type(max(0, num_experts - 1))
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
-    """Experts of ``T`` tokens; row ``t`` is of the forward pass that had token ``t`` as its input.
+    """Routed experts of ``T`` tokens; row ``t`` is of the forward pass that had token ``t`` as its input.
 
     Attributes
     ----------
     dtype:
-        Of numpy, an unsigned integer (``|u1``, ``<u2``).
+        Numpy's name of an unsigned integer (``|u1``, ``<u2``).
     shape:
         ``[T, layers, experts_per_token]``.
     data:
         The experts. In rows that are missing they mean nothing.
     present:
-        ``[T]`` uint8: 1 where an engine said which experts it was.
+        ``[T]`` uint8: 1 where an engine recorded the experts.
     """
 
     dtype: str
@@ -45,15 +43,18 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         kind = np.dtype(self.dtype)
         if kind.kind != "u":
-            raise ValueError(f"experts are unsigned integers, not {self.dtype}")
+            raise ValueError(f"routed experts are unsigned integers, not {self.dtype}")
         if min(self.shape) < 0 or math.prod(self.shape) * kind.itemsize != self.data.nbytes:
             raise ValueError(f"{self.data.nbytes} bytes are not {self.shape} of {self.dtype}")
         if self.present.nbytes != self.shape[0]:
-            raise ValueError(f"{self.present.nbytes} flags for {self.shape[0]} rows of experts")
+            raise ValueError(f"{self.present.nbytes} flags for {self.shape[0]} rows of routed experts")
 
     @classmethod
     def of(cls, experts: NDArray[Any], present: NDArray[np.uint8]) -> RoutedExperts:
-        """Experts ``[T, layers, experts_per_token]`` and flags ``[T]``; contiguous arrays are not copied."""
+        """Return the routed experts of two arrays; contiguous ones are not copied.
+
+        The arrays are experts ``[T, layers, experts_per_token]`` and flags ``[T]``.
+        """
         tokens, layers, width = experts.shape
         return cls(
             dtype=experts.dtype.str,
@@ -64,29 +65,29 @@ class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> NDArray[Any]:
-        """``[T, layers, experts_per_token]``, a view."""
+        """Return the experts ``[T, layers, experts_per_token]``, a view."""
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """``[T]``: where a row is there; a view."""
+        """Return the flags ``[T]`` of rows that were recorded, a view."""
         return np.frombuffer(self.present, dtype=np.bool_)
 
 
 def joined(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> RoutedExperts | None:
-    """Experts of sequences that are packed one behind the other.
+    """Return the routed experts of sequences that are packed one after the other.
 
     Parameters
     ----------
     parts:
-        Of each sequence; None where an engine said nothing.
+        Routed experts of each sequence; None where an engine recorded none.
     lengths:
         Tokens of each sequence.
 
     Returns
     -------
     RoutedExperts
-        Of all tokens; None where nothing was said of any.
+        Routed experts of all tokens; None where none were recorded.
 
     Raises
     ------
@@ -102,8 +103,8 @@ def joined(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> Rou
     for part, length in zip(parts, lengths, strict=True):
         if part is not None:
             if (part.dtype, part.shape) != (first.dtype, (length, *first.shape[1:])):
-                what = f"{part.shape} of {part.dtype} beside {first.shape[1:]} of {first.dtype}"
-                raise ValueError(f"experts of a sequence of {length} tokens do not fit: {what}")
+                what = f"{part.shape} of {part.dtype} next to {first.shape[1:]} of {first.dtype}"
+                raise ValueError(f"routed experts of a sequence of {length} tokens do not fit: {what}")
             experts[start : start + length] = part.experts
             present[start : start + length] = part.known
         start += length

@@ -1,12 +1,12 @@
-"""What travels from the orchestrator to the trainer, as MessagePack: which rollouts a rank trains on, and how.
+"""Messages from the orchestrator to the trainer, as MessagePack: the rollouts of a rank's shard, and their weights.
 
-Their columns do not: the orchestrator says where they lie (`ReferencedShard`), and the rank puts its shard together
+Columns are not sent: the orchestrator sends their places (`ReferencedShard`), and the rank assembles its shard
 (`hpcrl.dock.assemble`). A shard with all columns in it (`BatchShard`) can be sent as well, for records and tests.
 
 A batch is cut into one shard a trainer rank, and each shard into micro-batches of at most
-``trainer.micro_batch_tokens`` tokens, in which several rollouts lie one behind the other. All shards of
-a batch have the same number of micro-batches, because ranks meet in collectives; a rank without data gets
-empty micro-batches.
+``trainer.micro_batch_tokens`` tokens, in which several sequences lie one behind the other. A rollout has one sequence,
+or one for each of its branches; these may be in different micro-batches, and on different ranks. All shards of a batch
+have the same number of micro-batches, because ranks meet in collectives; a rank without data gets empty micro-batches.
 """
 
 from __future__ import annotations
@@ -17,42 +17,29 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.dock.warehouse.interface import Location
-
-__all__ = [
-    "FORMAT_VERSION",
-    "BatchShard",
-    "BatchStats",
-    "MicroBatch",
-    "ReferencedShard",
-    "Sample",
-    "decode_answer",
-    "decode_array",
-    "decode_shard",
-    "encode_array",
-    "encode_shard",
-]
+from hpcrl.storage.msgspec_types import decode_msgpack
 
 FORMAT_VERSION = 1
 REFERENCES_VERSION = 2
-"""Of shards that name their rollouts and have no columns."""
+"""Format version of shards that name their rollouts and have no columns."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Packed rollouts. ``T`` tokens of ``n`` rollouts; ``T`` and ``n`` may be 0.
+    """Packed sequences. ``T`` tokens of ``n`` sequences; ``T`` and ``n`` may be 0.
 
     Attributes
     ----------
     token_ids:
         ``[T]`` int32.
     cu_seqlens:
-        ``[n + 1]`` int32, start of each rollout and the end of the last; positions restart at each start.
+        ``[n + 1]`` int32, start of each sequence and the end of the last; positions restart at each start.
     loss_mask:
         ``[T]`` uint8: 1 where the token was sampled by the policy (its log-probability is conditioned on the
-        tokens before it). The first token of a rollout is never sampled.
+        tokens before it), and no earlier sequence of its rollout has it. The first token of a sequence is never
+        sampled.
     logprobs:
         ``[T]`` float32: the engine's log-probability of each sampled token, 0 elsewhere.
     versions:
@@ -61,9 +48,14 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages:
         ``[T]`` float32: advantage of each sampled token, 0 elsewhere.
     routed_experts:
-        Experts that engines chose for each token; None where no engine said anything.
+        Routed experts of each token; None where no engine recorded any.
     rollouts:
-        Group and member of each rollout.
+        Group and member of the rollout of each sequence.
+    sequences:
+        Number of each sequence in its rollout; empty where all are the first ones.
+    teacher_logprobs:
+        ``[T]`` float32: the teacher's log-probability of each sampled token, NaN in rollouts that no teacher scored;
+        None where it scored none of them.
     """
 
     token_ids: NDArray[np.int32]
@@ -74,15 +66,25 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: NDArray[np.float32]
     routed_experts: RoutedExperts | None = None
     rollouts: list[tuple[int, int]] = []
+    sequences: list[int] = []
+    teacher_logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def begun_rollouts(self) -> list[tuple[int, int]]:
+        """Group and member of each rollout whose first sequence is here: in a whole batch each is once among them."""
+        numbers = self.sequences or [0] * len(self.rollouts)
+        return [rollout for rollout, number in zip(self.rollouts, numbers, strict=True) if number == 0]
 
 
 class BatchStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the orchestrator knows about a whole batch; field meanings as in `hpcrl.runs.metrics.StepRecord`.
+    """Statistics of a whole batch from the orchestrator; field meanings as in `hpcrl.runs.metrics.StepRecord`.
 
     Attributes
     ----------
     total_sampled_tokens:
         Sampled tokens of the whole batch, over all shards: the loss is normalised by it.
+    total_tokens:
+        Tokens of all sequences of the whole batch.
     """
 
     reward_mean: float
@@ -99,6 +101,9 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_count_by_env: dict[str, int] = {}
     reward_count_by_part: dict[str, int] = {}
     teacher_kl: float | None = None
+    branches_mean: float = 1.0
+    branches_max: int = 1
+    prefix_repeated_tokens: int = 0
 
     @classmethod
     def of_tokens(cls, total: int = 0, *, sampled: int = 0) -> BatchStats:
@@ -125,7 +130,7 @@ class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
     step:
         Optimizer step (from 1) that the batch is for; the trainer's policy version is ``step - 1``.
     rank, world_size:
-        Whose part it is, and how many data-parallel ranks there are: ranks of one context-parallel group share one.
+        Data-parallel rank of the part, and number of these ranks: ranks of one context-parallel group share one.
     """
 
     step: int
@@ -137,20 +142,26 @@ class BatchShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """A rollout of a batch, by reference, with what only the orchestrator knows.
+    """A sequence of a rollout of a batch, by reference, with what only the orchestrator knows.
 
     Attributes
     ----------
     group, member:
-        Which it is.
+        Which rollout it is of.
     tokens:
-        How long it is.
+        How long the sequence is.
     advantage:
-        Of each of its sampled tokens.
+        Advantage of each of its sampled tokens.
     place:
-        Of its columns.
+        Place of its columns.
     counts_as:
         The version that all its tokens count as, where a restore has changed that; None: those that its columns say.
+    sequence:
+        Its number in the rollout.
+    begin:
+        Its first token among those of the rollout.
+    rollout_tokens:
+        Of all sequences of the rollout; 0: there is no other one.
     """
 
     group: int
@@ -159,6 +170,9 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     advantage: float
     place: PayloadPlace
     counts_as: int | None = None
+    sequence: int = 0
+    begin: int = 0
+    rollout_tokens: int = 0
 
 
 class ReferencedShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,13 +181,13 @@ class ReferencedShard(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     micro_batches:
-        Rollouts of each, in their order.
+        Sequences of each, in their order.
     location:
-        Of the warehouse; None where there is none.
+        Address of the warehouse; None without one.
     payload_dir:
-        Of the run, on the shared filesystem.
+        Directory of the run's columns, on the shared filesystem.
     teacher_weight:
-        Of the teacher's log-probability minus the engine's in the advantage of a token; 0: there is no teacher.
+        Weight of the teacher's log-probability minus the engine's in the advantage of a token; 0: without a teacher.
     """
 
     step: int
@@ -192,14 +206,14 @@ class _Format(msgspec.Struct):
 
 
 def encode_array(value: Any) -> Any:
-    """`msgspec` hook: an array as dtype, shape and raw bytes."""
+    """Encode an array as dtype, shape and raw bytes (a `msgspec` hook)."""
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "shape": value.shape, "data": np.ascontiguousarray(value).tobytes()}
     raise NotImplementedError(f"cannot encode {type(value)}")
 
 
 def decode_array(kind: type, value: Any) -> Any:
-    """`msgspec` hook: what `encode_array` made, as a read-only view."""
+    """Decode the result of `encode_array` as a read-only view (a `msgspec` hook)."""
     # msgspec passes the generic alias of NDArray fields
     if getattr(kind, "__origin__", kind) is np.ndarray:
         try:
@@ -210,12 +224,12 @@ def decode_array(kind: type, value: Any) -> Any:
 
 
 def encode_shard(shard: BatchShard | ReferencedShard) -> bytes:
-    """Bytes of a shard."""
+    """Return the encoded bytes of a shard."""
     return msgspec.msgpack.encode(shard, enc_hook=encode_array)
 
 
 def decode_shard(data: bytes) -> BatchShard:
-    """The shard of ``data``; its arrays are read-only views into it.
+    """Return the shard of ``data``; its arrays are read-only views into it.
 
     Raises
     ------
@@ -232,7 +246,7 @@ def decode_shard(data: bytes) -> BatchShard:
 
 
 def decode_answer(data: bytes) -> BatchShard | ReferencedShard:
-    """The shard of ``data``, with its columns or without (ValueError as `decode_shard`)."""
+    """Return the shard of ``data``, with its columns or without (ValueError as `decode_shard`)."""
     try:
         found = decode_msgpack(data, _Format).format_version
         if found == REFERENCES_VERSION:

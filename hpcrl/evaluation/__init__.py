@@ -1,1 +1,1 @@
-"""What scores of rollouts come to: estimates with intervals, rewards computed again, audits. No torch, no files."""
+"""Analysis of the scores of rollouts: estimates with intervals, recomputed rewards, audits. No torch, no files."""

@@ -1,4 +1,4 @@
-"""An audit of a reward: what a policy may earn it with beside the right answer.
+"""Audit of a reward: properties of replies other than the right answer that a policy may earn it with.
 
 Nothing here proves that a reward is wrong. It counts, and names rollouts for a person to look at.
 """
@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
-
-__all__ = ["AuditedReply", "Duplicate", "FormatOnly", "LongReply", "RewardAudit", "Suspicion", "audit_rewards"]
 
 _MOST = 5
 """Maximum number of examples of each kind."""
@@ -60,9 +58,9 @@ class FormatOnly(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     share_of_rewarded:
-        Of the rollouts with a reward above 0.
+        Share of the rollouts with a reward above 0.
     share_of_reward:
-        Of the sum of all rewards above 0.
+        Share of the sum of all rewards above 0.
     """
 
     rollouts: int

@@ -1,4 +1,4 @@
-"""Rewards that were computed again, beside those that a run was trained on: what would have changed in which step."""
+"""Comparison of recomputed rewards with those that a run was trained on: the changes in each step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import msgspec
-
-__all__ = ["RescoredRollout", "RescoredStep", "rescored_steps", "same_reward"]
 
 _TOLERANCE = 1e-9
 """Largest difference of rewards, relative to the larger one where that is above 1, that is none: a reward computed
@@ -26,11 +24,11 @@ class RescoredRollout(msgspec.Struct, frozen=True, kw_only=True):
     after:
         None where it is not known, or computing it failed.
     parts:
-        Of ``after``.
+        Parts of ``after``.
     unknown:
-        Why it cannot be computed: something that it needs is not stored.
+        Reason why it cannot be computed: an input is not stored.
     failed:
-        What the environment or the checker raised.
+        Error of the environment or the checker.
     """
 
     group: int
@@ -47,34 +45,34 @@ class RescoredRollout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """``GROUP/MEMBER``."""
+        """Return the name ``GROUP/MEMBER``."""
         return f"{self.group}/{self.member}"
 
     @property
     def both(self) -> tuple[float, float] | None:
-        """Both rewards; None where one of them is not known."""
+        """Return both rewards; None where one of them is not known."""
         return None if self.before is None or self.after is None else (self.before, self.after)
 
 
 class RescoredStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What would have changed in the batch of a step, or for rollouts that are in none.
+    """Changes of rewards in the batch of a step, or for rollouts that are in no batch.
 
     Attributes
     ----------
     state:
         ``trained``, ``waiting`` or ``dropped``; ``step`` is None for the last two.
     known:
-        Rollouts with both rewards. All numbers below are of these alone.
+        Number of rollouts with both rewards. All numbers below are of these alone.
     unknown, failed:
-        Rollouts whose reward cannot be computed again, and those for which that failed.
+        Numbers of rollouts whose reward cannot be computed again, and of those for which that failed.
     changed:
-        Rollouts whose reward is another one.
+        Number of rollouts whose reward differs.
     groups:
-        Groups with at least two known rollouts.
+        Number of groups with at least two known rollouts.
     reordered:
-        Groups in which a pair of rollouts is in another order, or is tied where it was not.
+        Number of groups in which a pair of rollouts is in another order, or is tied where it was not.
     varied_before, varied_after:
-        Groups whose rewards differ; the others carry no gradient.
+        Numbers of groups whose rewards differ; the others carry no gradient.
     """
 
     state: str

@@ -12,12 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LEVEL", "RESAMPLES", "Estimate", "bootstrap_interval", "estimate", "pass_at_k", "pass_ks"]
-
 LEVEL = 0.95
 """Coverage of intervals."""
 RESAMPLES = 2000
-"""How often the prompts are drawn again for an interval."""
+"""Number of bootstrap samples of the prompts for an interval."""
 _MAX_COUNTS = 1 << 22
 """Maximum numbers of the table of draws that is in memory at once."""
 
@@ -28,11 +26,11 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     value:
-        The mean; None where there is no prompt.
+        The mean; None without a prompt.
     low, high:
         Ends of the interval; None where there are fewer than two prompts.
     prompts:
-        How many prompts the mean is over.
+        Number of prompts of the mean.
     """
 
     value: float | None
@@ -58,14 +56,14 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
             f"pass@{k} needs at least {max(k, 1)} samples of a prompt, and k of at least 1; n is {samples}"
         )
     if not 0 <= passed <= samples:
-        raise ValueError(f"{passed} of {samples} samples cannot have passed")
+        raise ValueError(f"passed is {passed}; it must be from 0 to the {samples} samples")
     if samples - passed < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(samples - passed + 1, samples + 1))
 
 
 def pass_ks(samples: int) -> list[int]:
-    """Return the numbers ``k`` that pass@k is said for: the powers of two up to ``samples``, and ``samples``."""
+    """Return the numbers ``k`` that pass@k is reported for: the powers of two up to ``samples``, and ``samples``."""
     return sorted({1 << i for i in range(samples.bit_length())} | {samples}) if samples > 0 else []
 
 
@@ -77,7 +75,7 @@ def estimate(values: Sequence[float], *, seed: int = 0, level: float = LEVEL, re
     values:
         One finite number a prompt.
     seed:
-        Of the bootstrap: equal values and seeds give equal intervals.
+        Seed of the bootstrap: equal values and seeds give equal intervals.
     """
     interval = bootstrap_interval(values, seed=seed, level=level, resamples=resamples)
     low, high = (None, None) if interval is None else interval

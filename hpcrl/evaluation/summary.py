@@ -1,4 +1,4 @@
-"""What the samples of an evaluation come to, by environment and together."""
+"""Summary of the samples of an evaluation, by environment and together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import msgspec
 
 from hpcrl.evaluation.statistics import Estimate, estimate, pass_at_k, pass_ks
 
-__all__ = ["FailurePolicy", "SampleSummary", "ScoredSample", "summarise", "summarise_by_environment"]
-
 FailurePolicy = Literal["zero", "exclude"]
-"""How samples that failed count: with the reward 0, or not at all (``evaluation.failures`` of a recipe)."""
+"""Weight of failed samples: the reward 0, or not at all (``evaluation.failures`` of a recipe)."""
 
 
 _TOLERANCE = 1e-9
@@ -51,7 +49,7 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     passed:
         Samples with at least ``pass_reward``.
     mean:
-        Of the rewards: the mean over prompts of the mean over the samples of each.
+        Mean of the rewards: the mean over prompts of the mean over the samples of each.
     pass_at:
         Estimates of pass@k by ``k``. With ``failures`` ``exclude`` a prompt with fewer than ``k`` samples left is in
         none.
@@ -95,9 +93,9 @@ def summarise(
     k:
         Samples that were tried of each prompt: pass@k is estimated up to it.
     pass_reward:
-        A sample passes from this reward on.
+        Minimum reward of a sample that passes.
     seed:
-        Of the bootstrap.
+        Seed of the bootstrap.
     """
     by_prompt: dict[tuple[str, int], list[ScoredSample]] = {}
     for sample in samples:
@@ -122,7 +120,7 @@ def summarise(
 
 
 def _passes(reward: float, pass_reward: float) -> bool:
-    # a reward of several parts that are all right may miss their sum by a rounding
+    # the sum of correct parts may differ from the maximum by a rounding error
     return reward >= pass_reward - _TOLERANCE
 
 

@@ -10,16 +10,14 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError
 from hpcrl.inference.finite import all_finite
-from hpcrl.weights import Handoff
-from hpcrl.weights.format.adapters import Contents, Product, contents_of, plan_merge
+from hpcrl.weights.format.manifest import OpenedVersion
+from hpcrl.weights.read.adapters import Contents, Product, contents_of, plan_merge
 from hpcrl.weights.read.assemble import StoredTensor
 from hpcrl.weights.read.subscriber import Reading
 
-__all__ = ["Adapter", "KeptBase", "as_tensor"]
-
 
 def as_tensor(stored: StoredTensor) -> Tensor:
-    """A tensor on the host that shares the bytes of what was read, in its published shape and dtype."""
+    """Return a host tensor that shares the bytes that were read, in its published shape and dtype."""
     return torch.frombuffer(stored.data, dtype=getattr(torch, stored.record.dtype)).view(stored.record.shape)
 
 
@@ -32,10 +30,10 @@ class Adapter:
     Attributes
     ----------
     contents:
-        What an engine has that has merged it.
+        Contents of an engine that has merged the adapter.
     """
 
-    def __init__(self, chain: Sequence[Handoff], tensors: Iterable[StoredTensor]) -> None:
+    def __init__(self, chain: Sequence[OpenedVersion], tensors: Iterable[StoredTensor]) -> None:
         """Check it, then read it.
 
         Parameters
@@ -43,22 +41,22 @@ class Adapter:
         chain:
             Versions that it needs, oldest first, itself last.
         tensors:
-            Its own, verified.
+            Its own manifest, verified.
 
         Raises
         ------
         HandoffError
-            It does not belong to the base or does not fit it (`hpcrl.weights.format.adapters.plan_merge`), or what
+            It does not belong to the base or does not fit it (`hpcrl.weights.read.adapters.plan_merge`), or what
             ``tensors`` raises.
         """
         base, own = chain[-2:]
         self._merge = plan_merge(own, base)
         self.contents: Contents = contents_of(own, self._merge.parts)
-        # copies: what was read may be shared with others, and go
+        # copies: the buffers that were read may be shared with others, and are released
         self._factors = {stored.name: as_tensor(stored).clone() for stored in tensors}
 
     def merged(self, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the base by name with the adapter's change, in the base's shape and dtype; others as they are.
+        """Yield the base's tensors by name, with the adapter's change, in the base's shape and dtype.
 
         Raises
         ------
@@ -83,14 +81,14 @@ class Adapter:
 
 
 class KeptBase:
-    """What adapters have changed of their base so far, in memory: the next one needs nothing of it from the share.
+    """Cache of the base tensors that adapters have changed so far, so that the next adapter reads none from the share.
 
-    Methods may be called from any thread: who gives up reading an adapter may still be at it when the next is begun.
+    Methods may be called from any thread: a cancelled read may still run when the next one begins.
 
     Attributes
     ----------
     bytes:
-        Memory of the tensors that are kept.
+        Memory of the cached tensors in bytes.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -99,7 +97,7 @@ class KeptBase:
         Parameters
         ----------
         limit_bytes:
-            Most memory of what is kept; what does not fit beside the rest is read again each time. None: no limit.
+            Maximum bytes of cached tensors; those that do not fit are read again each time. None: no limit.
         """
         self._limit = limit_bytes
         self._lock = threading.Lock()
@@ -110,16 +108,16 @@ class KeptBase:
     def tensors(
         self, reading: Reading, base: str, names: Collection[str], keep: Collection[str]
     ) -> Iterator[StoredTensor]:
-        """Tensors of the base; what is not here is read.
+        """Yield tensors of the base; those that are not cached are read.
 
         The bytes of what is kept are not to be written to.
 
         Parameters
         ----------
         reading:
-            Of an adapter.
+            Reading of an adapter.
         base:
-            Digest of its base, as in `hpcrl.weights.format.adapters.Contents`. Tensors of another one are dropped.
+            Digest of its base, as in `hpcrl.weights.read.adapters.Contents`. Tensors of another one are dropped.
         names:
             Tensors that are wanted.
         keep:
@@ -146,6 +144,6 @@ class KeptBase:
             after = self.bytes + stored.data.nbytes
             fits = self._limit is None or after <= self._limit
             if fits and self._base == base and stored.name not in self._tensors:
-                # a copy: what was read may be shared with others, and go
+                # a copy: the buffer that was read may be shared with others, and is released
                 self._tensors[stored.name] = stored._replace(data=memoryview(bytearray(stored.data)))
                 self.bytes = after

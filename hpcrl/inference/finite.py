@@ -1,4 +1,4 @@
-"""Refuses weights that are not finite when they are loaded: what is computed with them is no number either."""
+"""Refuses weights that are not finite when they are loaded: results computed with them would not be finite either."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError
 
-__all__ = ["all_finite", "finite_tensors"]
-
 #: bits of a byte that are all set in values that are not finite
 _FP8_MASKS = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
@@ -20,7 +18,7 @@ def all_finite(tensor: Tensor) -> bool:
     """Return whether all numbers of a tensor of any dtype are finite.
 
     Their sum is not finite where one of them is not. It is made in one pass; looking at each takes as long as all else
-    that a merge does. Where the sum overflows, each is looked at.
+    that a merge does. If the sum overflows, each tensor is checked.
     """
     mask = _FP8_MASKS.get(tensor.dtype)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Rows of experts that an engine keeps until the orchestrator fetches them (`hpcrl.rows_reference`).
+"""Rows of experts that an engine keeps until the orchestrator fetches them (`hpcrl.network.routed_experts_reference`).
 
 No torch is imported.
 """
@@ -9,13 +9,11 @@ import asyncio
 import time
 from collections import OrderedDict
 
-from hpcrl.rows_reference import RowsReference, digest_of
-
-__all__ = ["KeptRows"]
+from hpcrl.network.routed_experts_reference import RowsReference, digest_of
 
 _LIMIT_BYTES = 1 << 30
 _KEEP_S = 3600.0
-"""Those of a prompt are fetched when its answer has ended, which another engine may work on for long."""
+"""Seconds that rows are kept: those of a prompt are fetched after its answer, which may take another engine long."""
 _LATE_S = 2.0
 
 
@@ -25,7 +23,7 @@ class KeptRows:
     Attributes
     ----------
     bytes:
-        Of all rows.
+        Bytes of all rows.
     """
 
     def __init__(self, *, limit_bytes: int = _LIMIT_BYTES, keep_s: float = _KEEP_S) -> None:
@@ -34,9 +32,9 @@ class KeptRows:
         Parameters
         ----------
         limit_bytes:
-            Of all rows together.
+            Maximum bytes of all rows together.
         keep_s:
-            Rows that nobody has asked for within this time are of a request that was given up.
+            Seconds after which rows that were not requested are dropped: their request was given up.
         """
         self._limit, self._keep_s = limit_bytes, keep_s
         self._rows: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
@@ -44,14 +42,14 @@ class KeptRows:
         self.bytes = 0
 
     def keep(self, name: str, rows: bytes, *, engine: str, digest: str = "") -> RowsReference:
-        """Keep a file of rows under a name; what an answer says in place of it.
+        """Keep a file of rows under a name; return the reference for the answer.
 
         Parameters
         ----------
         engine:
             ``host:port`` of this engine, as the caller knows it.
         digest:
-            Of the rows, where it is known.
+            Digest of the rows, if it is known.
         """
         self._drop(name)
         self._rows[name] = (time.monotonic(), rows)
@@ -63,12 +61,12 @@ class KeptRows:
         return RowsReference(engine, name, len(rows), digest or digest_of(rows))
 
     async def take(self, name: str, *, late: bool = False) -> bytes | None:
-        """The rows, once; None where there are none.
+        """Return and remove the rows; None if there are none.
 
         Parameters
         ----------
         late:
-            Whether they may come just now: that is waited for, for seconds.
+            Whether the rows may still arrive: then they are waited for, for seconds.
         """
         if late and name not in self._rows:
             event = self._news.setdefault(name, asyncio.Event())

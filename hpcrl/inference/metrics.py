@@ -10,9 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from hpcrl.inference.embedded.kv.failures import PoolFailure
-
-__all__ = ["Counter", "EngineMetrics", "Gauge", "Histogram", "Registry"]
+from hpcrl.inference.kv_failures import PoolFailure
 
 M = TypeVar("M", bound="_Metric")
 
@@ -33,7 +31,7 @@ class _Metric:
 
     @property
     def family(self) -> str:
-        """The name that help and type are said of: that of the samples."""
+        """Return the name to which help and type refer: that of the samples."""
         return self.name
 
     def samples(self, common: str) -> Iterator[str]:
@@ -120,7 +118,7 @@ class Registry:
         return metric
 
     def render(self) -> str:
-        """The text that ``/metrics`` answers with."""
+        """Return the text of the answer to ``/metrics``."""
         lines: list[str] = []
         for metric in self._metrics:
             lines += [f"# HELP {metric.family} {metric.help_text}", f"# TYPE {metric.family} {metric.kind}"]
@@ -129,7 +127,7 @@ class Registry:
 
 
 class EngineMetrics:
-    """What the engine measures. Gauges and prefix-cache counts are added where they are known."""
+    """Metrics of the engine. Gauges and prefix-cache counts are added by the code that knows them."""
 
     def __init__(self, registry: Registry) -> None:
         add = registry.add
@@ -145,7 +143,7 @@ class EngineMetrics:
         self.fetch_failures = add(
             Counter(
                 "hpcrl_engine_kv_fetch_failures",
-                "Prompts computed because their KV, said to be elsewhere, could not be had.",
+                "Prompts computed because their KV, announced by another engine, could not be fetched.",
                 "source",
                 ("prefill", "pool"),
             )
@@ -196,14 +194,14 @@ class EngineMetrics:
         self.swap_pause = add(
             Histogram(
                 "hpcrl_engine_weight_swap_pause_seconds",
-                "How long the engine stood still to change weights.",
+                "Pause of the engine for a weight update.",
                 _SHORT_SECONDS,
             )
         )
         self.routed_rows = add(
             Counter(
                 "hpcrl_engine_routed_experts_rows",
-                "Rows of experts that were returned, by where they are known from.",
+                "Returned rows of routed experts, by source.",
                 "source",
                 ("computed", "prefix_cache", "fetched"),
             )

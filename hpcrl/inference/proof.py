@@ -1,10 +1,11 @@
-"""Whether an engine runs the weights of a version: samples are read from the version again, and compared with them.
+"""Checks that an engine runs the weights of a version: samples of the version are read again and compared with them.
 
-A label is what an engine believes. The proof does not ask what it believes: it takes the version that the caller
-names, reads some of its tensors from the share once more, verified against the hashes of the manifest, does with them
-what loading does (deltas are applied, quantised tensors brought back, adapters merged), and compares the result bit by
-bit with what the engine computes with now. The samples are those that tell the version from the one before, where some
-do. Reading is done by a thread, so that the engine generates meanwhile; a few MiB are read, whatever the model's size.
+A label is only what an engine believes. The proof does not rely on it: it takes the version that the caller
+names, reads some of its tensors from the share once more (over the fabric while it is not durable), verified against
+the hashes of the manifest, does with them what loading does (deltas are applied, quantised tensors brought back,
+adapters merged), and compares the result bit by bit with what the engine computes with now. The samples are those that
+tell the version from the one before, where some do. Reading is done by a thread, so that the engine generates
+meanwhile; a few MiB are read, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -22,31 +23,30 @@ from torch import Tensor
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter, as_tensor
 from hpcrl.modeling.fp8.quantiser import dequantise
+from hpcrl.network.auth import Gate
 from hpcrl.weights import Handoff, HandoffStore, TensorRecord
-from hpcrl.weights.format.adapters import plan_merge
 from hpcrl.weights.format.manifest import content_digest
-from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
+from hpcrl.weights.format.quantise import FP8_DTYPE, scale_tensor
 from hpcrl.weights.proof import WeightsProof
+from hpcrl.weights.read.adapters import plan_merge
 from hpcrl.weights.read.subscriber import ReaderSettings, Reading, Subscriber
-
-__all__ = ["Proofs", "TensorSample", "rows_of", "same_bits"]
 
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 3
 _SAMPLE_BYTES = 8 << 20
-"""Maximum of one sample: larger tensors are compared in part, or left out where they cannot be read in part."""
+"""Maximum bytes of one sample: larger tensors are compared in part, or left out where they cannot be read in part."""
 _SEGMENT_BYTES = 4 << 20
-"""What is read at a time, and so the least that one sample costs."""
+"""Bytes that are read at a time, and so the minimum cost of one sample."""
 
 
 class TensorSample(NamedTuple):
-    """What an engine must have, as it was published: rows of a tensor from ``first_row`` on.
+    """Published sample that an engine must have: rows of a tensor from ``first_row`` on.
 
     Attributes
     ----------
     shape:
-        Of the whole tensor.
+        Shape of the whole tensor.
     """
 
     name: str
@@ -56,7 +56,7 @@ class TensorSample(NamedTuple):
 
 
 class _Samples(NamedTuple):
-    """What was read for a proof.
+    """Samples that were read for a proof.
 
     Attributes
     ----------
@@ -71,7 +71,9 @@ class _Samples(NamedTuple):
 class Proofs:
     """Proofs of one engine, or of one of its workers; the one that was asked for last is under way."""
 
-    def __init__(self, can_compare: Callable[[str, TensorRecord], bool], root: Path | None) -> None:
+    def __init__(
+        self, can_compare: Callable[[str, TensorRecord], bool], root: Path | None, gate: Gate | None = None
+    ) -> None:
         """Prepare; nothing is read.
 
         Parameters
@@ -79,15 +81,17 @@ class Proofs:
         can_compare:
             Whether the engine can give the tensor of that name as it was published.
         root:
-            Where versions must lie; None for anywhere.
+            Directory in which versions must lie; None for anywhere.
+        gate:
+            Has the run's token, by which a version that is not durable is read over the fabric.
         """
-        self._can_compare, self._root = can_compare, root
+        self._can_compare, self._root, self._gate = can_compare, root, gate
         self._reading: _SampleReading | None = None
 
     def prove(
         self, path: Path, before: Path | None, number: int, compare: Callable[[TensorSample], bool | None]
     ) -> WeightsProof:
-        """Begin to read, say that it is still being read, or compare.
+        """Begin to read, report that reading is still in progress, or compare.
 
         Parameters
         ----------
@@ -96,15 +100,16 @@ class Proofs:
         before:
             The version that ran before; None where that is not known.
         number:
-            Of the proof: others look at other tensors.
+            Number of the proof: others compare other tensors.
         compare:
-            Whether the engine has a sample; None where it cannot say. Called once all of them were read.
+            Returns whether the engine has a sample; None if it cannot tell. Called once all of them were read.
         """
         reading = self._reading
         if reading is None or reading.key != (path, before, number):
             if reading is not None:
                 reading.unwanted.set()
-            self._reading = reading = _SampleReading(path, before, number, self._can_compare, self._root)
+            reading = _SampleReading(path, before, number, self._can_compare, self._root, gate=self._gate)
+            self._reading = reading
         if not reading.done.is_set():
             return WeightsProof(state="reading")
         self._reading = None
@@ -113,7 +118,7 @@ class Proofs:
         found = [(sample.name, compare(sample)) for sample in reading.samples.samples]
         compared = [name for name, equal in found if equal is not None]
         if not compared:
-            return WeightsProof(state="unknown", why="this engine has none of its tensors as they were published")
+            return WeightsProof(state="unknown", why="this engine holds no tensor of the version in its published form")
         wrong = [name for name, equal in found if equal is False]
         return WeightsProof(state="compared", compared=compared, wrong=wrong, decisive=reading.samples.decisive)
 
@@ -128,8 +133,11 @@ class _SampleReading:
         number: int,
         can_compare: Callable[[str, TensorRecord], bool],
         root: Path | None,
+        *,
+        gate: Gate | None,
     ) -> None:
         self.key = path, before, number
+        self._gate = gate
         self.samples: _Samples | None = None
         self.problem = ""
         self.done, self.unwanted = threading.Event(), threading.Event()
@@ -139,13 +147,16 @@ class _SampleReading:
     def _read(self) -> None:
         path, before, number = self.key
         # not registered, and without the node's cache: other versions are on their way through that
-        settings = ReaderSettings(streams=1, segment_bytes=_SEGMENT_BYTES)
+        # from the share: few bytes, and another way than the one that the engine's weights may have come by; a version
+        # that is not durable has only that one way
+        settings = ReaderSettings(streams=1, segment_bytes=_SEGMENT_BYTES, fabric=False)
         try:
             path = path.resolve()
             if self._root is not None and path.parent != self._root:
                 raise ValueError(f"{path} is outside of {self._root}")
             version = HandoffStore(path.parent).version_of(path)
-            with Subscriber(path.parent, None, settings) as subscriber, subscriber.reading(version) as reading:
+            reader = Subscriber(path.parent, None, settings, gate=self._gate)
+            with reader as subscriber, subscriber.reading(version) as reading:
                 different = _different(reading, None if before is None else _opened(before))
                 chosen = _choose(reading, different, number, self._can_compare)
                 decisive = different is None or not different or any(name in different for name in chosen)
@@ -155,7 +166,7 @@ class _SampleReading:
                         return
                     samples.append(sample)
                 self.samples = _Samples(samples, decisive)
-        except Exception as error:  # noqa: BLE001 - the version may be damaged or gone: that is what is answered
+        except Exception as error:  # noqa: BLE001 - the version may be damaged or gone: the proof reports that
             _log.warning("%s cannot be compared with what runs: %s", path.name, error)
             self.problem = str(error) or type(error).__name__
         finally:
@@ -171,13 +182,13 @@ def _opened(path: Path) -> Handoff | None:
 
 
 def _records(reading: Reading) -> Mapping[str, TensorRecord]:
-    """The tensors of a whole model: of an adapter those of its base."""
+    """Return the tensors of a whole model; for an adapter, those of its base."""
     handoff = reading.chain[-2] if reading.handoff.manifest.kind == "lora" else reading.handoff
     return handoff.manifest.tensors
 
 
 def _different(reading: Reading, before: Handoff | None) -> frozenset[str] | None:
-    """Tensors that differ between a version and the one before it; None where that is not known."""
+    """Return the tensors that differ between a version and the one before it; None if that is unknown."""
     if before is None:
         return None
     own, base = reading.handoff, reading.chain[-2] if len(reading.chain) > 1 else None
@@ -209,7 +220,7 @@ def _choose(
     number: int,
     can_compare: Callable[[str, TensorRecord], bool],
 ) -> list[str]:
-    """Tensors to look at: those that tell the version from the one before, and of them others in each proof.
+    """Choose tensors to compare: those that differ from the version before, and others in each proof.
 
     Raises
     ------
@@ -226,7 +237,7 @@ def _choose(
         and can_compare(name, record)
     ]
     if not possible:
-        raise HandoffError(f"{reading.handoff.path}: this engine has none of its tensors as they were published")
+        raise HandoffError(f"{reading.handoff.path}: this engine holds no tensor of the version in its published form")
 
     def order(name: str) -> tuple[bool, int]:
         draw = xxhash.xxh3_64_intdigest(f"{reading.handoff.version}:{number}:{name}".encode())
@@ -241,13 +252,13 @@ def _is_scale(name: str, records: Mapping[str, TensorRecord]) -> bool:
 
 
 def _in_parts(reading: Reading, record: TensorRecord) -> bool:
-    """Whether rows of a tensor can be read for themselves: it lies in a file of this version, as it is."""
+    """Return whether rows of a tensor can be read separately: it is in a file of this version, unchanged."""
     kind = reading.handoff.manifest.kind
     return kind in ("full", "fp8") and record.dtype != FP8_DTYPE and len(record.shape) > 1
 
 
 def _read_samples(reading: Reading, chosen: Sequence[str], number: int) -> Iterator[TensorSample]:
-    """Samples as loading makes them from what is published (HandoffError where they cannot be read)."""
+    """Yield samples of published tensors as loading converts them (HandoffError if they cannot be read)."""
     records = _records(reading)
     whole = [name for name in chosen if records[name].bytes <= _SAMPLE_BYTES]
     for name in chosen:
@@ -272,7 +283,7 @@ def _read_samples(reading: Reading, chosen: Sequence[str], number: int) -> Itera
 
 
 def _rows_of(reading: Reading, name: str, record: TensorRecord, number: int) -> TensorSample:
-    """Some rows of a large tensor, others in each proof."""
+    """Return some rows of a large tensor; each proof reads others."""
     row_bytes = record.bytes // record.shape[0]
     rows = max(1, min(record.shape[0], _SEGMENT_BYTES // row_bytes))
     draw = xxhash.xxh3_64_intdigest(f"{reading.handoff.version}:{number}:{name}:rows".encode())
@@ -294,5 +305,5 @@ def same_bits(published: Tensor, running: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor on the host; numbers that are none are equal where their bits are."""
+    """Return the bytes of a tensor on the host; NaNs then compare equal if their bits are."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -11,8 +11,6 @@ from hpcrl.config.load import Loaded, leaves, load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["change_recipe"]
-
 #: what the numbers in a checkpoint mean: with another value they would mean something else
 _FIXED = ("name", "seed", "model", "environments", "rollouts.group_size", "sft")
 #: settings of `sft` that no number in a checkpoint depends on
@@ -22,14 +20,14 @@ _CHARGES = ("job.account", "job.qos", "job.reservation", "job.partition")
 
 
 def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[Recipe], list[str]]:
-    """The recipe of a run with ``overrides``, and a line for each value that differs.
+    """Return the recipe of a run with ``overrides``, and a line for each value that differs.
 
     The number of trainer ranks, engines, staleness, learning rate, hand-offs, checkpoints and so on may change.
 
     Raises
     ------
     ConfigError
-        An override is wrong, or changes what the checkpoints of the run depend on.
+        An override is wrong, or changes a value that the checkpoints of the run depend on.
     """
     old, new = load_recipe(str(recipe_path)), load_recipe(str(recipe_path), overrides)
     wrong = [key for key in _FIXED if _value(old.value, key) != _value(new.value, key)]
@@ -37,7 +35,7 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
         hint = "submit a new run; hpcrl checkpoint export gives it the weights of this one"
         raise ConfigError([Finding("--set", key, "cannot change in a run that has checkpoints", hint) for key in wrong])
     if gone := [key for key in _CHARGES if _taken_back(_value(old.value, key), _value(new.value, key))]:
-        what, hint = "cannot be taken back: the run keeps it in its profile", "give the value that you want"
+        what, hint = "cannot be undone: the run keeps it in its profile", "give the value that you want"
         raise ConfigError([Finding("--set", key, what, hint) for key in gone])
     before, after = (dict(leaves(loaded.value)) for loaded in (old, new))
     changes = [
@@ -49,7 +47,7 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
 
 
 def _taken_back(old: Any, new: Any) -> bool:
-    """Whether a value of the job is gone, or that of a role."""
+    """Return whether a value of the job, or that of a role, was removed."""
     return old is not None and (
         new is None or (isinstance(old, dict) and isinstance(new, dict) and not old.keys() <= new.keys())
     )

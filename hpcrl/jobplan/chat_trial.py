@@ -12,8 +12,6 @@ from hpcrl.errors import ConfigError, Finding
 from hpcrl.jobplan.packages import check_trial_packages
 from hpcrl.jobplan.role_python import ask_role_python, hidden_reason, role_python
 
-__all__ = ["check_chat_format"]
-
 _MODULE = "hpcrl.rollouts.rendering.trial"
 _TIMEOUT_S = 300.0
 """The largest vocabularies load in seconds."""
@@ -25,7 +23,7 @@ def check_chat_format(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, 
     Parameters
     ----------
     model_dir:
-        The start model, absolute; its tokenizer has been looked at.
+        The start model, absolute; its tokenizer has been checked.
 
     Returns
     -------
@@ -49,7 +47,7 @@ def check_chat_format(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, 
         site=site,
         doing="try the chat format of the model",
         timeout_s=_TIMEOUT_S,
-        slow_hint="look whether the model's directory can be read quickly",
+        slow_hint="check whether the model's directory can be read quickly",
     )
     if found := answer["findings"]:
         raise ConfigError([Finding(recipe.where(f["key"]), f["key"], f["what"], f["hint"]) for f in found])

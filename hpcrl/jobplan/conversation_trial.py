@@ -14,20 +14,18 @@ from hpcrl.errors import ConfigError, Finding
 from hpcrl.jobplan.plan import absolute_paths
 from hpcrl.jobplan.role_python import ask_role_python, hidden_reason
 
-__all__ = ["ConversationReport", "check_conversations", "with_steps"]
-
 _MODULE = "hpcrl.trainer.supervised.trial"
 _SLOW_HINT = "raise sft.check_timeout_s, or set sft.check_before_submit: false: the trainer reads them in any case"
 
 
 @dataclass(frozen=True)
 class ConversationReport:
-    """What was seen of the data.
+    """Findings about the data.
 
     Attributes
     ----------
     notes:
-        What the user should know, a sentence each.
+        Facts that the user should know, a sentence each.
     steps:
         Steps of the run; None where the data was not read.
     """

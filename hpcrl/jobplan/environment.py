@@ -13,13 +13,11 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.jobplan.commands.router import ROUTER_VARIABLES
 from hpcrl.jobplan.commands.vllm import vllm_variables
-from hpcrl.marks import START_WEIGHTS_VARIABLE
-
-__all__ = ["EnvValue", "network_variables", "plain", "role_variables"]
+from hpcrl.processes.environment_marks import START_WEIGHTS_VARIABLE
 
 _ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
-_BESIDE = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER)
-"""Roles without GPUs: they run where the trainer does, but for an orchestrator that is placed apart."""
+_WITHOUT_GPUS = (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER, Role.ENV)
+"""Roles without GPUs: they run where the trainer does, but for an orchestrator and workers that are placed apart."""
 
 
 class EnvValue(NamedTuple):
@@ -30,15 +28,15 @@ class EnvValue(NamedTuple):
 
 
 def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name: str) -> dict[str, EnvValue]:
-    """What the plan sets for a role: variables by name, each with its source (a key, or ``hpcrl``).
+    """Return the variables that the plan sets for a role, by name, each with its source (a key, or ``hpcrl``).
 
-    The last source wins: what hpcrl sets by itself, what follows from the node, what the profile says for all roles and
-    for this one.
+    Later sources take precedence: hpcrl's own values, values that follow from the node, the profile's values for all
+    roles, and those for this role.
     """
     threads, key = recipe.engine.threads, "engine.threads"
     if role is Role.TRAINER:
         threads, key = recipe.trainer.threads, "trainer.threads"
-    elif role in _BESIDE:
+    elif role in _WITHOUT_GPUS:
         threads, key = 1, "hpcrl"
     variables = {"OMP_NUM_THREADS": EnvValue(str(threads), key)}
     if role in _ENGINES and recipe.engine.backend == "vllm" and recipe.job.payload != "probe":
@@ -46,21 +44,23 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
     if role in _ENGINES and recipe.job.payload == "evaluation":
         variables[START_WEIGHTS_VARIABLE] = EnvValue("1", "hpcrl")
     if role is Role.TRAINER and recipe.trainer.deterministic:
-        # what cuBLAS computes in depends on which buffer is free, unless there are as many as streams
+        # the buffer that is free decides the results of cuBLAS, unless there are as many buffers as streams
         variables["CUBLAS_WORKSPACE_CONFIG"] = EnvValue(":4096:8", "trainer.deterministic")
     if role is Role.ROUTER:
         variables |= _sourced(ROUTER_VARIABLES, "hpcrl")
     if isinstance(cluster, SlurmCluster):
         beside_trainer = role in (Role.STORE, Role.ROUTER)
+        workers = recipe.environment_workers
+        beside_trainer |= role is Role.ENV and workers is not None and not workers.apart
         first = Role.TRAINER
-        if recipe.job.payload == "evaluation":  # which has no trainer: what would be beside it is beside the engines
+        if recipe.job.payload == "evaluation":  # without a trainer, roles are on the engines' nodes
             first = Role.ENGINE if recipe.engine.prefill is None else Role.PREFILL
             beside_trainer |= role is Role.ORCHESTRATOR and not cluster.orchestrator_apart
         partition = cluster.partition_name(first if beside_trainer else role)
         source = f"cluster.partitions.{partition}.node"
         node = cluster.partitions[partition].node
         if role is Role.TRAINER and node.gpus:
-            # micro-batches differ in length: freed blocks of fixed sizes would fit fewer and fewer of the next ones
+            # micro-batches differ in length: freed blocks of fixed sizes would fit ever fewer of the next ones
             variables["PYTORCH_CUDA_ALLOC_CONF"] = EnvValue("expandable_segments:True", "hpcrl")
         whole = not recipe.engine.shares_node
         variables |= _sourced(_network(node, role, whole=whole), source)
@@ -75,7 +75,7 @@ def role_variables(recipe: Recipe, cluster: ClusterProfile, role: Role, run_name
 
 
 def network_variables(cluster: SlurmCluster, partition: str) -> dict[str, str]:
-    """Return what a trainer's ranks on nodes of a partition are told about the network; the profile's own values win.
+    """Return the network variables of a trainer's ranks on nodes of a partition; the profile's values take precedence.
 
     ``{node_interface}`` and ``{node_host}`` in values are filled on each node.
     """
@@ -94,7 +94,10 @@ def _sourced(values: Mapping[str, str], source: str) -> dict[str, EnvValue]:
 
 
 def _caches(cluster: SlurmCluster, run_name: str) -> dict[str, str]:
-    """Downloads are shared; compile caches are not: several nodes that write one on NFS tear each other's files."""
+    """Return the variables of caches.
+
+    Downloads are shared; compile caches are not: several nodes that write one on NFS corrupt each other's files.
+    """
     variables = {}
     if cluster.paths.cache is not None:
         variables["HF_HOME"] = f"{cluster.paths.cache}/huggingface"
@@ -105,13 +108,13 @@ def _caches(cluster: SlurmCluster, run_name: str) -> dict[str, str]:
 
 
 def _network(node: NodeConfig, role: Role, *, whole: bool) -> dict[str, str]:
-    """What NCCL, Gloo, NVSHMEM and UCX must be told about the network of a node; ``whole``: of all its GPUs."""
-    # left alone Gloo takes the address of the node's own name, which often is 127.0.1.1 there
+    """Return the variables of NCCL, Gloo, NVSHMEM and UCX for a node's network; ``whole``: with all its GPUs."""
+    # by default Gloo uses the address of the node's own name, which is often 127.0.1.1
     variables = {"GLOO_SOCKET_IFNAME": node.interface or "{node_interface}"}
     if node.interface is not None:
         # "=": exactly this one, not every interface whose name begins like it
         variables["NCCL_SOCKET_IFNAME"] = f"={node.interface}"
-    if role in _BESIDE or not node.gpus:
+    if role in _WITHOUT_GPUS or not node.gpus:
         return variables
     if node.fabric.kind == "ethernet":
         return {**variables, "NCCL_IB_DISABLE": "1"}
@@ -130,7 +133,7 @@ def _network(node: NodeConfig, role: Role, *, whole: bool) -> dict[str, str]:
 
 
 def _nvshmem(node: NodeConfig, *, whole: bool) -> dict[str, str]:
-    """NVSHMEM takes an adapter for each local rank, in the order of ranks: ``name:port:ranks``."""
+    """Return the variables of NVSHMEM: an adapter for each local rank, in the order of ranks: ``name:port:ranks``."""
     nearest: dict[int, NicConfig] = {gpu: nic for nic in node.nics for gpu in nic.gpus}
     if whole and sorted(nearest) == list(range(node.gpus)):
         mapping = ",".join(f"{nearest[gpu].name}:{nearest[gpu].port}:1" for gpu in range(node.gpus))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.environments import HostedEnv
 from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan
@@ -14,13 +14,12 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.jobplan.packages import check_trial_packages
 from hpcrl.jobplan.plan import absolute_paths
-from hpcrl.jobplan.role_python import ask_role_python, hidden_reason, role_python
-
-__all__ = ["check_environments", "try_environment"]
+from hpcrl.jobplan.role_python import ask_role_python, environment_role, hidden_reason, role_python
 
 _MODULE = "hpcrl.rollouts.environments.trial"
+_CHECK_MODULE = "hpcrl.rollouts.environments.task_check"
 _START_S = 60.0
-"""For the process itself, beside what environments may take."""
+"""Seconds for the process itself, in addition to the limits of environments."""
 _NOT_HERE = "environments were not tried"
 
 
@@ -42,21 +41,21 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
     wanted = [each for each in recipe.value.environments if isinstance(each, HostedEnv) and each.try_before_submit]
     if not wanted or recipe.value.job.payload == "probe":
         return []
-    if reason := hidden_reason(plan, site, what="they"):
+    if reason := hidden_reason(plan, site, what="they", role=environment_role(plan)):
         return [f"{_NOT_HERE}: {reason}"]
-    check_trial_packages(plan, role_python(plan))
+    _check_packages(plan)
     timeout_s = _START_S + sum(each.start_timeout_s for each in wanted)
     answer = _ask("check", {}, recipe, plan, site, timeout_s=timeout_s)
     if answer["findings"]:
         raise ConfigError(_findings(recipe, answer, site))
-    # an earlier hpcrl of that interpreter has no notes
+    # an earlier hpcrl in that interpreter returns no notes
     return [str(note) for note in answer.get("notes", ())]
 
 
 def try_environment(
     recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, *, name: str, task: int, timeout_s: float
 ) -> dict[str, Any]:
-    """A prompt, a demonstration and a rollout of an environment (see `hpcrl.rollouts.environments.trial`).
+    """Return a prompt, a demonstration and a rollout of an environment (see `hpcrl.rollouts.environments.trial`).
 
     Raises
     ------
@@ -65,17 +64,39 @@ def try_environment(
     UsageError
         It cannot be tried from here, or took longer than ``timeout_s``.
     """
-    if reason := hidden_reason(plan, site, what="they"):
+    if reason := hidden_reason(plan, site, what="they", role=environment_role(plan)):
         raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or on a node")
-    check_trial_packages(plan, role_python(plan))
+    _check_packages(plan)
     answer = _ask("try", {"name": name, "task": task}, recipe, plan, site, timeout_s=timeout_s)
     if answer.get("findings"):
         raise ConfigError(_findings(recipe, answer, site))
     return answer
 
 
+def check_environment_tasks(
+    recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, *, names: Sequence[str], tasks: int, timeout_s: float
+) -> dict[str, Any]:
+    """Play policies with known rewards on tasks (see `hpcrl.rollouts.environments.task_check`).
+
+    Raises
+    ------
+    UsageError
+        They cannot be tried from here, or took longer than ``timeout_s``.
+    """
+    if reason := hidden_reason(plan, site, what="they", role=environment_role(plan)):
+        raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or on a node")
+    _check_packages(plan)
+    request = {"names": list(names), "tasks": tasks}
+    return _ask("tasks", request, recipe, plan, site, timeout_s=timeout_s, module=_CHECK_MODULE)
+
+
+def _check_packages(plan: Plan) -> None:
+    role = environment_role(plan)
+    check_trial_packages(plan, role_python(plan, role), role)
+
+
 def _findings(recipe: Loaded[Recipe], answer: Mapping[str, Any], site: ClusterProfile) -> list[Finding]:
-    """What the other process found, with the line of the recipe."""
+    """Return the findings of the other process, with the line of the recipe."""
     names = {each.name: number for number, each in enumerate(recipe.value.environments)}
 
     def where(key: str) -> str:
@@ -85,7 +106,7 @@ def _findings(recipe: Loaded[Recipe], answer: Mapping[str, Any], site: ClusterPr
                 return recipe.where(f"environments.{number}{key.removeprefix(f'environments.{name}')}")
         return recipe.where("environments")
 
-    in_job = " of the profile's env (a job has not that of your shell)" if isinstance(site, SlurmCluster) else ""
+    in_job = " of the profile's env (a job does not inherit that of your shell)" if site.uses_slurm else ""
     hints = [f["hint"] + (in_job if f["hint"].endswith("PYTHONPATH") else "") for f in answer["findings"]]
     return [
         Finding(where(f["key"]), f["key"], f["what"], hint) for f, hint in zip(answer["findings"], hints, strict=True)
@@ -93,16 +114,24 @@ def _findings(recipe: Loaded[Recipe], answer: Mapping[str, Any], site: ClusterPr
 
 
 def _ask(
-    what: str, request: dict[str, Any], recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile, *, timeout_s: float
+    what: str,
+    request: dict[str, Any],
+    recipe: Loaded[Recipe],
+    plan: Plan,
+    site: ClusterProfile,
+    *,
+    timeout_s: float,
+    module: str = _MODULE,
 ) -> dict[str, Any]:
     resolved = absolute_paths(recipe.value, Path.cwd())
     return ask_role_python(
-        _MODULE,
+        module,
         what,
         request={"recipe": resolved.model_dump(mode="json"), **request},
         plan=plan,
         site=site,
         doing="try the environments",
         timeout_s=timeout_s,
-        slow_hint="look at what they wait for, or raise start_timeout_s",
+        slow_hint="find out what they wait for, or raise start_timeout_s",
+        role=environment_role(plan),
     )

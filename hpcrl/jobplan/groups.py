@@ -1,24 +1,23 @@
-"""The role groups of a run: commands, order, readiness, deadlines. Where their nodes are is said by the layout."""
+"""The role groups of a run: commands, order, readiness, deadlines. The layout decides the places of their nodes."""
 
 from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node, step_limits
+from hpcrl.config.environments import HostedEnv
 from hpcrl.config.plan import FileProbe, HttpProbe, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import Recipe, RolePolicyConfig, TrainerConfig
-from hpcrl.interpreter import module_command
 from hpcrl.jobplan.commands.dynamo import has_events
 from hpcrl.jobplan.commands.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
 from hpcrl.jobplan.commands.router import ROUTER_PORTS, asks_health, has_router, router_command
 from hpcrl.jobplan.commands.store import STORE_PORTS, join_command, master_command
 from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports
 from hpcrl.jobplan.environment import plain, role_variables
-
-__all__ = ["make_groups"]
+from hpcrl.processes.interpreter import module_command
 
 
 def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
-    """All groups of a run, with default places."""
+    """Return all groups of a run, with default places."""
     if recipe.sft is not None:
         groups = [_trainer(recipe, cluster, run_name)]
     else:
@@ -28,6 +27,7 @@ def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[
             *_store(recipe, cluster, run_name),
             *engines,
             *_router(recipe, cluster, run_name),
+            *_environment_workers(recipe, cluster, run_name),
             _orchestrator(recipe, cluster, run_name, inference),
         ]
         if recipe.job.payload == "evaluation":
@@ -38,7 +38,7 @@ def make_groups(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[
     given = [{"python": cluster.python_of(group.role, backend=backend), "secrets": cluster.secrets} for group in groups]
     groups = [group.model_copy(update=update) for group, update in zip(groups, given, strict=True)]
     if recipe.job.payload == "probe":
-        groups = [_as_probe(group, local=not isinstance(cluster, SlurmCluster)) for group in groups]
+        groups = [_as_probe(group, local=not cluster.uses_slurm) for group in groups]
     return groups
 
 
@@ -53,7 +53,7 @@ def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Rol
             replicas=replicas,
             ranks=nodes * engine_ranks_per_node(recipe, cluster, role),
             nodes=nodes,
-            beside=engine.is_colocated and isinstance(cluster, SlurmCluster),
+            beside=engine.is_colocated and cluster.uses_slurm,
             command=join_command(recipe, cluster, role, _engine_command(recipe, role), nodes=nodes, ranks_per_node=1)
             if engine.backend == "embedded"
             else _vllm_command(recipe, cluster, role, nodes=nodes),
@@ -71,12 +71,12 @@ def _engines(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Rol
 
 def _engine_policy(recipe: Recipe, cluster: ClusterProfile) -> RolePolicy:
     policy = _policy(recipe.supervision.engine, cluster)
-    # one that is started anew has no weights before the trainer's next turn: the attempt begins again instead
+    # a restarted engine has no weights before the trainer's next turn: the attempt begins again instead
     return policy.model_copy(update={"restart": "never"}) if recipe.engine.is_colocated else policy
 
 
 def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes: int) -> tuple[str, ...]:
-    """vLLM behind the programs that prepare a node for it."""
+    """Return the command of vLLM behind the programs that prepare a node for it."""
     ranks, gpus = engine_ranks_per_node(recipe, cluster, role), engine_gpus(recipe, cluster, role) > 0
     rdma = has_rdma(cluster, role) and gpus
     command = vllm_command(recipe, role, nodes=nodes, ranks_per_node=ranks, gpus=gpus, rdma=rdma)
@@ -88,7 +88,7 @@ def _vllm_command(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes:
 
 
 def _engine_servers(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
-    """vLLM's servers are one a rank."""
+    """Return the number of an engine's servers on a node: vLLM has one for each rank."""
     return engine_ranks_per_node(recipe, cluster, role) if recipe.engine.backend == "vllm" else 0
 
 
@@ -100,7 +100,7 @@ def _engine_ports(recipe: Recipe, cluster: ClusterProfile, role: Role, *, nodes:
 
 
 def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
-    """The master of the KV pool; the pool itself is in the engines."""
+    """Return the group of the KV pool's master; the pool itself is in the engines."""
     store = recipe.engine.kv_store
     if store is None:
         return []
@@ -109,7 +109,7 @@ def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleG
             role=Role.STORE,
             replicas=1,
             ranks=1,
-            beside=isinstance(cluster, SlurmCluster),
+            beside=cluster.uses_slurm,
             command=master_command(store, cluster.etcd),
             ports=STORE_PORTS,
             env=plain(role_variables(recipe, cluster, Role.STORE, run_name)),
@@ -121,16 +121,17 @@ def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleG
 
 
 def _router(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
-    """What the orchestrator sends requests to; it starts beside the engines, and is told of them later.
+    """Return the group of the router, to which the orchestrator sends requests.
 
-    One that leads from prefill to decode must know them at its start.
+    It starts with the engines, and the orchestrator adds them later. A router between prefill and decode must know them
+    at its start.
     """
     if not has_router(recipe):
         return []
     engine = recipe.engine
     sides = (Role.PREFILL, Role.DECODE) if engine.prefill is not None else ()
     first = Role.PREFILL if sides else Role.ENGINE
-    # what lies above the servers of an engine
+    # ports above those of an engine's servers
     offset = vllm_ports(
         engine_ranks_per_node(recipe, cluster, first), nodes=(engine.prefill.nodes if engine.prefill else engine.nodes)
     )
@@ -140,17 +141,45 @@ def _router(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[Role
             role=Role.ROUTER,
             replicas=1,
             ranks=1,
-            beside=isinstance(cluster, SlurmCluster),
+            beside=cluster.uses_slurm,
             command=front_command(recipe, router_command(recipe, events_offset=offset), gpus=gpus, offset=offset),
             ports=ROUTER_PORTS,
             env=plain(role_variables(recipe, cluster, Role.ROUTER, run_name)),
             after=sides,
-            # its /health says yes without any engine
+            # its /health succeeds without any engine
             ready=HttpProbe(path="/liveness"),
             start_timeout_s=cluster.limits.start_timeout_s,
             policy=_policy(recipe.supervision.router, cluster),
         )
     ]
+
+
+def _environment_workers(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleGroup]:
+    """Return the group of workers that host environments."""
+    workers = recipe.environment_workers
+    if workers is None:
+        return []
+    return [
+        RoleGroup(
+            role=Role.ENV,
+            replicas=workers.count,
+            ranks=1,
+            beside=cluster.uses_slurm and not workers.apart,
+            per_node=workers.per_node if workers.apart else workers.count,
+            command=tuple(module_command("{python}", "hpcrl.rollouts.environments.workers")),
+            env=plain(role_variables(recipe, cluster, Role.ENV, run_name)),
+            # after each environment has given a prompt
+            ready=HttpProbe(path="/health"),
+            start_timeout_s=max(cluster.limits.start_timeout_s, *_environment_limits(recipe)),
+            policy=_policy(recipe.supervision.env, cluster),
+        )
+    ]
+
+
+def _environment_limits(recipe: Recipe) -> list[float]:
+    """Return the maximum start of each environment and of its first prompt together, in seconds."""
+    hosted = [each for each in recipe.environments if isinstance(each, HostedEnv)]
+    return [0.0, *(each.start_timeout_s + each.answer_timeout_s for each in hosted)]
 
 
 def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
@@ -178,7 +207,7 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
         "--weight-read-streams": str(handoff.read_streams),
     }
     if recipe.job.payload == "evaluation":
-        flags["--weight-version"] = "0"  # nobody hands it another version
+        flags["--weight-version"] = "0"  # it never gets another version
     if handoff.node_cache is not None:
         flags["--weight-node-cache"] = handoff.node_cache
         flags["--weight-node-cache-bytes"] = str(int(handoff.node_cache_gib * (1 << 30)))
@@ -198,6 +227,7 @@ def _engine_command(recipe: Recipe, role: Role) -> tuple[str, ...]:
 
 
 def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, inference: tuple[Role, ...]) -> RoleGroup:
+    before = (*inference, *((Role.ROUTER,) if has_router(recipe) else ()))
     return RoleGroup(
         role=Role.ORCHESTRATOR,
         replicas=1,
@@ -206,7 +236,7 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
         command=tuple(module_command("{python}", "hpcrl.rollouts")),
         ports=1 + recipe.rollouts.warehouse.ports,
         env=plain(role_variables(recipe, cluster, Role.ORCHESTRATOR, run_name)),
-        after=(*inference, Role.ROUTER) if has_router(recipe) else inference,
+        after=before if recipe.environment_workers is None else (*before, Role.ENV),
         ready=HttpProbe(path="/health"),
         start_timeout_s=cluster.limits.start_timeout_s,
         policy=_policy(recipe.supervision.orchestrator, cluster),
@@ -215,7 +245,7 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
 
 def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGroup:
     trainer = recipe.trainer
-    # starts beside the engines, not after them: both spend their start loading weights
+    # it starts together with the engines, not after them: both spend their start loading weights
     return RoleGroup(
         role=Role.TRAINER,
         replicas=1,
@@ -223,7 +253,7 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
         nodes=trainer.nodes,
         command=_trainer_command(trainer),
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
-        # colocated engines get their weights from it, and are there before
+        # colocated engines get their weights from it, and start before it
         after=(Role.ENGINE,) if recipe.engine.is_colocated else (),
         ready=FileProbe(),
         start_timeout_s=cluster.limits.start_timeout_s,
@@ -232,14 +262,14 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
 
 
 def _trainer_command(trainer: TrainerConfig) -> tuple[str, ...]:
-    """What starts the ranks of each node; one rank needs no launcher above it."""
+    """Return the command that starts the ranks of each node; a single rank needs no launcher."""
     if trainer.ranks == 1:
         return tuple(module_command("{python}", "hpcrl.trainer", unbuffered=True))
     return _launcher_command(trainer.ranks // trainer.nodes, trainer.nodes)
 
 
 def _launcher_command(ranks: int, nodes: int, *program: str) -> tuple[str, ...]:
-    """What starts so many ranks on each of so many nodes; ``program``: what they run, if not the trainer."""
+    """Return the command that starts ``ranks`` ranks on each of ``nodes`` nodes; ``program`` replaces the trainer."""
     flags = {"--ranks": str(ranks), "--master-addr": "{host}", "--master-port": "{port}"}
     if nodes > 1:
         flags |= {"--nodes": str(nodes), "--node-rank": "{node_rank}"}
@@ -262,7 +292,7 @@ def _policy(config: RolePolicyConfig, cluster: ClusterProfile, *, ends_run: bool
 
 
 def _as_evaluation(orchestrator: RoleGroup) -> RoleGroup:
-    """In its place, what evaluates the model that engines have loaded; its end is that of the run."""
+    """Return the group that evaluates the engines' model in the orchestrator's place; its end ends the run."""
     return orchestrator.model_copy(
         update={
             "command": tuple(module_command("{python}", "hpcrl.rollouts.evaluating")),
@@ -274,15 +304,15 @@ def _as_evaluation(orchestrator: RoleGroup) -> RoleGroup:
 
 
 def _as_probe(group: RoleGroup, *, local: bool) -> RoleGroup:
-    """The same place, order and environment, with a small program for every rank."""
+    """Return the group with the same place, order and environment, with a small program for every rank."""
     probe = "hpcrl.runs.probe"
-    # this machine's launcher starts one process a replica
+    # the local launcher starts one process for each replica
     ranks, nodes = 1 if local else group.ranks, group.nodes
     alone = tuple(module_command("{python}", probe))
     return group.model_copy(
         update={
             "command": alone if ranks == 1 else _launcher_command(ranks // nodes, nodes, probe),
-            # hpcrl's own: the shape of a job can be tried before the environment of the engines is there
+            # hpcrl's own interpreter: the shape of a job can be tried before the environment of the engines exists
             "python": None,
             "servers_per_node": 0,
             "ports": 1,

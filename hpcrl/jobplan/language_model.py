@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.errors import UsageError
-from hpcrl.fs import StagedDirectory, atomic_write
 from hpcrl.jobplan.start_model import look_at_directory
 from hpcrl.models.arch import arch_from_config, read_model_config
 from hpcrl.models.wrapped import WRAPPER_FILES
 from hpcrl.models.written import small_files
+from hpcrl.storage.files import StagedDirectory, atomic_write
 from hpcrl.weights.read.model_directory import INDEX
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
 from hpcrl.weights.read.wrapped_names import language_model_name, wrapped_type
 from hpcrl.weights.write.copied_tensors import write_copied_tensors
-
-__all__ = ["Extracted", "extract_language_model"]
 
 
 class Extracted(NamedTuple):
@@ -35,7 +33,7 @@ class Extracted(NamedTuple):
     path, tensors:
         Its directory, and how many tensors are in it.
     left_out:
-        How many tensors were left out, by the first part of their names.
+        Numbers of tensors that were left out, by the first part of their names.
     """
 
     path: Path
@@ -69,7 +67,7 @@ def extract_language_model(model_dir: Path, target: Path) -> Extracted:
         _write_small_files(model_dir, stage.path, config)
         if problems := look_at_directory(stage.path).problems:
             what = problems[0][0].replace(str(stage.path), str(target))
-            raise UsageError(f"the language model of {model_dir} would not be whole: {what}")
+            raise UsageError(f"the language model of {model_dir} would be incomplete: {what}")
         stage.commit()
     except BaseException:
         stage.discard()
@@ -100,7 +98,7 @@ def _write_tensors(target: Path, files: ModelFiles) -> int:
         if block.width:
             by_file.setdefault(block.file, {})[name] = block
     placed: dict[str, str] = {}
-    # not the name of the only file of a model: an index beside it would not be read
+    # not the name of the only file of a model: with it readers would ignore the index
     for number, (_, tensors) in enumerate(sorted(by_file.items()), start=1):
         file = f"model-{number:05d}-of-{len(by_file):05d}.safetensors"
         write_copied_tensors(target / file, tensors, files)

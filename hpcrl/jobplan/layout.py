@@ -1,4 +1,4 @@
-"""How role groups share nodes out among jobs: hetjob, single or elastic. Pure functions."""
+"""Division of nodes among the jobs of role groups: hetjob, single or elastic. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from hpcrl.config.layout import JobComponent, Layout, LayoutKind
 from hpcrl.config.plan import NodeShare, Role, RoleGroup
 from hpcrl.config.recipe import Recipe
 
-__all__ = ["Demand", "choose_layout", "demands", "place_groups"]
-
 
 class Demand(NamedTuple):
-    """What one role asks for."""
+    """Nodes that one role requests."""
 
     role: Role
     replicas: int
@@ -26,8 +24,10 @@ class Demand(NamedTuple):
 
 
 def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
-    """Nodes by role, the trainer first: its first node is the one that the supervisor runs on. An evaluation has no
-    trainer, and the engines come first."""
+    """Return the nodes by role, the trainer first, because the supervisor runs on its first node.
+
+    An evaluation has no trainer, and the engines come first.
+    """
     engine = recipe.engine
     wanted = [] if recipe.job.payload == "evaluation" else [(Role.TRAINER, 1, recipe.trainer.nodes)]
     if recipe.sft is not None:
@@ -39,19 +39,21 @@ def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
             wanted.append((role, group.replicas, group.nodes))
     if cluster.orchestrator_apart:
         wanted.append((Role.ORCHESTRATOR, 1, 1))
+    if recipe.environment_workers is not None and recipe.environment_workers.apart:
+        wanted.append((Role.ENV, recipe.environment_workers.nodes, 1))
     return [Demand(role, replicas, nodes, cluster.partition_name(role)) for role, replicas, nodes in wanted]
 
 
 def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, str]:
-    """The layout and why."""
+    """Return the layout and the reason for it."""
     if recipe.job.layout != "auto":
         return recipe.job.layout, "the recipe says so"
     wanted = demands(recipe, cluster)
     if len(wanted) == 1 and (recipe.sft is not None or recipe.engine.shares_node):
         alone = recipe.sft is not None
         return "single", "a supervised run has a trainer alone" if alone else "trainer and engines share one node"
-    if len({demand.partition for demand in wanted}) > 1:
-        return "hetjob", "roles have different partitions"
+    if reason := _apart_reason(recipe, cluster, wanted):
+        return "hetjob", reason
     if len({demand.replicas * demand.nodes for demand in wanted}) == 1:
         return "single", "all roles have as many nodes, of one partition"
     if not cluster.capabilities.hetjob:
@@ -59,11 +61,21 @@ def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, st
     return "hetjob", "roles differ in the number of nodes"
 
 
-def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmCluster) -> tuple[Layout, list[RoleGroup]]:
-    """The jobs of a run, and its groups with the place of their nodes.
+def _apart_reason(recipe: Recipe, cluster: SlurmCluster, wanted: Sequence[Demand]) -> str:
+    """Return why roles cannot have nodes of one allocation; empty where they can."""
+    if len({demand.partition for demand in wanted}) > 1:
+        return "roles have different partitions"
+    workers = recipe.environment_workers
+    if workers is not None and workers.apart and workers.shares_nodes and cluster.capabilities.hetjob:
+        return "workers of environments ask for parts of nodes"
+    return ""
 
-    Groups without nodes of their own (the orchestrator, unless it is placed apart) stay where their default is: on the
-    first node of the first component, beside the trainer.
+
+def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmCluster) -> tuple[Layout, list[RoleGroup]]:
+    """Return the jobs of a run, and its groups with the place of their nodes.
+
+    Groups without their own nodes (the orchestrator, unless it is placed separately) stay at their default: on the
+    first node of the first component, with the trainer.
     """
     kind, reason = choose_layout(recipe, cluster)
     wanted = demands(recipe, cluster)
@@ -75,9 +87,11 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
             places[demand.role] = (0, total)
             total += demand.replicas * demand.nodes
         roles = tuple(demand.role.value for demand in wanted)
+        spares = sum(recipe.job.spares_of(demand.role.value) for demand in wanted)
         # nodes of a replica stay together: the segment must divide every replica's share
-        unit = gcd(*(demand.nodes for demand in wanted))
-        components.append(_component(cluster, wanted[0].partition, roles, nodes=total, jobs=1, unit=unit))
+        unit = gcd(*(demand.nodes for demand in wanted), spares)
+        component = _component(cluster, wanted[0].partition, roles, nodes=total, jobs=1, unit=unit)
+        components.append(component.model_copy(update={"spares": spares}))
     else:
         for index, demand in enumerate(wanted):
             places[demand.role] = (index, 0)
@@ -85,7 +99,12 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
             nodes = demand.nodes if own_jobs else demand.replicas * demand.nodes
             jobs = demand.replicas if own_jobs else 1
             roles = (demand.role.value,)
-            components.append(_component(cluster, demand.partition, roles, nodes=nodes, jobs=jobs, unit=demand.nodes))
+            spares = 0 if own_jobs else recipe.job.spares_of(demand.role.value)
+            # Slurm refuses a segment that does not divide the nodes of the job
+            unit = gcd(demand.nodes, spares)
+            component = _component(cluster, demand.partition, roles, nodes=nodes, jobs=jobs, unit=unit)
+            component = component.model_copy(update={"spares": spares})
+            components.append(_of_workers(component, recipe) if demand.role is Role.ENV else component)
     placed = [
         group.model_copy(update=dict(zip(("component", "first_node"), places[group.role], strict=True)))
         if group.role in places
@@ -98,23 +117,24 @@ def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmClus
         components[0] = components[0].model_copy(update={"roles": (*components[0].roles, Role.ENGINE.value)})
         shares = _shares(recipe, cluster, placed, components[0])
         placed = [group.model_copy(update={"share": shares.get(group.role)}) for group in placed]
+    placed = [_with_worker_share(group, recipe, components) for group in placed]
     options = recipe.job.sbatch_options
     return Layout(kind=kind, reason=reason, components=tuple(components), sbatch_options=options), placed
 
 
 _UNSHARED = 1 / 8
-"""CPUs of a shared node that no step has for itself: for roles beside, and for what a site keeps of its nodes
+"""Share of a shared node's CPUs that steps do not get: for roles on the node, and for CPUs that a site reserves
 (``CoreSpecCount``)."""
 
 
 def _shares(
     recipe: Recipe, cluster: SlurmCluster, groups: Sequence[RoleGroup], node: JobComponent
 ) -> dict[Role, NodeShare]:
-    """What trainer and engines have of the node that they share: for each rank as many CPUs, and a GPU or none."""
+    """Return the shares of trainer and engines in their common node: equal CPUs for each rank, and a GPU or none."""
     ranks = {group.role: group.ranks for group in groups}
     trainer, engine = ranks[Role.TRAINER], ranks[Role.ENGINE]
     cpus = max(1, int(node.cpus * (1 - _UNSHARED)) // (trainer + recipe.engine.replicas * engine))
-    # Slurm gives whole cores, which have two CPUs where they have threads
+    # Slurm allocates whole cores, which have two CPUs where they have threads
     cpus -= cpus % 2 if cpus > 1 else 0
     first, gpus = min(trainer, node.gpus_per_node), engine_gpus(recipe, cluster, Role.ENGINE)
     return {
@@ -123,8 +143,34 @@ def _shares(
     }
 
 
+def _of_workers(component: JobComponent, recipe: Recipe) -> JobComponent:
+    """Return the component of workers of environments: without GPUs, and with parts of nodes where they want parts."""
+    workers = recipe.environment_workers
+    assert workers is not None
+    changes: dict[str, object] = {"gpus_per_node": 0, "gpu_type": None}
+    if workers.cpus is not None and workers.memory_gib is not None:
+        changes["exclusive"] = False
+        changes["cpus"] = workers.cpus * workers.per_node
+        changes["memory_gib"] = workers.memory_gib * workers.per_node
+    return component.model_copy(update=changes)
+
+
+def _with_worker_share(group: RoleGroup, recipe: Recipe, components: Sequence[JobComponent]) -> RoleGroup:
+    """Return the group; workers of environments have a share of a node each, where it is not all theirs."""
+    workers = recipe.environment_workers
+    if group.role is not Role.ENV or workers is None or not workers.apart:
+        return group
+    component = components[group.component]
+    # in one allocation with other roles the node has GPUs, which the step of a worker does not take
+    if workers.per_node == 1 and not workers.shares_nodes and not component.gpus_per_node:
+        return group
+    cpus = workers.cpus or max(1, component.cpus // workers.per_node)
+    share = NodeShare(cpus=cpus, gpus=0, memory_gib=workers.memory_gib)
+    return group.model_copy(update={"share": share})
+
+
 def _after_replicas(group: RoleGroup, inference: tuple[Role, ...]) -> RoleGroup:
-    """Jobs of replicas may wait in the queue for hours: the trainer does not start into a run that has none."""
+    """Return the group; the trainer starts after the engines, whose jobs may wait in the queue for hours."""
     return group.model_copy(update={"after": inference}) if group.role is Role.TRAINER else group
 
 
@@ -154,5 +200,5 @@ def _component(
 
 
 def _segment(unit: int, block_nodes: int) -> int:
-    """The largest divisor of ``unit`` that fits into a block: Slurm wants segments of equal size."""
+    """Return the largest divisor of ``unit`` that fits into a block: Slurm requires segments of equal size."""
     return next(size for size in range(min(unit, block_nodes), 0, -1) if unit % size == 0)

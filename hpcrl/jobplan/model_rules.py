@@ -20,8 +20,6 @@ from hpcrl.models.layers import GatedDeltaNet, Gqa, Mamba2, Mla
 from hpcrl.models.quantising import fp8_problems
 from hpcrl.models.tensors import DTYPE_BYTES, FP8_BLOCK, Part
 
-__all__ = ["MODEL_RULES", "ModelRule", "check_model_rules"]
-
 
 @dataclass(frozen=True)
 class ModelRule:
@@ -56,7 +54,7 @@ def _where(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], key: str) ->
 
 
 def _replicas(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[str, int]]:
-    """Role and ranks of a replica of vLLM engines."""
+    """Yield the role and the ranks of each replica of vLLM engines."""
     if recipe.engine.backend == "vllm" and isinstance(cluster, SlurmCluster):
         for role, nodes in replica_nodes(recipe).items():
             yield role.value, nodes * engine_ranks_per_node(recipe, cluster, role)
@@ -73,7 +71,7 @@ def _experts_divide(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) 
     for role, ranks in _replicas(recipe, cluster):
         if experts % ranks:
             key = "engine.nodes" if role == "engine" else f"engine.{role}.nodes"
-            yield key, f"{experts} experts cannot be dealt out evenly over the {ranks} ranks of a replica of {role}"
+            yield key, f"{experts} experts cannot be distributed evenly over the {ranks} ranks of a replica of {role}"
 
 
 def _heads_divide(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -106,7 +104,7 @@ def _heads_share_context(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -
             heads = keys = mixer.num_attention_heads
         else:
             continue
-        # keys of fewer heads than ranks are repeated, which has to fit their groups of queries
+        # keys of fewer heads than ranks are repeated, which must fit their groups of queries
         if heads % math.lcm(keys, cp):
             heads_of = f"{heads} query heads on {keys} key heads of {facts.name}"
             yield "trainer.parallelism.cp", f"{cp} ranks cannot share the {heads_of}"
@@ -116,7 +114,7 @@ def _heads_share_context(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -
 def _sequences_are_whole(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
     recurrent = [i for i, layer in enumerate(facts.layers) if isinstance(layer.mixer, Mamba2 | GatedDeltaNet)]
     if recurrent and recipe.trainer.parallelism.cp > 1:
-        what = f"{len(recurrent)} layers of {facts.name} have a state that goes from token to token, not to other ranks"
+        what = f"{len(recurrent)} layers of {facts.name} have a recurrent state, which cannot be passed between ranks"
         yield "trainer.parallelism.cp", what
 
 
@@ -127,7 +125,7 @@ def _ring_is_dense(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conf
     others = {kind for kind in facts.attention_kinds if kind in ("gqa+window", "gqa+chunk", "mla+dsa")}
     if others:
         kinds = ", ".join(sorted(others))
-        yield "trainer.parallelism.cp_scheme", f"ring passes keys of dense attention around; {facts.name} has {kinds}"
+        yield "trainer.parallelism.cp_scheme", f"ring supports dense attention only; {facts.name} has {kinds}"
 
 
 def _gather_is_of_latents(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -164,23 +162,23 @@ _FOLLOWED = ("q_proj", "k_proj", "gate_proj", "w1", "q_a_proj")
 def _shared_blocks(facts: ModelFacts) -> Conflicts:
     for weight in dict.fromkeys(weight for layer in facts.layers for weight in layer.weights):
         module = weight.name.removesuffix(".weight").rpartition(".")[2]
-        if weight.quantized and module in _FOLLOWED and len(weight.shape) == 2 and weight.shape[0] % FP8_BLOCK:
-            what = f"{weight.name} has {weight.shape[0]} rows, no multiple of {FP8_BLOCK}"
+        if weight.quantised and module in _FOLLOWED and len(weight.shape) == 2 and weight.shape[0] % FP8_BLOCK:
+            what = f"{weight.name} has {weight.shape[0]} rows, not a multiple of {FP8_BLOCK}"
             yield "trainer.precision.fp8", f"{what}: in vLLM its last block has rows of the next matrix as well"
             return
 
 
 def _partial_blocks(facts: ModelFacts, tp: int, key: str) -> Conflicts:
     for weight in dict.fromkeys(weight for layer in facts.layers for weight in layer.weights):
-        # experts are dealt out whole where there are several ranks; only the others are cut
-        if tp == 1 or not weight.quantized or weight.tp_dim is None or weight.part is Part.EXPERT:
+        # experts are distributed whole where there are several ranks; only the other weights are sharded
+        if tp == 1 or not weight.quantised or weight.tp_dim is None or weight.part is Part.EXPERT:
             continue
         size = weight.shape[weight.tp_dim]
         if size % (FP8_BLOCK * tp):
             yield key, f"{weight.name} has {size} to cut into {tp}, not a multiple of {FP8_BLOCK} x {tp}"
             return
     if facts.hidden_size % FP8_BLOCK:
-        yield key, f"hidden_size {facts.hidden_size} is no multiple of the {FP8_BLOCK} of a scale"
+        yield key, f"hidden_size {facts.hidden_size} is not a multiple of the {FP8_BLOCK} of a scale"
 
 
 def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -192,7 +190,7 @@ def _replay_has_routers(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) ->
         key = "trainer.router_replay" if recipe.trainer.router_replay else "engine.return_routed_experts"
         yield (
             key,
-            f"{facts.name} has one expert a token: fetched KV cannot be told from tokens of expert 0",
+            f"{facts.name} has one expert a token: fetched KV cannot be distinguished from tokens of expert 0",
         )
 
 
@@ -200,8 +198,8 @@ def _blocks_hold_prompts(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -
     recurrent = sum(isinstance(layer.mixer, Mamba2 | GatedDeltaNet) for layer in facts.layers)
     if recurrent and recipe.engine.backend == "embedded" and recipe.engine.fetches_kv:
         key = "engine.prefill" if recipe.engine.prefill is not None else "engine.kv_store"
-        what = f"{recurrent} layers of {facts.name} have a state, which embedded engines give to nobody"
-        yield key, f"{what}: each would compute every prompt itself"
+        what = f"{recurrent} layers of {facts.name} have a state, which embedded engines do not transfer"
+        yield key, f"{what}: each engine would compute every prompt itself"
 
 
 def _freeze_fits(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> Conflicts:
@@ -231,7 +229,7 @@ def _context_in_model(recipe: Recipe, _: ClusterProfile, facts: ModelFacts) -> C
 
 
 def _read_seconds(recipe: Recipe, cluster: SlurmCluster, size: int) -> float | None:
-    """Seconds until all engines have read ``size`` bytes each from the shared filesystem; None: rates not known."""
+    """Return the seconds until all engines have read ``size`` bytes each from the shared filesystem; None: unknown."""
     together, node = cluster.filesystem.read_gb_s, cluster.filesystem.node_read_gb_s
     if together is None or node is None:
         return None
@@ -247,7 +245,7 @@ def _time_to_move(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) ->
         return
     handoff, parameters = recipe.handoff, facts.num_parameters()
     dtype = handoff.dtype or recipe.trainer.dtype
-    # block scales are one part in 4096
+    # block scales, which add only 1/4096, are left out
     published = parameters * (1 if handoff.kind == "fp8" else DTYPE_BYTES[dtype])
     seconds = _read_seconds(recipe, cluster, published)
     limits = [("handoff.update_timeout_s", handoff.update_timeout_s, "read a version of")]
@@ -274,12 +272,12 @@ def _time_to_move(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) ->
 MODEL_RULES: tuple[ModelRule, ...] = (
     ModelRule(
         "experts-divide",
-        "Experts are dealt out evenly.",
+        "Experts are distributed evenly.",
         "choose trainer.parallelism.ep, and the GPUs of a replica, as divisors of the number of experts",
         _experts_divide,
     ),
     ModelRule(
-        "heads-divide", "Heads are dealt out evenly.", "choose engine.tp as a divisor of the heads", _heads_divide
+        "heads-divide", "Heads are distributed evenly.", "choose engine.tp as a divisor of the heads", _heads_divide
     ),
     ModelRule(
         "heads-share-context",
@@ -289,7 +287,7 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "state-in-sequence",
-        "Sequences of recurrent layers lie whole on a rank.",
+        "Sequences of recurrent layers are not split over ranks.",
         "set trainer.parallelism.cp: 1, and a smaller trainer.micro_batch_tokens",
         _sequences_are_whole,
     ),
@@ -313,38 +311,38 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "fp8-blocks",
-        "What FP8 quantizes consists of whole blocks of 128 on every rank, and in the same ones on both sides.",
+        "Matrices in FP8 consist of whole blocks of 128 on every rank, the same in trainer and engines.",
         "lower engine.tp, or keep this side out of FP8",
         _blocks_are_whole,
     ),
     ModelRule(
         "replay-has-routers",
-        "Routes are of models with experts, and of two a token where KV is fetched from a pool or the host.",
+        "Routed experts need a model with experts, and at least two a token if KV is fetched from a pool or the host.",
         "set trainer.router_replay and engine.return_routed_experts: false",
         _replay_has_routers,
     ),
     ModelRule(
         "blocks-hold-prompts",
-        "Blocks of KV are all that a prompt leaves, where engines give it to each other.",
+        "KV blocks hold the whole state of a prompt if engines exchange them.",
         "set engine.backend: vllm, or remove prefill, decode and kv_store",
         _blocks_hold_prompts,
     ),
     ModelRule(
         "freeze-fits",
-        "What is frozen is there, and something is left to train.",
+        "Frozen parameters exist, and some parameters are left to train.",
         "give patterns of published names, such as '*.mlp.gate.weight', or remove trainer.freeze",
         _freeze_fits,
     ),
     ModelRule(
         "fp8-fits",
-        "What FP8 keeps is there, and something is left to be multiplied in it.",
+        "Modules that FP8 keeps exist, and some are left to be multiplied in FP8.",
         "give published names of modules, such as '*.self_attn.kv_b_proj' or '*.experts.*', experts: false where they "
         "are one tensor, or leave trainer.precision.fp8 out",
         _fp8_fits,
     ),
     ModelRule(
         "adapters-fit",
-        "The model has what adapters are asked for.",
+        "The model has the targets of the adapters.",
         "name targets that it has, or leave trainer.lora.targets out for all of them",
         _adapters_fit,
     ),
@@ -356,7 +354,7 @@ MODEL_RULES: tuple[ModelRule, ...] = (
     ),
     ModelRule(
         "time-to-move",
-        "Deadlines are longer than the shared filesystem needs for the bytes.",
+        "Timeouts are longer than the transfer over the shared filesystem takes.",
         "raise the timeout, or correct the rates of filesystem in the profile",
         _time_to_move,
     ),

@@ -19,22 +19,19 @@ from hpcrl.weights.read.model_files import ModelFiles
 from hpcrl.weights.read.stored_weights import quantised_weight
 from hpcrl.weights.read.towers import read_tower
 
-__all__ = ["ModelSummary", "summarise_model"]
-
-
 _BILLIONS = 100_000_000
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What a model directory holds.
+    """Contents of a model directory.
 
     Attributes
     ----------
     path:
         The directory.
     facts:
-        Words by the name of what they say, as they are shown.
+        Texts by their labels, as they are shown.
     notes, problems:
         As in `hpcrl.jobplan.start_model.DirectoryReport`.
     """
@@ -46,11 +43,11 @@ class ModelSummary:
 
     @property
     def is_good(self) -> bool:
-        """Whether trainer and embedded engine can start from it."""
+        """Return whether trainer and embedded engine can start from it."""
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the summary as JSON values."""
         problems = [{"what": what, "hint": hint} for what, hint in self.problems]
         return {"path": str(self.path), "good": self.is_good, **self.facts, "notes": self.notes, "problems": problems}
 
@@ -75,7 +72,7 @@ def summarise_model(model_dir: Path, vision: str | None = None) -> ModelSummary:
     try:
         facts["chat template"] = _template(model_dir)
     except ChatTemplateError as error:
-        # what loads the tokenizer says the same
+        # the error of the tokenizer's loader says the same
         if not any("tokenizer cannot be used" in what for what, _ in problems):
             problems.append((str(error), "take the template of the published model"))
     return ModelSummary(model_dir, facts, report.notes, tuple(problems))
@@ -95,7 +92,7 @@ def _sizes(arch: ModelArch) -> dict[str, str]:
 
 
 def _weights(model_dir: Path) -> str:
-    """Bytes of the tensors by how they are stored."""
+    """Return a text with the bytes of the tensors by their storage."""
     sizes: Counter[str] = Counter()
     try:
         with ModelFiles(model_dir) as files:
@@ -112,7 +109,7 @@ def _weights(model_dir: Path) -> str:
 
 
 def _tower(model_dir: Path) -> str:
-    """Tensors beside a language model; an empty text where there are none."""
+    """Return a text about tensors outside the language model; empty where there are none."""
     try:
         tower = read_tower(model_dir)
     except (HpcrlError, OSError, ValueError):
@@ -129,7 +126,7 @@ def _tokenizer(model_dir: Path) -> str:
 
 
 def _template(model_dir: Path) -> str:
-    """Where the chat template stands (ChatTemplateError where it is none)."""
+    """Return the file of the chat template (ChatTemplateError where it is not valid)."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         ChatTemplate(path.read_text(encoding="utf-8"), str(path))

@@ -1,4 +1,4 @@
-"""What interpreters of roles have installed, and whether the trainer's layers can be compiled: as far as it is seen."""
+"""Check the packages of roles' interpreters, and the compilers of the trainer's layers, as far as they are visible."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.installing import ROLE_IMPORTS, install_command
 
-__all__ = ["check_compiler", "check_role_packages", "check_trial_packages", "has_package", "role_packages"]
-
 _ROLES = {
     Role.TRAINER: ("trainer", ROLE_IMPORTS["trainer"]),
     Role.ORCHESTRATOR: ("rollouts", ROLE_IMPORTS["orchestrator"]),
+    Role.ENV: ("rollouts", ROLE_IMPORTS["env"]),
     **dict.fromkeys((Role.ENGINE, Role.PREFILL, Role.DECODE), ("engine", ROLE_IMPORTS["engine"])),
 }
 """The extra of hpcrl that a role is started from, and what it imports of it."""
@@ -52,7 +51,7 @@ def check_compiler(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile) -> 
     Returns
     -------
     list of str
-        What is missing on GPUs, or why it is not seen from here; empty where it is there or nothing is compiled.
+        What is missing on GPUs, or why it is not visible here; empty where it is there or nothing is compiled.
 
     Raises
     ------
@@ -68,13 +67,13 @@ def check_compiler(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile) -> 
         found = has_package(plan, python, "triton")
         if found is True:
             return []
-        # without it torch may be one for processors, on a site whose GPUs are none
-        end = "which compiles layers on GPUs: a trainer that finds any ends when it starts"
+        # only a note: torch without triton may be a build for CPUs, for a site without GPUs
+        end = "which compiles layers on GPUs: a trainer with GPUs would fail at its start"
         return [f"{python} has no triton, {end} ({key})" if not found else f"whether the trainer has triton {found}"]
-    if plan.container is not None or isinstance(site, SlurmCluster):
+    if plan.container is not None or site.uses_slurm:
         where = "in the container" if plan.container is not None else "on its nodes"
-        return [f"whether the trainer has a C++ compiler {where} was not checked: that is not seen from here"]
-    # as torch looks for it
+        return [f"whether the trainer has a C++ compiler {where} was not checked: that is not visible here"]
+    # the same lookup as torch's
     names = [name for name in (os.environ.get("CXX"), "g++") if name]
     if not any(map(shutil.which, names)):
         what = f"layers are compiled by a C++ compiler, and there is none ({', '.join(names)})"
@@ -112,7 +111,7 @@ def check_role_packages(recipe: Loaded[Recipe], plan: Plan, site: Loaded[Cluster
     for group in plan.groups:
         needed = role_packages(group.role, recipe.value.engine.backend)
         python = group.python or plan.python or sys.executable
-        # an interpreter that is not there is named by `check_pythons`
+        # `check_pythons` reports a missing interpreter
         if needed is None or (plan.container is None and not Path(python).exists() and Path(python).parent.is_dir()):
             continue
         extra, packages = needed
@@ -129,19 +128,19 @@ def check_role_packages(recipe: Loaded[Recipe], plan: Plan, site: Loaded[Cluster
     return notes
 
 
-def check_trial_packages(plan: Plan, python: str) -> None:
-    """Check that an interpreter can try environments (UsageError with what it lacks)."""
-    extra, packages = _ROLES[Role.ORCHESTRATOR]
+def check_trial_packages(plan: Plan, python: str, role: Role = Role.ORCHESTRATOR) -> None:
+    """Check that the interpreter of a role can try environments (UsageError with what it lacks)."""
+    extra, packages = _ROLES[role]
     found = _lacking(plan, python, ("hpcrl", *packages))
     if found and not isinstance(found, str):
         raise UsageError(
-            f"{python}, the interpreter of orchestrator, has no {', '.join(found)}\n"
-            f"    hint: {install_command(extra, python=python)}, or name another in cluster.python_by_role.orchestrator"
+            f"{python}, the interpreter of {role.value}, has no {', '.join(found)}\n"
+            f"    hint: {install_command(extra, python=python)}, or name another in cluster.python_by_role.{role.value}"
         )
 
 
 def _python_key(role: Role, site: ClusterProfile) -> str:
-    """The key of the profile that names the interpreter of a role, or would."""
+    """Return the key of the profile that names the interpreter of a role, or would name it."""
     engine = role in (Role.ENGINE, Role.PREFILL, Role.DECODE)
     by_role = {str(each) for each in site.python_by_role}
     if engine and role.value not in by_role:
@@ -173,9 +172,9 @@ def _ask_lacking(python: str, packages: tuple[str, ...], _mtime_ns: int) -> list
             [python, "-P", "-c", _LACKING, *packages], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"could not be seen: {error}"
+        return f"could not be checked: {error}"
     if result.returncode not in (0, _SOME_LACK):
-        return f"could not be seen: {python} ended with an error"
+        return f"could not be checked: {python} ended with an error"
     if not result.returncode:
         return []
     # a site's own start-up files may print, too

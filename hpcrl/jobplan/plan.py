@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
-from hpcrl.config.environments import DatasetEnv
+from hpcrl.config.environments import HarnessEnv, SweEnv, TaskFileEnv, VerifiersEnv
 from hpcrl.config.layout import AttemptPolicy, Container, ElasticPolicy
 from hpcrl.config.mounts import check_mounted
 from hpcrl.config.plan import Plan, WatchPolicy
@@ -17,22 +17,17 @@ from hpcrl.config.runs_root import absolute_path
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.jobplan.layout import place_groups
 
-__all__ = [
-    "absolute_paths",
-    "absolute_site_paths",
-    "default_run_name",
-    "make_plan",
-]
-
 _RETRIES = 3
-"""`job.retry_failures` under Slurm: nobody looks at night."""
+"""Default of `job.retry_failures` under Slurm, so that a run continues unattended."""
 
 
 def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
-    """The recipe with its paths made absolute, so that roles may run in any directory."""
+    """Return the recipe with absolute paths, so that roles may run in any directory."""
     model = recipe.model.model_copy(update={"path": str(absolute_path(recipe.model.path, cwd))})
     environments = tuple(
-        each.model_copy(update=_absolute_files(each, cwd)) if isinstance(each, DatasetEnv) else each
+        each.model_copy(update=_absolute_files(each, cwd))
+        if isinstance(each, TaskFileEnv | SweEnv | VerifiersEnv)
+        else each
         for each in recipe.environments
     )
     changed: dict[str, object] = {"model": model, "environments": environments}
@@ -43,13 +38,31 @@ def absolute_paths(recipe: Recipe, cwd: Path) -> Recipe:
     return recipe.model_copy(update=changed)
 
 
-def _absolute_files(environment: DatasetEnv, cwd: Path) -> dict[str, str]:
-    given = {"path": environment.path, "held_out_path": environment.held_out_path}
-    return {key: str(absolute_path(path, cwd)) for key, path in given.items() if path is not None}
+def _absolute_files(environment: TaskFileEnv | SweEnv | VerifiersEnv, cwd: Path) -> dict[str, object]:
+    names: tuple[str, ...] = ("path", "held_out_path")
+    if isinstance(environment, SweEnv):
+        names = ("tasks", "trees", "images")
+    elif isinstance(environment, VerifiersEnv):
+        names = ("path",)
+    given = {name: getattr(environment, name) for name in names}
+    found: dict[str, object] = {key: str(absolute_path(path, cwd)) for key, path in given.items() if path is not None}
+    if isinstance(environment, VerifiersEnv) and "/" in (environment.python or ""):
+        # a name without a directory is looked for on the path
+        found["python"] = _absolute(str(environment.python), cwd)
+    if isinstance(environment, HarnessEnv):
+        found["command"] = tuple(
+            str(absolute_path(word, cwd)) if word.startswith("./") else word for word in environment.command
+        )
+        if environment.sandbox is not None:
+            mounts = {inside: str(absolute_path(path, cwd)) for inside, path in environment.sandbox.mounts.items()}
+            image = environment.sandbox.image
+            changed = {"mounts": mounts, "image": None if image is None else str(absolute_path(image, cwd))}
+            found["sandbox"] = environment.sandbox.model_copy(update=changed)
+    return found
 
 
 def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
-    """The profile with the directories and interpreters that roles get to see made absolute."""
+    """Return the profile with absolute paths of the directories and interpreters that roles use."""
     cluster = _absolute_pythons(cluster, cwd)
     secrets = {name: _absolute(path, cwd) for name, path in cluster.secrets.items()}
     cluster = cluster.model_copy(update={"secrets": secrets})
@@ -61,7 +74,7 @@ def absolute_site_paths(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
 
 
 def _absolute_pythons(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
-    """In containers paths are the image's own."""
+    """Return the profile with absolute interpreters; in containers paths are the image's own."""
     if isinstance(cluster, SlurmCluster) and not isinstance(cluster.container, NoContainer):
         return cluster
     by_role = {role: _absolute(python, cwd) for role, python in cluster.python_by_role.items()}
@@ -70,12 +83,15 @@ def _absolute_pythons(cluster: ClusterProfile, cwd: Path) -> ClusterProfile:
 
 
 def _absolute(path: str, cwd: Path) -> str:
-    """Absolute, links kept: the python of a virtual environment is a link, and is another one behind it."""
+    """Return an absolute path, links kept.
+
+    The python of a virtual environment is a link, and is another one behind it.
+    """
     return os.path.normpath(cwd / Path(os.path.expandvars(path)).expanduser())
 
 
 def default_run_name(recipe: Recipe, now_s: float) -> str:
-    """``<recipe>-<date>-<time>`` in local time."""
+    """Return the name ``<recipe>-<date>-<time>`` in local time."""
     return f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
 
 
@@ -107,6 +123,8 @@ def make_plan(recipe: Recipe, cluster: ClusterProfile, run_name: str, run_dir: P
             ceiling_s=recipe.supervision.hang_ceiling_s,
             update_timeout_s=recipe.handoff.update_timeout_s,
         ),
+        sinks=(*recipe.sinks, *cluster.sinks),
+        notify=(*recipe.notify, *cluster.notify),
     )
     if not isinstance(cluster, SlurmCluster):
         return plan
@@ -162,7 +180,7 @@ def _elastic(recipe: Recipe) -> ElasticPolicy:
 
 
 def _container(recipe: Recipe, cluster: SlurmCluster, run_dir: Path) -> Container | None:
-    """The container with the run's own directories mounted under their own names."""
+    """Return the container with the run's own directories mounted under their own names."""
     settings = cluster.container
     if isinstance(settings, NoContainer):
         return None

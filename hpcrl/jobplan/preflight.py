@@ -1,4 +1,4 @@
-"""What can be checked about a run's inputs before anything is started."""
+"""Checks of a run's inputs before anything is started."""
 
 from __future__ import annotations
 
@@ -12,26 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding, UsageError
 from hpcrl.installing import install_command
-from hpcrl.interpreter import module_command
 from hpcrl.jobplan.model_rules import check_model_rules
 from hpcrl.jobplan.packages import has_package
 from hpcrl.models import load_arch, load_facts
-from hpcrl.ours import read_secret
-
-__all__ = [
-    "check_engine_flags",
-    "check_packages",
-    "check_planned_sizes",
-    "check_pythons",
-    "check_secret_files",
-    "check_sizes",
-]
+from hpcrl.processes.interpreter import module_command
+from hpcrl.storage.trusted_paths import read_secret
 
 _STORE = "store"
 """An extra of hpcrl, not a distribution."""
@@ -45,18 +36,18 @@ _OTHER_FAMILY = (
 
 
 def with_model_of(recipe: Loaded[Recipe], config_dir: Path, *, named: str) -> Loaded[Recipe]:
-    """The recipe with the model of another run in place of its own (ConfigError where it is of another shape).
+    """Return the recipe with the model of another run in place of its own (ConfigError where its shape differs).
 
     Parameters
     ----------
     config_dir:
         Holds the configuration of that model.
     named:
-        What it is, for messages.
+        Description of the model for messages.
     """
     where, own = recipe.where("model.path"), Path(recipe.value.model.path)
     if not (config_dir / "config.json").is_file():
-        hint = "bring it back: its configuration and tokenizer are needed"
+        hint = "restore it: its configuration and tokenizer are needed"
         what = f"the start model of the other run, {config_dir}, is gone ({named})"
         raise ConfigError([Finding("--from", "model.path", what, hint)])
     if (own / "config.json").is_file():
@@ -114,13 +105,13 @@ def check_pythons(plan: Plan, site: Loaded[ClusterProfile]) -> None:
         if group.python is None or plan.container is not None:
             continue
         python = Path(group.python)
-        hidden = isinstance(site.value, SlurmCluster) and not python.parent.is_dir()
+        hidden = site.value.uses_slurm and not python.parent.is_dir()
         if python.is_file() or hidden:
             continue
         key, hint = "python_by_role", "correct the path"
         if site.value.vllm_python is not None and "engine" not in site.value.python_by_role:
             key, hint = "vllm_python", "make the environment of engines: python3 tools/bootstrap.py --vllm"
-        what = f"{python}, the interpreter of {group.role}, is not there"
+        what = f"{python}, the interpreter of {group.role}, does not exist"
         raise ConfigError([Finding(site.where(key), f"cluster.{key}", what, hint)])
 
 
@@ -138,8 +129,8 @@ def check_secrets(plan: Plan, site: Loaded[ClusterProfile]) -> None:
 def check_secret_files(files: Mapping[str, str], site: Loaded[ClusterProfile]) -> None:
     """Check files of secrets by name, with absolute paths; errors as of `check_secrets`."""
     for name, file in files.items():
-        if isinstance(site.value, SlurmCluster) and not Path(file).parent.is_dir():
-            continue  # on the nodes, perhaps
+        if site.value.uses_slurm and not Path(file).parent.is_dir():
+            continue  # it may exist on the nodes
         try:
             read_secret(Path(file))
         except OSError as error:
@@ -185,7 +176,7 @@ def check_engine_flags(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
 
 
 class _Package(NamedTuple):
-    """What a role needs in its environment: for which setting, how it is installed, and what does without it."""
+    """Package that a role needs: the key of its setting, its names, and the setting that works without it."""
 
     key: str
     name: str
@@ -194,7 +185,7 @@ class _Package(NamedTuple):
 
 
 def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
-    """Check that what the router and the pool of rollouts are made of is installed for the interpreters of their roles.
+    """Check that what router, pools and the fabric are made of is installed for the interpreters of their roles.
 
     Returns
     -------
@@ -217,6 +208,9 @@ def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
     if recipe.value.engine.kv_store is not None and recipe.value.engine.backend == "embedded":
         kept = _Package("engine.kv_store", "mooncake", _STORE, "engine.kv_store: null")
         wanted |= dict.fromkeys((Role.STORE, Role.ENGINE, Role.PREFILL, Role.DECODE), kept)
+    if recipe.value.handoff.transport == "fabric":
+        pulled = _Package("handoff.transport", "mooncake", _STORE, "handoff.transport: share")
+        wanted = dict.fromkeys((Role.TRAINER, Role.ENGINE, Role.PREFILL, Role.DECODE), pulled) | wanted
     notes = []
     for group in plan.groups:
         if group.role in wanted:
@@ -225,7 +219,7 @@ def check_packages(recipe: Loaded[Recipe], plan: Plan) -> list[str]:
 
 
 def _package_notes(recipe: Loaded[Recipe], plan: Plan, group: RoleGroup, package: _Package) -> list[str]:
-    """Why it could not be seen whether a package is there (ConfigError where it is not)."""
+    """Return notes where the presence of a package could not be checked (ConfigError where it is missing)."""
     python = group.python or plan.python or sys.executable
     found = has_package(plan, python, package.name)
     if found is False:
@@ -239,13 +233,13 @@ def _package_notes(recipe: Loaded[Recipe], plan: Plan, group: RoleGroup, package
 
 
 def _stand_in(placeholder: re.Match[str]) -> str:
-    """What the supervisor could fill in."""
+    """Return a value that the supervisor could fill in."""
     name, above = placeholder.groups()
     return {"port": str(_ANY_PORT + int(above or 0)), "host": "127.0.0.1"}.get(name, "0")
 
 
 def _engine_words(group: RoleGroup) -> list[str] | None:
-    """The words after vLLM's program in a command; None where it starts no vLLM."""
+    """Return the words after vLLM's program in a command; None where it does not start vLLM."""
     for i, word in enumerate(group.command):
         if word.startswith("vllm.entrypoints."):
             return list(group.command[i + 1 :])
@@ -253,7 +247,7 @@ def _engine_words(group: RoleGroup) -> list[str] | None:
 
 
 def _ask_parser(python: str, groups: Sequence[RoleGroup]) -> list[str | None]:
-    """What the vLLM of an interpreter says against the command of each group of engines; None where it takes it.
+    """Return the complaints of an interpreter's vLLM about the command of each group of engines; None where it accepts.
 
     Raises
     ------
@@ -279,10 +273,10 @@ def _ask_parser(python: str, groups: Sequence[RoleGroup]) -> list[str | None]:
 
 
 def _filled(group: RoleGroup) -> list[str]:
-    """The words after vLLM's program, with values such as the supervisor fills in."""
+    """Return the words after vLLM's program, with values like those of the supervisor."""
     words = _engine_words(group)
     assert words is not None
     if words[0] == "serve":
         words = ["--model", *words[1:]]
-    # vLLM compares ports with each other: they must differ as they will
+    # vLLM compares ports with each other: they must differ as in the run
     return [_PLACEHOLDER.sub(_stand_in, word) for word in words]

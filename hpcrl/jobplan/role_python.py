@@ -1,11 +1,12 @@
-"""Runs a program of ours with the interpreter of a run's role, before a run or after it.
+"""Run a program of hpcrl with the interpreter of a run's role, before a run or after it.
 
 Code of the user is imported there as it is in a run: modules are found where the role finds them. The shell's
-``PYTHONPATH`` counts for a local run, and for a job only what the profile says or lets through.
+``PYTHONPATH`` counts for a local run, and for a job only the values that the profile sets or passes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,15 +17,21 @@ from typing import Any
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import UsageError
-from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.processes.interpreter import module_command, with_safe_path
+from hpcrl.storage.trusted_paths import read_secret
 
-__all__ = ["ask_role_python", "hidden_reason", "role_python"]
 
-
-def role_python(plan: Plan, role: Role = Role.ORCHESTRATOR) -> str:
-    """Return the interpreter of a role of a plan."""
+def role_python(plan: Plan, role: Role | None = Role.ORCHESTRATOR) -> str:
+    """Return the interpreter of a role of a plan; None is the supervisor."""
+    if role is None:
+        return sys.executable
     group = next((group for group in plan.groups if group.role is role), None)
     return (group.python if group is not None else None) or plan.python or sys.executable
+
+
+def environment_role(plan: Plan) -> Role:
+    """Return the role whose processes make environments."""
+    return Role.ENV if any(group.role is Role.ENV for group in plan.groups) else Role.ORCHESTRATOR
 
 
 def hidden_reason(plan: Plan, site: ClusterProfile, *, what: str, role: Role = Role.ORCHESTRATOR) -> str:
@@ -33,21 +40,40 @@ def hidden_reason(plan: Plan, site: ClusterProfile, *, what: str, role: Role = R
         return f"{what} are made in the container"
     if not Path(role_python(plan, role)).is_file():
         return f"the {role.value}'s Python, {role_python(plan, role)}, is not visible here"
-    if isinstance(site, SlurmCluster):
+    if site.uses_slurm:
         entries = _variables(plan, site, role).get("PYTHONPATH", "").split(os.pathsep)
         if away := [entry for entry in entries if entry and not Path(entry).exists()]:
             return f"PYTHONPATH names {', '.join(away)}, which is not visible here"
     return ""
 
 
-def _variables(plan: Plan, site: ClusterProfile, role: Role) -> dict[str, str]:
+def outlet_variables(site: ClusterProfile) -> dict[str, str]:
+    """Return ``env`` and ``secrets`` of a profile, which sinks and notifiers get (`hpcrl.supervisor.outlets`).
+
+    A file of ``secrets`` that cannot be read here is left out: it may be one that only nodes see.
+    """
+    found = dict(site.env)
+    for name, file in site.secrets.items():
+        with contextlib.suppress(OSError):
+            found[name] = read_secret(Path(os.path.expandvars(file)).expanduser())
+    return found
+
+
+def outlet_environment(site: ClusterProfile) -> dict[str, str]:
+    """Return the environment of a sink or a notifier that is started here and not in a job."""
+    return with_safe_path({**os.environ, **outlet_variables(site)})
+
+
+def _variables(plan: Plan, site: ClusterProfile, role: Role | None) -> dict[str, str]:
     """Return the environment that the role has, as far as it matters for imports."""
     variables = dict(os.environ)
     if isinstance(site, SlurmCluster) and "PYTHONPATH" not in site.launch.inherit:
         variables.pop("PYTHONPATH", None)
+    if role is None:
+        variables |= outlet_variables(site)
     for group in plan.groups:
         if group.role is role:
-            # what names a place on a node is not known here
+            # values that depend on a node are unknown here
             variables |= {name: value for name, value in group.env.items() if "{node_" not in value}
     return with_safe_path(variables)
 
@@ -61,18 +87,20 @@ def ask_role_python(
     doing: str,
     timeout_s: float | None,
     slow_hint: str,
-    role: Role = Role.ORCHESTRATOR,
+    role: Role | None = Role.ORCHESTRATOR,
 ) -> dict[str, Any]:
     """Run ``module`` with a request on its standard input, and return the JSON object that it prints.
 
     Parameters
     ----------
     doing:
-        What it does, for messages: ``try the environments``.
+        Description for messages: ``try the environments``.
     timeout_s:
         Longest time in seconds; None: no limit.
     slow_hint:
         What to do where that was too short.
+    role:
+        Whose interpreter and variables; None: those of the supervisor.
 
     Raises
     ------

@@ -39,19 +39,17 @@ from hpcrl.weights.read.stored_weights import (
 )
 from hpcrl.weights.read.wrapped_names import wrapped_type
 
-__all__ = ["DirectoryReport", "ModelReport", "check_model", "look_at_directory", "report_model"]
-
 _OTHER_FAMILY = (
     "choose a model of a family that the trainer has (docs/training.md); more families can be planned than trained"
 )
 _WRAPPER = (
-    "set model.vision: drop, or carry for exports that also see; or take the language model out: "
+    "set model.vision: drop, or carry to keep the vision tower in exports; or extract the language model: "
     "hpcrl model extract DIR --output DIR"
 )
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's attention on CPUs has."""
 _FORMAT_FLAGS = ("config-format", "load-format", "tokenizer-mode")
-"""What makes vLLM read a directory in the format of Hugging Face that also has Mistral's own."""
+"""Flags by which vLLM reads the Hugging Face format of a directory that also has Mistral's own."""
 _NO_TOKENIZER = "convert it with transformers (AutoTokenizer.from_pretrained, save_pretrained), or download it whole"
 _TIKTOKEN = (
     "download the model whole, its Python files with it, or make tokenizer.json of its tiktoken encoding: "
@@ -59,23 +57,23 @@ _TIKTOKEN = (
 )
 _AGAIN = "copy or download it again, whole"
 _MOST_BYTES = 512 << 20
-"""Of a tokenizer's file; the largest published ones have some 40 million bytes."""
+"""Maximum bytes of a tokenizer's file; the largest published ones have some 40 million bytes."""
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What is wrong with a start model.
+    """Problems of a start model.
 
     Attributes
     ----------
     findings:
-        Why no run can start from it.
+        Reasons why a run cannot start from it.
     unmade:
-        Why it is not there yet although nothing is wrong: the warm-up of the recipe makes it. Then there are no
-        findings.
+        Reason why it does not exist yet although nothing is wrong: the warm-up of the recipe makes it. Then there are
+        no findings.
     notes:
-        What people should know of a model that can be used, a sentence each: keys of ``config.json`` that nothing
-        reads, files that are not read.
+        Facts about a usable model that people should know, a sentence each: unread keys of ``config.json``, files that
+        are not read.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -84,19 +82,19 @@ class ModelReport:
 
     @property
     def problems(self) -> tuple[Finding, ...]:
-        """Why no run starts from it now."""
+        """Return the reasons why a run cannot start from it now."""
         return self.findings if self.unmade is None else (self.unmade, *self.findings)
 
 
 class DirectoryReport(NamedTuple):
-    """What a model directory alone says.
+    """Findings from a model directory alone.
 
     Attributes
     ----------
     arch:
-        The family's architecture; None where the configuration is none that is run here.
+        The family's architecture; None where the configuration is not of a supported family.
     problems:
-        Why neither trainer nor engines load it: what, and a hint.
+        Problems that keep trainer and engines from loading it, each with a hint.
     notes:
         As in `ModelReport`.
     """
@@ -155,7 +153,7 @@ def look_at_directory(model_dir: Path, *, weights: bool = True, vision: str | No
     """
     try:
         if vision is None:
-            # a wrapper is refused in the words of those who read its config alone
+            # a wrapped config is refused with the messages of readers of the inner config
             arch_from_config(read_config(model_dir / "config.json"))
         arch = load_arch(model_dir)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
@@ -170,7 +168,7 @@ def look_at_directory(model_dir: Path, *, weights: bool = True, vision: str | No
 
 
 def _notes(model_dir: Path) -> tuple[str, ...]:
-    """What ``config.json`` says that nothing reads; a file that is not to be read has findings instead."""
+    """Return a note of the unread keys of ``config.json``; a file that cannot be read has findings instead."""
     try:
         config = read_model_config(model_dir)
     except (OSError, ValueError):
@@ -180,14 +178,14 @@ def _notes(model_dir: Path) -> tuple[str, ...]:
 
 
 def _missing(recipe: Loaded[Recipe], model_dir: Path, where: str, cluster: str | None) -> ModelReport:
-    """A directory without ``config.json``: made by a warm-up later, downloaded, or neither."""
+    """Report a directory without ``config.json``: made by a warm-up later, downloaded, or neither."""
     what = f"{model_dir} holds no model (no config.json)"
     given = recipe.value.model.path
     if (model_dir / "config.json").is_symlink():
-        link = f"{model_dir / 'config.json'} is a link to what is not there: the download was interrupted"
+        link = f"{model_dir / 'config.json'} is a broken link: the download was interrupted"
         return ModelReport((Finding(where, "model.path", link, _AGAIN),))
     if (found := published_id(given)) is not None:
-        # an id is put where the site has its models; a quoted ~ would not be expanded
+        # an id is downloaded into the site's directory of models; a quoted ~ would not be expanded
         directory = None if found == given else str(model_dir) if given[0] in "~$" else given
         hint = f"download it: {download_command(found, directory, cluster=cluster)}"
         return ModelReport((Finding(where, "model.path", what, hint),))
@@ -215,7 +213,7 @@ def _engine_findings(recipe: Loaded[Recipe], arch: ModelArch, model_dir: Path, w
     second = _names(model_dir, "consolidated*.safetensors")
     unset = [flag for flag in _FORMAT_FLAGS if engine.vllm_args.get(flag) != "hf"]
     if engine.backend == "vllm" and second and unset:
-        what = f"{model_dir} has {second[0]}: vLLM prefers it and params.json to the Hugging Face files beside them"
+        what = f"{model_dir} has {second[0]}: vLLM prefers it and params.json to the Hugging Face files"
         flags = ", ".join(f"{flag}: hf" for flag in _FORMAT_FLAGS)
         hint = f"set engine.vllm_args: {{{flags}}}, or leave {second[0]} out of the directory"
         yield Finding(where, "model.path", what, hint)
@@ -227,8 +225,11 @@ def _storage_findings(recipe: Loaded[Recipe], model_dir: Path, where: str) -> It
     if engine.backend != "vllm" or "hf-overrides" in engine.vllm_args:
         return
     if wrapped_type(model_dir) is not None:
-        what = f"{model_dir} also sees: vLLM would load tower and all, and versions of a run are of its language model"
-        hint = f"write that: hpcrl model extract {shlex.quote(str(model_dir))} --output DIR, and leave model.vision out"
+        what = f"{model_dir} has a vision tower, which vLLM would load; versions of a run hold only the language model"
+        hint = (
+            f"extract the language model: hpcrl model extract {shlex.quote(str(model_dir))} --output DIR, "
+            "and leave model.vision out"
+        )
         yield Finding(where, "model.path", what, f"{hint}; or set engine.backend: embedded")
         return
     method = (read_model_config(model_dir).get("quantization_config") or {}).get("quant_method")
@@ -247,11 +248,11 @@ def _storage_findings(recipe: Loaded[Recipe], model_dir: Path, where: str) -> It
 
 
 def _tokenizer_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
-    """Why the orchestrator could not use the tokenizer; the first reason alone."""
+    """Yield the reason why the orchestrator could not use the tokenizer; only the first one."""
     path, ranks = model_dir / "tokenizer.json", model_dir / "tiktoken.model"
     made_of_ranks = not path.is_file() and ranks.is_file() and not path.is_symlink()
     if not path.is_file() and not made_of_ranks:
-        linked = " but a link to what is not there" if path.is_symlink() else ""
+        linked = " but a broken link" if path.is_symlink() else ""
         others = ", ".join(sorted({*_names(model_dir, "*tiktoken*"), *_names(model_dir, "*.model")}))
         beside = f" (there is {others}, which hpcrl does not read)" if others else ""
         what = f"{model_dir} has no tokenizer.json{linked}{beside}"
@@ -266,7 +267,7 @@ def _tokenizer_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 def _generation_problems(model_dir: Path) -> Iterator[tuple[str, str]]:
-    """Why engines could not use ``generation_config.json``."""
+    """Yield the reasons why engines could not use ``generation_config.json``."""
     try:
         GenerationConfig.read(model_dir)
     except (ValueError, OSError) as error:
@@ -287,7 +288,7 @@ def _load_tokenizer(model_dir: Path, path: Path) -> None:
         ChatTokenizer(model_dir)
         return
     if path.suffix == ".json" and not isinstance(_json(path), dict):
-        raise ValueError("tokenizer.json is no JSON object")
+        raise ValueError("tokenizer.json is not a JSON object")
     _json(model_dir / "tokenizer_config.json")
 
 
@@ -302,7 +303,7 @@ def _json(path: Path) -> Any:
 
 
 def _weight_problems(arch: ModelArch, model_dir: Path) -> Iterator[tuple[str, str]]:
-    """Why trainer and engines could not load the weights; the first reason of each kind."""
+    """Yield the reasons why trainer and engines could not load the weights; the first one of each kind."""
     try:
         with ModelFiles(model_dir) as files:
             stored = dict(files.tensors)
@@ -322,7 +323,7 @@ def _ignored_files(model_dir: Path) -> Iterator[str]:
 
 
 def _tensor_problems(arch: ModelArch, model_dir: Path, stored: dict[str, StoredBlock]) -> Iterator[tuple[str, str]]:
-    """Compare tensors with those of the configuration, as ``hpcrl.modeling.load`` will."""
+    """Compare tensors with those of the configuration, as ``hpcrl.modeling.checkpoint_io.load`` will."""
     try:
         expected = {spec.name: tuple(spec.shape) for spec in arch.tensors() if not spec.is_scale}
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""Whether ``model.vision`` of a recipe fits its start model: what can be carried, and what there is to carry."""
+"""Check of ``model.vision`` of a recipe against its start model: the parts that can be carried, and those that
+exist."""
 
 from __future__ import annotations
 
@@ -8,11 +9,9 @@ from pathlib import Path
 from hpcrl.errors import HpcrlError
 from hpcrl.weights.read.towers import read_tower, uncarried_problem
 
-__all__ = ["tower_problems"]
-
 
 def tower_problems(model_dir: Path, vision: str | None, *, weights: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield why a setting does not fit a model directory: what, and a hint; nothing where its files cannot be read.
+    """Yield the problems of a setting with a model directory, each with a hint; nothing where files are unreadable.
 
     Parameters
     ----------

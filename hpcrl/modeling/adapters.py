@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) of a decoder: linear layers and experts compute ``W x + s · B (A x)``.
 
-The model's own parameters keep their names, and do not move. Adapters are parameters beside them:
+The model's own parameters keep their names and positions. Adapters are additional parameters:
 ``layers.0.self_attn.q_proj.lora_A`` ``[r, in]`` and ``lora_B`` ``[out, r]``; of experts, which lie in one tensor,
 ``layers.0.mlp.experts.adapters.gate_up_proj.lora_A`` ``[E, r, in]`` and ``lora_B`` ``[E, out, r]``, so that expert
 parallelism deals them out with their experts. What all experts of a layer have in common is
@@ -24,17 +24,15 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import HfAdapter, Region, adapter_parameters
 from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.delta_net import GatedDeltaMixer
-from hpcrl.modeling.layers.low_rank import AdaptedLinear, GroupedAdapter
 from hpcrl.modeling.layers.mamba import Mamba2
 from hpcrl.modeling.layers.mla import LatentAttention
 from hpcrl.modeling.layers.mlp import GatedMLP, SquaredMLP
 from hpcrl.modeling.layers.moe import Experts, SparseMLP, SquaredExperts
+from hpcrl.modeling.low_rank import AdaptedLinear, GroupedAdapter
 from hpcrl.models.adapting import TARGET_PARTS, AdapterSettings, lora_problems
 
-__all__ = ["Adapted", "AdapterNames", "adapt", "adapted_matrices", "init_adapters", "use_adapters"]
-
 _PREFIX = "base_model.model."
-"""Before the published name of an adapted module, as PEFT writes it."""
+"""Prefix of the published name of an adapted module, as PEFT writes it."""
 
 
 def adapt(model: Decoder, config: AdapterSettings) -> None:
@@ -59,7 +57,7 @@ def adapt(model: Decoder, config: AdapterSettings) -> None:
 
 
 def _target_of(model: Decoder, parent: nn.Module) -> str | None:
-    """What linear layers of a module are called in ``trainer.lora.targets``, outside of sparse layers."""
+    """Return the name of a module's linear layers in ``trainer.lora.targets``; None for sparse and other layers."""
     if isinstance(parent, GroupedQueryAttention | LatentAttention | Mamba2 | GatedDeltaMixer):
         return "attention"
     return "mlp" if isinstance(parent, GatedMLP | SquaredMLP) and not _is_shared(model, parent) else None
@@ -115,7 +113,7 @@ class Adapted(NamedTuple):
 
 
 def adapted_matrices(model: nn.Module) -> Iterator[Adapted]:
-    """All that have an adapter, in the order of modules."""
+    """Return all matrices that have an adapter, in the order of modules."""
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
             yield Adapted(f"{name}.weight", f"{name}.lora_A", f"{name}.lora_B", module.scale)
@@ -173,7 +171,7 @@ class AdapterNames(HfAdapter):
     """
 
     def __init__(self, model: Decoder) -> None:
-        """Remember what of ``model``, sharded or not, is adapted."""
+        """Collect the adapted matrices of ``model``, sharded or not."""
         super().__init__(model.arch)
         parameters = dict(model.named_parameters())
         self._regions: dict[str, list[Region]] = {}
@@ -197,7 +195,7 @@ class AdapterNames(HfAdapter):
 
 
 def _region_of(published: Region, shape: tuple[int, ...], letter: str) -> Region:
-    """Where the A or B of a published matrix lies in the parameter of ``shape``."""
+    """Return the region of the A or B of a published matrix in the parameter of ``shape``."""
     name = f"{_PREFIX}{published.name.removesuffix('.weight')}.lora_{letter}.weight"
     expert = published.low[:-2] if len(shape) == 3 else ()
     if letter == "A":

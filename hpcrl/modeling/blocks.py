@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds."""
+"""Blocks: the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-__all__ = ["HeldBlock", "is_sharded", "local_block", "local_part", "overlap"]
 
 
 class HeldBlock(NamedTuple):
@@ -24,20 +22,23 @@ class HeldBlock(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether ``tensor`` is a DTensor. An engine never has one, and does not import them: half a second."""
+    """Return whether ``tensor`` is a DTensor.
+
+    An engine never has one, and does not import DTensor, which takes half a second.
+    """
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``, in the memory of it: all of it where it is not sharded."""
+    """Return this rank's part of ``tensor``, which shares its memory: all of it if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def local_block(tensor: Tensor) -> HeldBlock:
-    """Which part of ``tensor`` this rank holds: all of it where it is not sharded.
+    """Return the block of ``tensor`` that this rank holds: all of it if it is not sharded.
 
-    Indices are those of the whole tensor, one for each of its dimensions. An empty block where it holds nothing, also
-    where it is not in the mesh of the tensor.
+    Indices are those of the whole tensor, one for each of its dimensions. The block is empty if the rank holds nothing,
+    also if it is not in the mesh of the tensor.
     """
     if not is_sharded(tensor):
         return HeldBlock((0,) * tensor.dim(), tuple(tensor.shape))
@@ -50,7 +51,7 @@ def local_block(tensor: Tensor) -> HeldBlock:
 
 
 def overlap(block: HeldBlock, low: tuple[int, ...], shape: tuple[int, ...]) -> HeldBlock:
-    """What ``block`` holds of a region, in the region's own indices; an empty block where that is nothing.
+    """Return the part of a region that ``block`` holds, in the region's own indices; an empty block if there is none.
 
     Parameters
     ----------

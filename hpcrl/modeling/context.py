@@ -1,4 +1,4 @@
-"""What a forward pass needs beside its tokens, in one object that travels through all layers."""
+"""Context of a forward pass: its inputs besides the tokens, in one object that goes through all layers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.delta_rule import DeltaRule
+from hpcrl.modeling.recurrence.delta_rule import DeltaRule
+from hpcrl.modeling.recurrence.state_space import Scan
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
-from hpcrl.modeling.state_space import Scan
-
-__all__ = [
-    "AttentionFn",
-    "BatchContext",
-    "GatherFn",
-    "IndexQuery",
-    "LatentAttentionFn",
-    "RecurrenceFn",
-    "ReplayedExperts",
-    "RoutedExpertsRecorder",
-    "SparseAttentionFn",
-]
 
 
 class AttentionFn(Protocol):
@@ -40,7 +28,7 @@ class AttentionFn(Protocol):
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Parameters
         ----------
@@ -53,9 +41,9 @@ class AttentionFn(Protocol):
         v:
             ``[tokens, key_heads, value_dim]``.
         scale:
-            Of the scores; None for ``key_dim ** -0.5``.
+            Factor of the scores; None for ``key_dim ** -0.5``.
         window:
-            A query sees the last so many tokens, itself included; None: all tokens before it.
+            Number of last tokens that a query sees, itself included; None: all tokens before it.
         sinks:
             ``[query_heads]``: a score that takes part in each softmax of a head and has no value; None: there is none.
 
@@ -68,7 +56,7 @@ class AttentionFn(Protocol):
 
 
 class IndexQuery(NamedTuple):
-    """What an indexer says of ``T`` tokens: ``q [T, heads, dim]``, ``k [T, dim]`` and ``weights [T, heads]``."""
+    """Output of an indexer for ``T`` tokens: ``q [T, heads, dim]``, ``k [T, dim]`` and ``weights [T, heads]``."""
 
     q: Tensor
     k: Tensor
@@ -89,14 +77,14 @@ class SparseAttentionFn(Protocol):
         ...
 
     def attend(self, layer: int, inputs: Chosen, kernel: SparseKernel) -> Tensor:
-        """Attend.
+        """Compute attention over chosen tokens.
 
         Parameters
         ----------
         inputs:
             Queries ``[T, query_heads, key_dim]``, one key ``[T, key_dim]`` a token, and what `choose` has chosen.
         kernel:
-            Computes it.
+            Kernel that computes it.
 
         Returns
         -------
@@ -110,7 +98,7 @@ class LatentAttentionFn(Protocol):
     """Causal attention that makes keys and values of latents itself, where ranks share a batch."""
 
     def attend_latents(self, layer: int, q: Tensor, latents: Tensor, expand: Tensor, *, scale: float) -> Tensor:
-        """Attend.
+        """Compute attention over latents.
 
         Parameters
         ----------
@@ -124,7 +112,7 @@ class LatentAttentionFn(Protocol):
             ``[heads * (key_dim - rotary_dim + value_dim), latent_dim]``: makes the other channels of a head's key, and
             its value, of a latent.
         scale:
-            Of the scores.
+            Factor of the scores.
 
         Returns
         -------
@@ -135,18 +123,18 @@ class LatentAttentionFn(Protocol):
 
 
 class RecurrenceFn(Protocol):
-    """What recurrent layers need of a sequence; owns sequence boundaries and any state that an engine keeps."""
+    """Recurrence over sequences for recurrent layers; owns sequence boundaries and any state that an engine keeps."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`hpcrl.modeling.state_space.convolve`: ``[T, channels]`` to the same."""
+        """Apply `hpcrl.modeling.recurrence.state_space.convolve` to ``[T, channels]``; the shape stays."""
         ...
 
     def scan(self, layer: int, parts: Scan, chunk_size: int) -> Tensor:
-        """`hpcrl.modeling.state_space.scan`: ``[T, heads, head_dim]`` float32."""
+        """Return the result of `hpcrl.modeling.recurrence.state_space.scan`: ``[T, heads, head_dim]`` float32."""
         ...
 
     def delta_rule(self, layer: int, parts: DeltaRule) -> Tensor:
-        """`hpcrl.modeling.delta_rule.delta_rule`: ``[T, heads, value_dim]`` float32."""
+        """Return the result of `hpcrl.modeling.recurrence.delta_rule.delta_rule`: ``[T, heads, value_dim]`` float32."""
         ...
 
 
@@ -175,9 +163,9 @@ class ReplayedExperts(NamedTuple):
         ``[T, sparse layers, experts_per_token]``: uint8, int16 or int32, the smallest that is exact. Means nothing
         where ``known`` is False.
     known:
-        ``[T]`` bool: where an engine said something. The last token of a rollout never went into an engine.
+        ``[T]`` bool: whether an engine reported experts. The last token of a rollout never went into an engine.
     columns:
-        Where the experts of a sparse layer are, by global layer number. Layers without experts have none.
+        Index of a sparse layer in ``experts``, by global layer number. Layers without experts have none.
     """
 
     experts: Tensor
@@ -185,45 +173,45 @@ class ReplayedExperts(NamedTuple):
     columns: Mapping[int, int]
 
     def of(self, layer: int) -> Tensor:
-        """``[T, experts_per_token]`` of a sparse layer, by global number."""
+        """Return ``[T, experts_per_token]`` of a sparse layer, by global number."""
         return self.experts[:, self.columns[layer]]
 
     def instead_of(self, own: Tensor, layer: int) -> Tensor:
-        """``own``, ``[T, experts_per_token]`` int64, with the engines' experts in all rows that are known."""
+        """Return ``own [T, experts_per_token]`` int64 with the engines' experts in all known rows."""
         return torch.where(self.known[:, None], self.of(layer).to(own.dtype), own)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchContext:
-    """What one forward pass over ``T`` flat tokens needs; several sequences lie one behind the other.
+    """Inputs of one forward pass over ``T`` flat tokens, besides the tokens; sequences are concatenated.
 
     Attributes
     ----------
     positions:
         ``[T]`` int64; they restart at each sequence.
     attention:
-        Knows where each sequence begins.
+        Attention function; it knows the start of each sequence.
     select:
-        ``[selected]`` indices of the tokens whose logits are wanted; None for all.
+        ``[selected]`` indices of the tokens whose logits are needed; None for all.
     record:
-        Told what the router of every sparse layer chooses by itself.
+        Receives the experts that the router of every sparse layer chooses itself.
     sparse:
-        The same attention for layers that choose tokens; None where it cannot.
+        The same attention for layers that choose tokens; None if it does not support them.
     latent:
-        The same attention for layers with latents; None where it wants the keys and values of heads.
+        The same attention for layers with latents; None if it needs the keys and values of heads.
     recurrence:
-        Of layers with a state; None where it cannot.
+        Function for layers with a state; None if there is none.
     gather:
-        Where ranks share a batch: makes rows of all its tokens of rows of this rank's, for ``sparse``. Of two tensors
-        ``[T, …]``, of which the second has no gradient and may be None, in one collective. None: all tokens are here.
+        If ranks share a batch: gathers this rank's rows into rows of all tokens, for ``sparse``. It takes two tensors
+        ``[T, …]`` in one collective; the second one has no gradient and may be None. None: all tokens are on this rank.
     chosen:
-        What each layer with an indexer chose, where later layers share it. By layer, not the last one alone: a layer
-        that is computed again for the backward pass finds what it found in the forward pass.
+        Tokens that each layer with an indexer chose, for later layers that share the choice. It is kept by layer: a
+        layer that is recomputed in the backward pass must find what it found in the forward pass.
     replay:
-        Experts that routers take in place of their own choice, in the rows that are known; None: their own everywhere.
+        Experts that routers take instead of their own choice, in the rows that are known; None: their own everywhere.
     taken:
-        Experts ``[T, k]`` that tokens were sent to, by layer, where a layer is computed twice: the first computation
-        writes them down and the second one takes them. None: no layer is.
+        Experts ``[T, k]`` that tokens were sent to, by layer, if layers are computed twice: the first computation
+        stores them and the second one reads them. None: no layer is computed twice.
     """
 
     positions: Tensor

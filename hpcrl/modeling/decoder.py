@@ -16,26 +16,24 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import is_sharded
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.hf import HfAdapter
-from hpcrl.modeling.host_memory import empty_in_host_memory
 from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.modeling.layers.norm import ZeroCentredRMSNorm, norm_of
+from hpcrl.modeling.memory.host_memory import empty_in_host_memory
 from hpcrl.modeling.rope import RotaryTables, rotary_tables
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["Block", "BlockFn", "Decoder", "DecoderLayer", "HeadFn", "RunBlock"]
-
 BlockFn = Callable[[Tensor, RotaryTables, BatchContext], Tensor]
-"""``[T, hidden_size]`` to the same."""
+"""Maps ``[T, hidden_size]`` to the same shape."""
 
 HeadFn = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-"""What is made of hidden states ``[selected, hidden_size]`` and the weight of the head, without all logits."""
+"""Computes results from hidden states ``[selected, hidden_size]`` and the weight of the head, without all logits."""
 
 
 class RunBlock(Protocol):
     """Computes a layer in a way of its own: a memory tool of the trainer."""
 
     def __call__(self, block: BlockFn, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """What ``block(x, rotary, context)`` returns."""
+        """Return the result of ``block(x, rotary, context)``."""
         ...
 
 
@@ -45,14 +43,14 @@ class DecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.run: RunBlock | None = None
-        """Inside of what FSDP2 does before and after the layer, so that it gathers parameters as without."""
+        """Runs the layer inside FSDP2's hooks, so that parameters are gathered as without it."""
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         return self.compute(x, rotary, context) if self.run is None else self.run(self.compute, x, rotary, context)
 
     def compute(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         raise NotImplementedError
 
 
@@ -83,7 +81,7 @@ class Head(nn.Linear):
         super().__init__(arch.hidden_size, arch.vocab_size, bias=False)
 
     def forward(self, x: Tensor, head: HeadFn | None = None) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]
-        """``[N, hidden_size]`` to ``[N, vocab_size]`` in float32, or to what ``head`` makes of it."""
+        """Map ``[N, hidden_size]`` to ``[N, vocab_size]`` in float32, or to the result of ``head``."""
         return super().forward(x).float() if head is None else head(x, self.weight)
 
 
@@ -133,7 +131,7 @@ class Decoder(nn.Module):
                 return empty_in_host_memory(tensor, torch.device(device))
             if is_sharded(tensor):
                 return torch.empty_like(tensor, device=device)
-            # `empty_like` of what is on `meta` imports sympy, a quarter of a second
+            # `empty_like` of a tensor on `meta` imports sympy, a quarter of a second
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
         self._apply(empty)  # type: ignore[no-untyped-call]
@@ -147,7 +145,7 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: Tensor, context: BatchContext, head: HeadFn | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Logits of the flat tokens ``[T]`` that ``context.select`` names: ``[selected, vocab_size]``, float32.
+        """Return logits ``[selected, vocab_size]`` float32 of the flat tokens ``[T]`` that ``context.select`` names.
 
         With ``head`` what that makes of their hidden states, without logits.
         """
@@ -163,9 +161,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Normal weights of ``std``; projections back into the residual stream are scaled by depth. Biases are 0.
+        """Initialise weights from a normal distribution of ``std``, biases to 0 and norms to 1.
 
-        Norms multiply with 1."""
+        Projections back into the residual stream are scaled by depth.
+        """
         residual_std = std / (2 * self.arch.num_hidden_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""The map between our parameters and the tensors of a published Hugging Face model."""
+"""The map between hpcrl's parameters and the tensors of a published Hugging Face model."""
 
 from __future__ import annotations
 
@@ -12,37 +12,25 @@ from hpcrl.models.arch import ModelArch
 from hpcrl.models.mtp import is_mtp_tensor
 from hpcrl.weights.read.stored_weights import EMBEDDING, HEAD, heads_differ_problem
 
-__all__ = [
-    "CARRIED",
-    "HfAdapter",
-    "Region",
-    "RenamedTensors",
-    "adapter_parameters",
-    "load_hf_tensors",
-    "model_tensors",
-    "published_tensors",
-]
-
-
 CARRIED = "carried."
-"""Before the published names of tensors that no forward pass reads (`hpcrl.modeling.carried`)."""
+"""Prefix of published names of tensors that no forward pass reads (`hpcrl.modeling.checkpoint_io.carried`)."""
 
 
 _TWINS = {EMBEDDING: HEAD, HEAD: EMBEDDING}
 
 
 class Region(NamedTuple):
-    """Where a published tensor lies in one of ours.
+    """Location of a published tensor in a tensor of the model.
 
     Attributes
     ----------
     name:
-        As published.
+        Published name.
     low:
-        First index in our tensor.
+        First index in the model's tensor.
     shape:
-        Of the published tensor: of the region, without the leading dimensions in which it has one element (the
-        number of an expert).
+        Shape of the published tensor, which is that of the region without the leading dimensions in which it has one
+        element (the number of an expert).
     """
 
     name: str
@@ -54,20 +42,20 @@ class HfAdapter:
     """Names of families whose published experts have tensors of their own, ``experts.7.gate_proj.weight`` and so on."""
 
     FUSED: ClassVar[bool] = False
-    """Published experts of a layer lie in one tensor each, laid out as ours."""
+    """Whether published experts of a layer are stored in one tensor, with the same layout as here."""
 
     def __init__(self, arch: ModelArch) -> None:
         self.arch = arch
 
     @property
     def tensors(self) -> Callable[[nn.Module], dict[str, Tensor]]:
-        """What of a model has the names of this map: takes it, and returns its own tensors by our names."""
+        """Return a function that takes a model and returns the tensors that this map names, by the model's names."""
         return model_tensors
 
     def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
-        """The published tensors that our tensor ``name`` of ``shape`` becomes.
+        """Return the published tensors that the model's tensor ``name`` of ``shape`` is split into.
 
-        A tied ``lm_head`` becomes nothing: published models with tied embeddings carry one copy.
+        A tied ``lm_head`` has none: published models with tied embeddings contain one copy.
         """
         shape = tuple(shape)
         if name.startswith(CARRIED):
@@ -92,9 +80,12 @@ class HfAdapter:
         return [Region(f"model.{name}", (0,) * len(shape), shape)]
 
     def to_hf(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The same as views of ``tensor``, each by its published name, in the shape of its `Region`.
+        """Yield the published tensors as views of ``tensor``, each with its name, in the shape of its `Region`.
 
-        IndexError where ``tensor`` has too few elements.
+        Raises
+        ------
+        IndexError
+            ``tensor`` has too few elements.
         """
         for region in self.regions(name, tensor.shape):
             leading = tensor.dim() - len(region.shape)
@@ -104,14 +95,17 @@ class HfAdapter:
             yield region.name, view
 
     def is_mtp(self, name: str) -> bool:
-        """Whether the published tensor ``name`` belongs to a module of multi-token prediction; nothing here runs it."""
+        """Return whether the published tensor ``name`` belongs to a module of multi-token prediction.
+
+        hpcrl never runs these modules.
+        """
         return is_mtp_tensor(name, layers=self.arch.num_hidden_layers, modules=self.arch.num_nextn_predict_layers)
 
     def is_redundant(self, name: str) -> bool:
-        """Whether the published tensor ``name`` says nothing that others do not say too.
+        """Return whether the published tensor ``name`` follows from other data.
 
         Older models have the frequencies of rotary embeddings, which follow from ``config.json``. A head that is tied
-        to the embedding is not meant: whether it says the same is seen by its values (`tied_twin`).
+        to the embedding is not included: its values decide whether it is a copy (`tied_twin`).
         """
         return name.endswith("rotary_emb.inv_freq")
 
@@ -139,17 +133,17 @@ class RenamedTensors(HfAdapter):
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of low-rank adapters of ``model`` (`hpcrl.modeling.adapters`), sharded ones as they are, by name.
+    """Return the parameters of low-rank adapters (`hpcrl.modeling.adapters`) by name, sharded ones as they are.
 
-    None where it has none.
+    The result is empty if ``model`` has none.
     """
     return {name: own for name, own in model.named_parameters() if _is_adapter(name)}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that is loaded and published of ``model`` itself: parameters (tied ones once), then buffers; no adapters.
+    """Return the own tensors of ``model``: parameters (tied ones once), then buffers, without adapters.
 
-    By our names, in the order of modules; sharded ones as they are.
+    By the model's own names, in the order of modules; sharded ones as they are.
     """
     own = {name: own for name, own in model.named_parameters() if not _is_adapter(name)}
     return {**own, **dict(model.named_buffers())}
@@ -160,7 +154,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def published_tensors(model: nn.Module, adapter: HfAdapter) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a whole (unsharded) ``model`` by their published names, as detached views in published shapes."""
+    """Yield the tensors of a whole (unsharded) ``model`` by published names, as detached views in published shapes."""
     for name, tensor in model_tensors(model).items():
         yield from adapter.to_hf(name, tensor.detach())
 

@@ -1,7 +1,7 @@
-"""Which parameters of a model are hidden matrices, and the matrices that lie behind each other in one parameter.
+"""Finds the parameters of a model that are hidden matrices, and the matrices that are concatenated in a parameter.
 
 An optimizer that works on whole matrices (Muon) asks this. Embedding and head, routers, norms, biases, convolutions
-and the constants of Mamba-2 are no hidden matrices.
+and the constants of Mamba-2 are not hidden matrices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from hpcrl.modeling.layers.mamba import Mamba2
 from hpcrl.modeling.layers.mla import LatentAttention
 from hpcrl.modeling.layers.moe import ClampedExperts, Experts, Router, SquaredExperts
 
-__all__ = ["WHOLE", "MatrixParts", "hidden_matrices"]
-
 
 class MatrixParts(NamedTuple):
     """The matrices in the last two dimensions of a parameter, which may have experts before them.
@@ -26,9 +24,9 @@ class MatrixParts(NamedTuple):
     Attributes
     ----------
     dim:
-        Along which dimension the matrices lie behind each other, -2 or -1.
+        Dimension along which the matrices are concatenated, -2 or -1.
     slices:
-        Of this dimension, one for each matrix.
+        Slices of this dimension, one for each matrix.
     """
 
     dim: int

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["loading"]
-
 
 @contextmanager
 def loading(what: str, hint: str = "") -> Iterator[None]:
     """Turn whatever is raised inside into a LookupError that begins with ``what`` and ends with ``hint``.
 
-    Such a library looks for compilers and drivers while it is imported, and raises what it likes.
+    Such a library looks for compilers and drivers while it is imported, and may raise any type.
     """
     try:
         yield

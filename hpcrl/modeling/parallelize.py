@@ -15,14 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.expert_shards import sharded_dimension
-
-__all__ = ["parallelize_decoder", "sum_over_copies"]
 
 
 class _Settings(TypedDict):
-    """What every group of FSDP2 is set to."""
+    """Settings of every group of FSDP2."""
 
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
@@ -33,7 +31,7 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
 
     Where head and embedding are one parameter, they are one group. Experts have groups of their own.
 
-    With expert parallelism the experts of a layer are dealt out over ``ep`` in equal runs, each run is sharded over
+    With expert parallelism the experts of a layer are distributed over ``ep`` in equal runs, each run is sharded over
     ``efsdp``, and tokens travel to their experts.
 
     Gradients are *summed* over ranks: the loss of each rank is already divided by the tokens of the whole
@@ -44,16 +42,16 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
     model:
         Whole and equal on every rank, or on ``meta``.
     mesh:
-        Of the ranks; built.
+        Meshes of the ranks; built.
     dtype:
-        Of parameters and activations in forward and backward.
+        Dtype of parameters and activations in forward and backward.
     on_host:
         Shards of parameters and gradients are in host memory, and come to the device to be gathered.
 
     Raises
     ------
     ValueError
-        Its experts cannot be dealt out over ``ep``, or it has none.
+        Its experts cannot be distributed over ``ep``, or it has none.
     """
     # inputs are not cast: rotary tables stay float32, and activations have the dtype of the weights already
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -67,7 +65,7 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
     if mesh.ep > 1:
         sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
         if not sparse:
-            raise ValueError(f"the model has no experts to be dealt out over ep {mesh.ep}")
+            raise ValueError(f"the model has no experts to be distributed over ep {mesh.ep}")
         for mlp in sparse:
             _deal_out(mlp, mesh, settings)
             dealt_out.add(mlp.experts)
@@ -76,7 +74,7 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
     embedding, norm, head = (model.get_submodule(name) for name in ("embed_tokens", "norm", "lm_head"))
     if embedding.weight is not head.weight:
         fully_shard(embedding, mesh=mesh.sharding, **settings)
-        # its backward pass wants tokens alone
+        # the backward pass of an embedding needs only the tokens
         embedding.set_unshard_in_backward(False)  # type: ignore[operator]
         # wanted again at once, and free before the backward passes of layers
         fully_shard([norm, head], mesh=mesh.sharding, **settings, reshard_after_forward=False)
@@ -84,7 +82,7 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
     for module in model.modules():
         if isinstance(module, FSDPModule):
             own = mesh.expert_sharding if module in dealt_out else mesh.sharding
-            # a rank that has all divides by 1 into a copy where it is told to
+            # a group of one rank would divide by 1, which makes a copy
             if own.size() > 1:
                 module.set_gradient_divide_factor(1.0)
             if own.size(-1) == 1:
@@ -96,18 +94,18 @@ def parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dt
 
 
 class _ReduceNothing(ReduceScatter):
-    """What FSDP2 reduces gradients with where one rank has all of a parameter: they stay in the memory they are in.
+    """Reduction for FSDP2 if one rank has all of a parameter: gradients stay in their memory.
 
-    It asks for memory for what is reduced, then for the result, copies from the one to the other and takes parts of the
-    result as gradients.
+    FSDP2 allocates memory for the input of the reduction, then for the result, copies from the one to the other and
+    takes parts of the result as gradients.
     """
 
     def __init__(self) -> None:
-        # weakly: a reduction that failed in between leaves nothing for the next one
+        # weak: a reduction that failed in between must leave nothing for the next one
         self._input: weakref.ref[Tensor] | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gradients of a group, then the same."""
+        """Return memory for the gradients of a group; on the next call, the same memory."""
         found = None if self._input is None else self._input()
         if found is not None:
             assert found.shape == tuple(size), "asked for something else than the result"
@@ -122,10 +120,10 @@ class _ReduceNothing(ReduceScatter):
 
 
 def sum_over_copies(model: nn.Module, *, now: bool) -> None:
-    """Whether the next backward passes add up gradients over ``dp_replicate``.
+    """Set whether the next backward passes add up gradients over ``dp_replicate``.
 
-    They are summed over ``fsdp`` in every backward pass. What copies of the parameters have is wanted at the end of a
-    step alone: before that each copy keeps its own sums, in float32.
+    They are summed over ``fsdp`` in every backward pass. The sum over copies of the parameters is needed only at the
+    end of a step: before that each copy keeps its own sums, in float32.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -136,7 +134,7 @@ def _deal_out(mlp: SparseMLP, mesh: ParallelDims, settings: _Settings) -> None:
     """Leave this rank its experts of a layer, shard them over the others that have the same, and let tokens travel."""
     ep, number = mesh.get_mesh("ep"), mlp.gate.out_features
     if number % mesh.ep:
-        raise ValueError(f"{number} experts cannot be dealt out evenly over ep {mesh.ep}")
+        raise ValueError(f"{number} experts cannot be distributed evenly over ep {mesh.ep}")
     here = number // mesh.ep
     for module in mlp.experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from hpcrl.models.arch import ModelArch, RopeScaling
 
-__all__ = ["RotaryTables", "apply_rotary", "rotary_tables", "yarn_mscale"]
-
 
 class RotaryTables(NamedTuple):
     """Cosines and sines of ``T`` tokens, ``[T, 1, rotary_dim]`` in float32; both halves of the last axis are equal."""
@@ -25,10 +23,10 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(arch: ModelArch, positions: Tensor) -> RotaryTables:
-    """Tables for ``positions [T]``; with YaRN they are multiplied with its factor of attention."""
+    """Return tables for ``positions [T]``; with YaRN they are multiplied by its attention factor."""
     frequencies, factor = _frequencies(arch, positions.device)
     angles = positions.float()[:, None] * frequencies
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    angles = torch.cat((angles, angles), dim=1)[:, None, :]
     cos, sin = angles.cos(), angles.sin()
     return RotaryTables(cos, sin) if factor == 1.0 else RotaryTables(cos * factor, sin * factor)
 
@@ -41,7 +39,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool = False) 
     x:
         ``[T, heads, channels]``.
     tables:
-        Of the same tokens.
+        Tables for the same tokens.
     interleaved:
         Pairs are neighbours (0, 1), (2, 3), … as DeepSeek stores them, and the result has their first members before
         their second ones; otherwise a pair is a channel of the first half and the same of the second half.
@@ -57,7 +55,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool = False) 
 
 
 def _pairs(x: Tensor, width: int, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """First and second members of the pairs among the first ``width`` channels."""
+    """Return first and second members of the pairs among the first ``width`` channels."""
     if interleaved:
         return x[..., 0:width:2], x[..., 1:width:2]
     return x[..., : width // 2], x[..., width // 2 : width]
@@ -66,7 +64,7 @@ def _pairs(x: Tensor, width: int, *, interleaved: bool) -> tuple[Tensor, Tensor]
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     width = 2 * cos.shape[-1]
     turned = _turn(_pairs(x, width, interleaved=interleaved), cos, sin, x.dtype)
-    # once together: each copy of queries and keys is as dear as the rotation
+    # concatenated once at the end: each copy of queries and keys costs as much as the rotation
     return torch.cat((*turned, x[..., width:]), dim=-1)
 
 
@@ -97,7 +95,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _frequencies(arch: ModelArch, device: torch.device) -> tuple[Tensor, float]:
-    """Angle a position of each pair of channels, and what cosines and sines are multiplied with."""
+    """Return the angle per position of each pair of channels, and the factor of cosines and sines."""
     dim, theta, scaling = arch.rotary_dim, arch.rope_theta, arch.rope_scaling
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     plain = theta**-exponent
@@ -111,7 +109,7 @@ def _frequencies(arch: ModelArch, device: torch.device) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched, short ones are not, and those between are in part."""
+    """Stretch long waves, keep short ones, and interpolate between them."""
     assert scaling.original_max_position_embeddings
     assert scaling.low_freq_factor
     assert scaling.high_freq_factor
@@ -123,7 +121,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Waves that turn over ``beta_fast`` times in the old context stay, those below ``beta_slow`` are stretched."""
+    """Keep waves with over ``beta_fast`` turns in the old context, stretch those with under ``beta_slow``."""
     assert scaling.original_max_position_embeddings
     half = len(plain)
 
@@ -150,7 +148,7 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """``0.1 · mscale · ln(factor) + 1``: how much sharper attention gets in a longer context; 1 where it is not longer.
+    """Return ``0.1 · mscale · ln(factor) + 1``, which sharpens attention in a longer context; 1 if it is not longer.
 
     Of YaRN, arXiv 2309.00071; ``mscale`` is DeepSeek's.
     """

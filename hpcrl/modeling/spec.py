@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from hpcrl.extend import ExtensionError, import_object
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.families.deepseek import deepseek_v3_block, glm4_moe_block, glm_moe_dsa_block
 from hpcrl.modeling.families.dense import dense_block
@@ -44,11 +45,10 @@ from hpcrl.models.arch import (
     Qwen35Arch,
     Qwen35MoeArch,
 )
+from hpcrl.models.external import external_family
 
 if TYPE_CHECKING:
-    from hpcrl.modeling.mesh import ParallelDims
-
-__all__ = ["SPECS", "ModelSpec", "Parallelize", "build_model", "spec_of"]
+    from hpcrl.modeling.parallel.mesh import ParallelDims
 
 
 class Parallelize(Protocol):
@@ -58,7 +58,7 @@ class Parallelize(Protocol):
 
 
 def _parallelize_decoder(model: nn.Module, mesh: ParallelDims, *, dtype: torch.dtype, on_host: bool = False) -> None:
-    # an engine, which shards nothing, does not wait for FSDP2: half a second of its start
+    # late: an engine shards nothing, and importing FSDP2 would cost half a second of its start
     from hpcrl.modeling.parallelize import parallelize_decoder  # noqa: PLC0415
 
     parallelize_decoder(model, mesh, dtype=dtype, on_host=on_host)
@@ -88,16 +88,16 @@ class ModelSpec:
     def build(
         self, arch: ModelArch, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
     ) -> Decoder:
-        """A model with uninitialised weights.
+        """Build a model with uninitialised weights.
 
         Parameters
         ----------
         arch:
-            Of this family.
+            Architecture of this family.
         device:
-            ``meta`` takes no memory: shard it, then `Decoder.materialise` it.
+            ``meta`` takes no memory: shard the model, then `Decoder.materialise` it.
         dtype:
-            Of parameters; buffers (what routers add to scores) are float32 always.
+            Dtype of parameters; buffers (what routers add to scores) are always float32.
         """
         assert isinstance(arch, self.arch), type(arch)
         with torch.device("meta"):
@@ -133,11 +133,24 @@ SPECS: tuple[ModelSpec, ...] = (
 
 
 def spec_of(arch: ModelArch) -> ModelSpec:
-    """The family of ``arch``."""
-    (spec,) = (spec for spec in SPECS if spec.arch is type(arch))
-    return spec
+    """Return the family of ``arch``.
+
+    Raises
+    ------
+    ExtensionError
+        The family is that of another package, whose torch side cannot be imported or is of another family.
+    """
+    for spec in SPECS:
+        if spec.arch is type(arch):
+            return spec
+    external = external_family(arch.MODEL_TYPES[0])
+    assert external is not None, f"{type(arch)} is of no family"
+    found = import_object(external.spec)
+    if not isinstance(found, ModelSpec) or found.arch is not type(arch):
+        raise ExtensionError(f"{external.spec} is not a ModelSpec of {type(arch).__name__}", "see docs/extending.md")
+    return found
 
 
 def build_model(arch: ModelArch, *, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32) -> Decoder:
-    """`ModelSpec.build` of the family of ``arch``."""
+    """Build the model of ``arch`` with `ModelSpec.build` of its family."""
     return spec_of(arch).build(arch, device=device, dtype=dtype)

@@ -1,6 +1,6 @@
 """Sums with the same result on every run and without a wait for the device: of rows that share a number, and running.
 
-`torch.bincount` asks the device how many bins there are, also where it is told, and `torch.unique` how many numbers it
+`torch.bincount` asks the device for the number of bins, even if it is given, and `torch.unique` how many numbers it
 has found. `Tensor.index_add_` of floats adds in the order of arrival on accelerators, and `torch.cumsum` in any.
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_rows", "count_rows", "running_sums"]
-
 
 def count_rows(numbers: Tensor, bins: int) -> Tensor:
-    """How often each of the numbers below ``bins`` is among ``numbers``, ``[n]`` int64: ``[bins]`` int64."""
+    """Count each of the numbers below ``bins`` among ``numbers``, ``[n]`` int64: ``[bins]`` int64."""
     return numbers.new_zeros(bins).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
@@ -29,10 +27,10 @@ def add_rows(target: Tensor, numbers: Tensor, values: Tensor) -> Tensor:
 
 
 def running_sums(x: Tensor) -> Tensor:
-    """For each row of ``x [c, rows, n]`` the sum of those of its ``c`` up to it: ``[c, rows, n]``.
+    """Return the running sums over the rows of each matrix in ``x [c, rows, n]``, in the same shape.
 
-    Where torch is told to be deterministic it refuses `torch.cumsum` of floats on accelerators, and its gradient. A
-    product with a triangle of ones takes its place there.
+    If torch is set to be deterministic it refuses `torch.cumsum` of floats on accelerators, and its gradient. A product
+    with a triangle of ones replaces it there.
     """
     if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(1)

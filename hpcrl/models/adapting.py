@@ -1,4 +1,5 @@
-"""Which matrices of a model low-rank adapters are made for, how many numbers they have, and what cannot be adapted."""
+"""Matrices of a model that get low-rank adapters, the numbers of their parameters, and matrices that cannot be
+adapted."""
 
 from __future__ import annotations
 
@@ -8,19 +9,9 @@ from typing import Protocol
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import DTYPE_BYTES, Part, Weight
 
-__all__ = [
-    "TARGET_PARTS",
-    "AdapterSettings",
-    "adapted_blocks",
-    "lora_parameters",
-    "lora_problems",
-    "published_adapters",
-    "unread_by_peft",
-]
-
 
 class AdapterSettings(Protocol):
-    """What ``trainer.lora`` says (`hpcrl.config.lora.LoraConfig`)."""
+    """Settings of ``trainer.lora`` (`hpcrl.config.lora.LoraConfig`)."""
 
     @property
     def rank(self) -> int: ...
@@ -45,7 +36,9 @@ TARGET_PARTS: dict[str, tuple[Part, ...]] = {
 
 
 def unread_by_peft(facts: ModelFacts, targets: Sequence[str] | None) -> tuple[str, ...]:
-    """Targets whose adapters PEFT (0.21) leaves out in silence: it takes their names for those of fused experts.
+    """Return the targets whose adapters PEFT (0.21) ignores silently.
+
+    It takes their names for those of fused experts.
 
     Matrices of experts have the names of dense blocks and shared experts (``gate_proj``, ...), and PEFT gives all of
     these names to the experts where a model has any (huggingface/peft#3711).
@@ -61,11 +54,11 @@ def unread_by_peft(facts: ModelFacts, targets: Sequence[str] | None) -> tuple[st
 
 
 def _matrices(weights: Sequence[Weight], target: str) -> list[Weight]:
-    return [w for w in weights if w.quantized and w.part in TARGET_PARTS[target] and len(w.shape) == 2]
+    return [w for w in weights if w.quantised and w.part in TARGET_PARTS[target] and len(w.shape) == 2]
 
 
 def lora_parameters(facts: ModelFacts, rank: int, targets: Sequence[str] | None, *, shared_outer: bool) -> int:
-    """Numbers of all adapters: ``r (in + out)`` for each matrix.
+    """Return the number of parameters of all adapters: ``r (in + out)`` for each matrix.
 
     Gate and up of an expert have one A. With ``shared_outer`` that A and the B of down are there once a layer.
 
@@ -81,7 +74,7 @@ def lora_parameters(facts: ModelFacts, rank: int, targets: Sequence[str] | None,
             if target != "experts":
                 total += sum(rank * sum(w.shape) * w.copies for w in matrices)
             elif matrices:
-                # the last one leads back to the width of the first one's input
+                # the last matrix returns to the width of the first one's input
                 *into, back = matrices
                 outer = 1 if shared_outer else back.copies
                 total += rank * (outer * (into[0].shape[1] + back.shape[0]) + back.copies * back.shape[1])
@@ -90,7 +83,7 @@ def lora_parameters(facts: ModelFacts, rank: int, targets: Sequence[str] | None,
 
 
 def published_adapters(facts: ModelFacts, rank: int, targets: Sequence[str] | None) -> int:
-    """Numbers of a published version of adapters, where each matrix has an A and a B of its own.
+    """Return the number of parameters of a version of adapters, where each matrix has its own A and B.
 
     For a weight ``[out, in]`` that is ``rank * (out + in)``, once for each of its copies (experts).
 
@@ -108,10 +101,10 @@ def published_adapters(facts: ModelFacts, rank: int, targets: Sequence[str] | No
 
 
 def adapted_blocks(facts: ModelFacts, targets: Sequence[str] | None, dtype: str) -> tuple[int, int]:
-    """Bytes in ``dtype`` of the blocks of layers that adapters change: of routed experts, and of all else in them.
+    """Return the bytes in ``dtype`` of the blocks that adapters change: of routed experts, and of all else in layers.
 
     A block (``self_attn``, ``mlp``) goes whole where one of its matrices has an adapter: engines load what they fuse
-    together (`hpcrl.weights.format.adapters.blocks_of`).
+    together (`hpcrl.weights.read.adapters.blocks_of`).
     """
     experts = others = 0
     for layer in facts.layers:
@@ -131,7 +124,7 @@ def _block(weight: Weight) -> str:
 
 
 def lora_problems(facts: ModelFacts, targets: Sequence[str] | None) -> Iterator[str]:
-    """What is wrong with ``trainer.lora.targets`` for this model, in words."""
+    """Yield the problems of ``trainer.lora.targets`` for this model, as texts."""
     if targets is not None:
         if not targets:
             yield "names nothing that is trained"

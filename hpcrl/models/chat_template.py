@@ -25,8 +25,7 @@ import jinja2.utils
 
 from hpcrl.errors import HpcrlError
 from hpcrl.models.foreign_text import ForeignText, join_texts, marked_like, original_of
-
-__all__ = ["ChatTemplate", "ChatTemplateError", "plain_data"]
+from hpcrl.models.kept_json import kept_json
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is the one that most templates read."""
@@ -47,12 +46,12 @@ class ChatTemplate:
         source:
             Its text.
         name:
-            Where it stands, for messages.
+            Name of its place, for messages.
 
         Raises
         ------
         ChatTemplateError
-            It is no Jinja template.
+            It is not a Jinja template.
         """
         self.name = name
         self._environment = _Environment()
@@ -62,7 +61,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ChatTemplateError(f"{name}{line}: the chat template cannot be read: {_words(error)}") from error
-        # `a ~ b` joins by this function of the compiled module; it has to keep marks of foreign text
+        # `a ~ b` joins by this function of the compiled module; marks of foreign text must survive it
         self._template.root_render_func.__globals__["str_join"] = join_texts
 
     def literals(self) -> str:
@@ -70,6 +69,11 @@ class ChatTemplate:
         data = {node.data for node in self._tree.find_all(jinja2.nodes.TemplateData)}
         constants = {node.value for node in self._tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
         return "\0".join(data | constants)
+
+    def reads(self, name: str) -> bool:
+        """Return whether the template mentions a field of messages or a role, such as ``developer``."""
+        constants = {node.value for node in self._tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+        return name in constants | {node.attr for node in self._tree.find_all(jinja2.nodes.Getattr)}
 
     def render(self, messages: Sequence[Any], now: datetime, variables: Mapping[str, Any]) -> str:
         """Return the text of a conversation.
@@ -94,7 +98,7 @@ class ChatTemplate:
             return self._template.render(context)
         except _RefusedError as error:
             raise ChatTemplateError(f"{self.name}: the chat template refuses the conversation: {error}") from error
-        except Exception as error:  # a template is a program of strangers, and may fail in any way
+        except Exception as error:  # a template is foreign code, and may fail in any way
             raise ChatTemplateError(f"{self.name}: the chat template fails: {_words(error)}") from error
 
 
@@ -103,16 +107,16 @@ def plain_data(value: Any, text: Callable[[str], str] = str) -> Any:
 
     Other objects have methods that a sandbox does not know; templates get their type's name instead.
     """
+    if isinstance(value, str):  # most values are
+        return text(str.__str__(value))
     made: Any = f"<{type(value).__name__}>"
     if value is None or isinstance(value, bool):
         made = value
-    elif isinstance(value, str):
-        made = text(str.__str__(value))
     elif isinstance(value, int):
         made = int(value)
     elif isinstance(value, float):
         made = float(value)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):  # most are a dict, and an abstract class takes longer
         made = {plain_data(key, text): plain_data(item, text) for key, item in value.items()}
     elif isinstance(value, (list, tuple)):
         parts = [plain_data(item, text) for item in value]
@@ -134,7 +138,7 @@ def _words(error: BaseException) -> str:
 
 
 class _RefusedError(jinja2.TemplateError):
-    """What a template says by ``raise_exception``."""
+    """Message of a template's ``raise_exception``."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -216,10 +220,17 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON that is not escaped for HTML; foreign text in it stays marked."""
+    kept, way = kept_json(value), (ensure_ascii, indent, separators and tuple(separators), sort_keys)
+    if kept is not None and way in kept:
+        return kept[way]
     foreign = _first_foreign(value)
     ascii_only = ensure_ascii and foreign is None
     made = json.dumps(value, ensure_ascii=ascii_only, indent=indent, separators=separators, sort_keys=sort_keys)
-    return made if foreign is None else marked_like(foreign, _escape(made, foreign) if ensure_ascii else made)
+    if foreign is not None:
+        made = marked_like(foreign, _escape(made, foreign) if ensure_ascii else made)
+    if kept is not None:
+        kept[way] = made
+    return made
 
 
 def _escape(text: str, foreign: ForeignText) -> str:
@@ -236,6 +247,8 @@ def _first_foreign(value: Any) -> ForeignText | None:
     """Return a marked string somewhere in plain data."""
     if isinstance(value, ForeignText):
         return value
+    if isinstance(value, str):
+        return None
     parts: Iterable[Any] = ()
     if isinstance(value, dict):
         parts = (*value, *value.values())

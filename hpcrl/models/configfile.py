@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_config"]
-
 _MOST_BYTES = 16 << 20
 
 
 def read_config(path: Path) -> Any:
-    """What stands in a ``config.json``; an object in all that are in order.
+    """Return the contents of a ``config.json``; an object in every valid file.
 
     Raises
     ------
     ValueError
-        It is no JSON, has a key twice, or is too large or too deep for any config. The message has no path.
+        It is not JSON, has a key twice, or is too large or too deep for any config. The message has no path.
     OSError
         The filesystem refused.
     """
@@ -27,13 +25,13 @@ def read_config(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_key_twice)
     except RecursionError:
-        raise ValueError("its lists and objects lie too deep in each other for any config") from None
+        raise ValueError("its lists and objects are nested too deeply") from None
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that stands twice nobody knows which one is meant."""
+    """Return a JSON object; a key that occurs twice is refused because it is ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in names if names.count(key) > 1)} stands twice")
+        raise ValueError(f"{next(key for key in names if names.count(key) > 1)} appears twice")
     return found

@@ -19,11 +19,9 @@ from tokenizers import AddedToken, Tokenizer
 from hpcrl.models.chat_template import ChatTemplateError
 from hpcrl.models.foreign_text import Substitutes
 
-__all__ = ["ControlTokens", "Rendered"]
-
 _BRACKETS = {"<": ">", "[": "]", "{": "}", "(": ")"}
 _NEVER_MARKED = frozenset('"\\')
-"""What JSON escapes; besides white space and what cannot be printed."""
+"""Characters that JSON escapes; white space and unprintable characters are excluded as well."""
 _RESERVED = range(0x100000, 0x10FFFE)
 """Plane 16: characters that stand for control tokens while the text between them is encoded."""
 _UNKNOWN = "\U0010ffff"
@@ -32,16 +30,16 @@ _UNKNOWN = "\U0010ffff"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered conversation.
+    """Rendered conversation.
 
     Attributes
     ----------
     text:
-        What the template makes of it.
+        Output of the template.
     marked:
         The same with text of others marked, where some of that could be taken for a control token; else equal.
     substitutes:
-        Of ``marked``; None where nothing is marked.
+        Substitutes in ``marked``; None where nothing is marked.
     """
 
     text: str
@@ -49,7 +47,9 @@ class Rendered:
     substitutes: Substitutes | None = None
 
     def __getitem__(self, part: slice) -> Rendered:
-        return Rendered(self.text[part], self.marked[part], self.substitutes)
+        text, marked = self.text[part], self.marked[part]
+        # a part without text that spells control tokens is encoded as a text without any
+        return Rendered(text, marked, None if text == marked else self.substitutes)
 
 
 class ControlTokens:
@@ -61,9 +61,9 @@ class ControlTokens:
         Parameters
         ----------
         tokenizer:
-            Of the model, with all its added tokens.
+            Tokenizer of the model, with all its added tokens.
         written:
-            What the chat template itself holds. Tokens that it writes are control tokens, as are special ones and
+            Text of the chat template itself. Tokens that it writes are control tokens, as are special ones and
             those in brackets; other added tokens, for example several blanks, are text.
         """
         self._tokenizer = tokenizer
@@ -72,7 +72,7 @@ class ControlTokens:
         self._ids = frozenset(self._tokens.values())
         self._others = [token for token in added.values() if token.content not in self._tokens]
         self._other_ids = {token.content: number for number, token in added.items() if number not in self._ids}
-        # a token that is looked for in normalized text may be spelled in other ways than its own
+        # a token that is searched in normalized text may have other spellings
         folded = any(added[number].normalized for number in self._ids) and tokenizer.normalizer is not None
         self._normalizer = tokenizer.normalizer if folded else None
         spelled = [self._normal(token) for token in self._tokens]
@@ -80,24 +80,27 @@ class ControlTokens:
         self._longest = max(map(len, spelled), default=0)
         self._beginnings = {token[:end] for token in spelled for end in range(1, len(token))}
         self._ends = {token[begin:] for token in spelled for begin in range(1, len(token))}
+        self._first, self._last = ({token[at] for token in spelled if token} for at in (0, -1))
         self._joined = "\0".join(spelled)
         shown = (list(filter(_may_be_marked, token)) for token in self._tokens)
         self._edges = {char for token in shown for char in (token[0], token[-1])}
 
     @property
     def ids(self) -> frozenset[int]:
-        """Ids of the control tokens."""
+        """Return the ids of the control tokens."""
         return self._ids
 
     def spells(self, text: str) -> bool:
-        """Return whether a text has a control token in it, or may become part of one beside other text."""
+        """Return whether a text has a control token in it, or may become part of one next to other text."""
         normal = self._normal(text)
         if not normal:
             return False
-        sizes = range(1, min(len(normal), self._longest) + 1)
+        head, tail = normal[: self._longest], normal[-self._longest :]
         return (
             self._pattern.search(normal) is not None
-            or any(normal[-size:] in self._beginnings or normal[:size] in self._ends for size in sizes)
+            # most texts have no bracket there, and this is asked of each text of a turn
+            or (not self._first.isdisjoint(tail) and any(tail[at:] in self._beginnings for at in range(len(tail))))
+            or (not self._last.isdisjoint(head) and any(head[:at] in self._ends for at in range(1, len(head) + 1)))
             or normal in self._joined
         )
 
@@ -133,11 +136,11 @@ class ControlTokens:
         pieces.append(rendered.text[at:])
         ids = self._encode_between(pieces, found, cut=False)
         if self._spelled(ids, found):
-            # a model of words or pieces knows control tokens as words: cut them in two
+            # a model of words or pieces has control tokens as words: they are cut in two
             ids = self._encode_between(pieces, found, cut=True)
         if spelled := self._spelled(ids, found):
             names = ", ".join(repr(token) for token, number in self._tokens.items() if number in spelled)
-            raise ChatTemplateError(f"the tokenizer has no way to write {names} as plain text, which a message has")
+            raise ChatTemplateError(f"a message contains {names}, which the tokenizer cannot write as plain text")
         return ids
 
     def _find(self, text: str) -> list[tuple[int, int, int]]:
@@ -154,7 +157,7 @@ class ControlTokens:
     def _encode_between(self, pieces: Sequence[str], found: Sequence[int], *, cut: bool) -> list[int]:
         """Encode texts between control tokens, and put the ids of these between; ``cut`` divides spelled ones."""
         stand_in, divider = self._reserved(pieces)
-        # another pair than usual is in one text alone, where the usual one is text
+        # an unusual pair occurs in one text alone, where the usual one is text
         tokenizer = self._without_control if stand_in == chr(_RESERVED[0]) else self._make_without_control()
         tokenizer.add_special_tokens([AddedToken(char, normalized=False) for char in (stand_in, divider)])
         if cut:
@@ -209,7 +212,7 @@ class ControlTokens:
 def _is_control(token: AddedToken, written: str) -> bool:
     content = token.content
     if not any(map(_may_be_marked, content)):
-        return False  # white space: templates have it as text
+        return False  # white space, which templates contain as text
     return token.special or content in written or _BRACKETS.get(content[0]) == content[-1] != content
 
 

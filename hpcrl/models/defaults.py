@@ -1,4 +1,4 @@
-"""What a key means that a ``config.json`` leaves out, or has under another name: one table a family.
+"""Defaults of keys that a ``config.json`` leaves out, or has under another name: one table a family.
 
 Trainer, embedded engine and planner all read a config through `completed`, so that they cannot differ. Values are those
 of the config classes of transformers, which vLLM reads configs with; a test compares every one of them. Sizes that no
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-
-__all__ = ["ALIASES", "DEFAULTS", "NULLS", "completed"]
 
 _GROUPED = {"attention_bias": False, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 _SIGMOID = {"n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "rope_theta": 10_000.0}
@@ -192,7 +190,7 @@ _NULL_AS_HEADS = ("qwen2", "qwen3")
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with the keys that it leaves out, as its family means them, under the names that readers know.
+    """Return ``config`` with the keys that it leaves out, by its family's defaults, under the names of readers.
 
     A config of another family comes back as it is.
 
@@ -211,7 +209,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
         if found.get(key, value) is not None:
             found.setdefault(key, value)
         elif kind in _NULL_AS_HEADS and key == _KEY_HEADS and found.get("num_attention_heads") is not None:
-            # so transformers reads it
+            # transformers reads it the same way
             found[key] = found["num_attention_heads"]
         elif key == "rope_theta":
             found[key] = value
@@ -243,5 +241,5 @@ def _fill_from_others(kind: str, found: dict[str, Any]) -> None:
         if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads == 0:
             found["head_dim"] = width // heads
     if kind == "llama" and found.get(_KEY_HEADS) is None and found.get("num_attention_heads") is not None:
-        # its class has no number of its own
+        # its class has no default
         found[_KEY_HEADS] = found["num_attention_heads"]

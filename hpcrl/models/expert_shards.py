@@ -1,10 +1,8 @@
-"""How the experts of a layer are divided over the ranks that hold the same ones."""
+"""Division of the experts of a layer over the ranks that hold the same ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-__all__ = ["sharded_dimension"]
 
 _BLOCK = 128
 """Rows and columns of one scale of FP8: a part of whole blocks has all it needs for its scales."""
@@ -20,7 +18,7 @@ def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
     Parameters
     ----------
     shape:
-        Of the tensor, experts first: those of one rank of expert parallelism.
+        Shape of the tensor, experts first: those of one rank of expert parallelism.
     """
     if shape[0] % ranks == 0:
         return 0

@@ -18,12 +18,8 @@ from hpcrl.models.flops import Flops, backward_flops, layer_fixed, layer_scores,
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Layer, Mamba2, Mla, Moe
 from hpcrl.models.tensors import DTYPE_BYTES, Part, TensorSpec, Weight, mxfp4_bytes, scale_shape
 
-__all__ = ["AttentionKind", "ModelFacts", "Naming"]
-
 AttentionKind = Literal["gqa", "gqa+window", "gqa+chunk", "mla", "mla+dsa", "mamba2", "gated_delta_net", "none"]
-"""What mixes tokens in a layer."""
-
-"""What follows it."""
+"""Kinds of token mixers of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +36,25 @@ class Naming:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A model's sizes, and what follows from them.
+    """Sizes of a model, and quantities that follow from them.
 
     Attributes
     ----------
     name:
         For people: the known name, or the directory.
     model_type:
-        Of the ``config.json``.
+        Value of ``config.json``.
     dtype:
-        Of the published weights.
+        Dtype of the published weights.
     layers:
         The decoder layers.
     mtp_layers:
         Modules of multi-token prediction. Published totals often leave them out, and so does every method here
         unless ``mtp=True``.
     mtp_outer:
-        What these modules have outside of their layers, by full names.
+        Tensors of these modules outside their layers, by full names.
     stored:
-        How the files of the model hold matrices, by its configuration: in ``dtype``, in block FP8, or experts in MXFP4.
+        Storage of matrices in the model's files, by its configuration: in ``dtype``, in block FP8, or experts in MXFP4.
     """
 
     name: str
@@ -85,7 +81,7 @@ class ModelFacts:
     # -- tensors ------------------------------------------------------------------------------------------------
 
     def tensors(self, *, mtp: bool = False, fp8: bool = False) -> Iterator[TensorSpec]:
-        """Every tensor of a published checkpoint by its Hugging Face name.
+        """Yield every tensor of a published checkpoint by its Hugging Face name.
 
         Parameters
         ----------
@@ -101,17 +97,17 @@ class ModelFacts:
                 name = prefix + (
                     weight.name.format(expert) if weight.copies > 1 or "{}" in weight.name else weight.name
                 )
-                quantized = fp8 and weight.quantized
-                spec_dtype = "float8_e4m3fn" if quantized else weight.dtype or self.dtype
+                quantised = fp8 and weight.quantised
+                spec_dtype = "float8_e4m3fn" if quantised else weight.dtype or self.dtype
                 number = expert if "{}" in weight.name else None
                 yield TensorSpec(name, weight.shape, spec_dtype, weight.part, layer, number, weight.tp_dim)
-                if quantized:
+                if quantised:
                     scale = f"{name}_scale_inv"
                     shape = scale_shape(weight.shape)
                     yield TensorSpec(scale, shape, "float32", weight.part, layer, number, weight.tp_dim, is_scale=True)
 
     def placed(self, *, mtp: bool) -> Iterator[tuple[Weight, str, int | None]]:
-        """Weights with the prefix of their names and their layer: those of all experts at once."""
+        """Yield the weights with the prefix of their names and their layer: those of all experts at once."""
         shape = (self.vocab_size, self.hidden_size)
         yield Weight(self.naming.embedding, shape, Part.EMBEDDING, tp_dim=0), "", None
         for index, layer in enumerate(self.layers):
@@ -133,11 +129,11 @@ class ModelFacts:
     # -- parameters ---------------------------------------------------------------------------------------------
 
     def num_parameters(self, *, mtp: bool = False) -> int:
-        """Parameters of the published checkpoint (tied embeddings once, router biases included)."""
+        """Return the number of parameters of the published checkpoint (tied embeddings once, with router biases)."""
         return sum(self.parameters_by_part(mtp=mtp).values())
 
     def active_parameters(self, *, embedding: bool = True, lm_head: bool = True) -> int:
-        """Parameters that one token's forward pass reads: all but the experts it does not visit.
+        """Return the number of parameters that a token's forward pass reads: all but the experts it does not visit.
 
         Parameters
         ----------
@@ -154,25 +150,25 @@ class ModelFacts:
         return self.num_parameters() - skipped - left_out
 
     def parameters_by_part(self, *, mtp: bool = False) -> Mapping[Part, int]:
-        """Parameters of each part; what multi-token prediction adds is all in `Part.MTP`."""
+        """Return the number of parameters of each part; those of multi-token prediction are all in `Part.MTP`."""
         return _parameters_by_part(self, mtp)
 
     def layer_parameters(self, index: int) -> Mapping[Part, int]:
-        """Parameters of one decoder layer by part."""
+        """Return the number of parameters of one decoder layer by part."""
         return _layer_parameters(self, index)
 
     def weight_bytes(self, dtype: str | None = None, *, fp8: bool = False) -> Mapping[Part, int]:
-        """Stored bytes of the whole model by part, FP8 scales included, without multi-token prediction."""
+        """Return the stored bytes of the model by part, FP8 scales included, without multi-token prediction."""
         return _weight_bytes(self, dtype or self.dtype, fp8)
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of the model's own files, without multi-token prediction: what a start of a run reads."""
+        """Return the bytes of the model's own files, without multi-token prediction, that a start of a run reads."""
         if self.stored != "mxfp4":
             return sum(self.weight_bytes(fp8=self.stored == "fp8").values())
         return sum(
             mxfp4_bytes(weight.shape)
-            if weight.quantized and weight.part is Part.EXPERT
+            if weight.quantised and weight.part is Part.EXPERT
             else weight_bytes(weight, self.dtype, fp8=False)
             for weight, _, _ in self.placed(mtp=False)
         )
@@ -181,57 +177,59 @@ class ModelFacts:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For each layer the number of the first one that is equal to it: what one takes, all of them take."""
+        """Return for each layer the number of the first equal layer: results for one hold for all of them."""
         first: dict[Layer, int] = {}
         return tuple(first.setdefault(layer, index) for index, layer in enumerate(self.layers))
 
     @cached_property
     def distinct_layers(self) -> tuple[tuple[Layer, int], ...]:
-        """Layers that differ, in the order in which they come, with how many there are of each."""
+        """Return the distinct layers in their order, each with its number of occurrences."""
         return tuple((self.layers[index], count) for index, count in Counter(self.alike).items())
 
     @cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """Kind of the mixer of each layer."""
+        """Return the kind of the mixer of each layer."""
         return tuple(_attention_kind(layer) for layer in self.layers)
 
     @cached_property
     def moe_layers(self) -> tuple[tuple[int, Moe], ...]:
-        """Number and experts of each sparse layer."""
+        """Return the number and experts of each sparse layer."""
         return tuple((i, layer.mlp) for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Moe))
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a sparse layer; 0 where there is none."""
+        """Return the number of routed experts of a sparse layer; 0 where there is none."""
         return self.moe_layers[0][1].num_experts if self.moe_layers else 0
 
     @property
     def num_experts_per_tok(self) -> int:
-        """Experts that a token visits in a sparse layer; 0 where there is none."""
+        """Return the number of experts that a token visits in a sparse layer; 0 where there is none."""
         return self.moe_layers[0][1].num_experts_per_tok if self.moe_layers else 0
 
     # -- cache --------------------------------------------------------------------------------------------------
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Bytes of KV cache that a token adds over all layers (float32, bfloat16, float16 or fp8; ValueError else).
+        """Return the bytes of KV cache that a token adds over all layers.
+
+        ``dtype`` is float32, bfloat16, float16 or fp8 (ValueError else).
 
         Layers with a window or with chunks keep a limited number of tokens of a sequence: ``kept_tokens`` of the mixer.
         """
         return sum(layer.mixer.kv_bytes_per_token(dtype) for layer in self.layers if layer.mixer is not None)
 
     def state_bytes_per_sequence(self, dtype: str = "bfloat16") -> int:
-        """Bytes of recurrent state of a sequence, whatever its length."""
+        """Return the bytes of recurrent state of a sequence, whatever its length."""
         return sum(layer.mixer.state_bytes_per_sequence(dtype) for layer in self.layers if layer.mixer is not None)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
     @cached_property
     def fixed_flops(self) -> tuple[Flops, ...]:
-        """Operations a token of each of `distinct_layers` that do not depend on what it sees."""
+        """Return the operations a token of each of `distinct_layers` that do not depend on what it sees."""
         return tuple(layer_fixed(layer) for layer, _ in self.distinct_layers)
 
     def flops_per_token(self, context: float, *, absorbed: bool = False) -> Flops:
-        """Operations of a forward pass for one token that sees ``context`` tokens, itself included.
+        """Return the operations of a forward pass for one token that sees ``context`` tokens, itself included.
 
         Parameters
         ----------
@@ -244,7 +242,7 @@ class ModelFacts:
         return _flops(self, float(context), absorbed)
 
     def sequence_flops(self, length: int, *, backward: bool = False, absorbed: bool = False) -> Flops:
-        """Operations for all tokens of a causal sequence of ``length`` tokens, exactly summed over positions.
+        """Return the operations for all tokens of a causal sequence of ``length``, summed exactly over positions.
 
         Parameters
         ----------
@@ -258,16 +256,16 @@ class ModelFacts:
 
 
 def weight_bytes(weight: Weight, dtype: str, *, fp8: bool) -> int:
-    """Stored bytes of a weight and its copies.
+    """Return the stored bytes of a weight and its copies.
 
     Parameters
     ----------
     dtype:
-        Of weights that the model does not keep in one of their own.
+        Dtype of weights for which the model does not set their own.
     fp8:
-        Matrices that are quantised take a byte a number, and four for the scale of each block of 128 x 128.
+        Whether quantised matrices take a byte a number, and four for the scale of each block of 128 x 128.
     """
-    if fp8 and weight.quantized:
+    if fp8 and weight.quantised:
         return weight.elements + 4 * prod(scale_shape(weight.shape)) * weight.copies
     return weight.elements * DTYPE_BYTES[weight.dtype or dtype]
 
@@ -322,7 +320,7 @@ def _sequence_flops(facts: ModelFacts, length: int, absorbed: bool) -> Flops:
 
 
 def _sum_flops(facts: ModelFacts, scores: Callable[[Layer], Flops], *, tokens: int) -> Flops:
-    """Parts that do not depend on the context times ``tokens``, and ``scores`` of each layer."""
+    """Return the parts that do not depend on the context times ``tokens``, plus ``scores`` of each layer."""
     fixed = Flops(lm_head=2.0 * facts.vocab_size * facts.hidden_size)
     total = Flops()
     for (layer, count), each in zip(facts.distinct_layers, facts.fixed_flops, strict=True):

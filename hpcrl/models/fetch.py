@@ -1,8 +1,8 @@
-"""Download of a published model into a directory, which is there when all of it is, and not before.
+"""Download of a published model into a directory, which appears only when it is complete.
 
-Files are collected in a hidden directory beside the target. Each has the digest that the hub lists for it before it
-gets its name, and what came of one stays when a download ends early: the next one goes on behind it. `huggingface_hub`
-itself (2.4) begins each file anew in another process, and compares sizes alone.
+Files are collected in a hidden directory next to the target. Each has the digest that the hub lists for it before it
+gets its name, and the received part of one stays when a download ends early: the next one continues after it.
+`huggingface_hub` itself (2.4) begins each file anew in another process, and compares sizes alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.errors import UsageError
-from hpcrl.fs import atomic_write, fsync_dir
 from hpcrl.models.hub import HubId
 from hpcrl.models.remote import FetchError, RemoteFile, RemoteModel, list_remote, open_digest, read_remote
-
-__all__ = ["SOURCE", "FetchedModel", "fetch_model", "read_source", "stage_of"]
+from hpcrl.storage.files import atomic_write, fsync_dir
 
 SOURCE = ".hpcrl-source"
 """File of a fetched model that says which one it is: JSON with id, commit, and digests of files."""
@@ -34,21 +32,21 @@ _OTHER_FORMATS = (
     *("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.ot"),
     "consolidated*",
 )
-"""What is left out of a model that has safetensors files: copies in other formats."""
+"""Files that are left out of a model that has safetensors files: copies in other formats."""
 _NEVER_MEANT = ("*/*", ".*", "*.part")
-"""What is left out of any model: folders, hidden files, and names that unfinished files have here."""
+"""Files that are left out of any model: folders, hidden files, and names that unfinished files have here."""
 _COPY_BYTES = 8 << 20
 
 
 class FetchedModel(NamedTuple):
-    """A model that was fetched.
+    """Result of a fetch.
 
     Attributes
     ----------
     path, commit:
         Its directory, and what it is a copy of.
     bytes, received:
-        Of all of its files, and what came over the network now.
+        Bytes of all of its files, and of those that came over the network now.
     left_out:
         Published files that were not wanted.
     """
@@ -80,15 +78,15 @@ def fetch_model(
     jobs:
         Files at a time.
     endpoint:
-        Of the hub; None: ``HF_ENDPOINT``, or huggingface.co.
+        Address of the hub; None: ``HF_ENDPOINT``, or huggingface.co.
     report:
         Gets a line for each file that has come.
 
     Raises
     ------
     UsageError
-        There is no such model for this user, no room for it, another model in ``target``, or another process that
-        fetches it now.
+        The model does not exist for this user, there is not enough room for it, ``target`` has another model, or
+        another process fetches it now.
     FetchError
         The hub cannot be reached, or sent other bytes than it lists. What came is kept, but for these bytes.
     """
@@ -96,7 +94,7 @@ def fetch_model(
     wanted, left_out = _choose(remote, include)
     size = sum(file.size for file in wanted)
     if not any(file.name == "config.json" for file in wanted):
-        raise UsageError(f"{model} has no config.json: it is no model that hpcrl reads")
+        raise UsageError(f"{model} has no config.json: it is not a model that hpcrl reads")
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target, model):
         if target.exists() or target.is_symlink():
@@ -109,7 +107,7 @@ def fetch_model(
         _check_room(stage, model, sum(file.size - download.held(file) for file in missing))
         download.fetch(missing, jobs, report)
         for left in stage.rglob("*.part"):
-            left.unlink()  # of another commit
+            left.unlink()  # a file of another commit
         fsync_dir(stage)
         stage.rename(target)
         fsync_dir(target.parent)
@@ -169,7 +167,7 @@ def _alone(target: Path, model: HubId) -> Iterator[None]:
 def _check_present(target: Path, model: HubId, commit: str) -> None:
     source = read_source(target)
     if source is None:
-        raise UsageError(f"{target} is there, and `hpcrl model get` did not make it\n    hint: --output, or remove it")
+        raise UsageError(f"{target} exists, and `hpcrl model get` did not make it\n    hint: --output, or remove it")
     if source["id"] != model.name or source["commit"] != commit:
         has = f"{source['id']} at commit {source['commit'][:12]}"
         raise UsageError(f"{target} is {has}, not {model} at {commit[:12]}\n    hint: --output, or remove it")
@@ -199,7 +197,7 @@ class _Download:
         self.received = 0
 
     def missing(self, wanted: Sequence[RemoteFile]) -> list[RemoteFile]:
-        """Files that are not there with their digest, small ones first; those of other commits are removed."""
+        """Return the files that are missing or differ in digest, small ones first; remove those of other commits."""
         digests = {file.name: file.digest for file in wanted}
         for path in [each for each in self._stage.rglob("*") if each.is_file()]:
             name = path.relative_to(self._stage).as_posix()
@@ -213,7 +211,7 @@ class _Download:
         return sorted((file for file in wanted if file.name not in self._done), key=lambda file: file.size)
 
     def held(self, file: RemoteFile) -> int:
-        """Bytes of a file that came before."""
+        """Return the bytes of a file that were received before."""
         part = self._part(file)
         return min(part.stat().st_size, file.size) if part.is_file() else 0
 
@@ -242,7 +240,7 @@ class _Download:
         begin = self.held(file)
         try:
             if not self._receive(file, part, begin):
-                # what came before may have been damaged on the way to the disk: once more from the first byte
+                # the earlier part may have been damaged on the way to the disk: fetch again from the first byte
                 part.unlink()
                 if not begin or not self._receive(file, part, 0):
                     part.unlink(missing_ok=True)

@@ -8,8 +8,6 @@ from operator import add, attrgetter
 
 from hpcrl.models.layers import GatedDeltaNet, Gqa, Layer, Mamba2, Mla, Moe
 
-__all__ = ["Flops", "backward_flops", "layer_fixed", "layer_scores", "sequence_scores"]
-
 
 @dataclass(frozen=True, slots=True)
 class Flops:
@@ -31,14 +29,14 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Operations of all parts together."""
+        """Return the operations of all parts together."""
         return float(sum(_parts(self)))
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(*map(add, _parts(self), _parts(other)))
 
     def scaled(self, factor: float) -> Flops:
-        """Every part times ``factor``."""
+        """Return the operations with every part times ``factor``."""
         return Flops(*(value * factor for value in _parts(self)))
 
 
@@ -46,13 +44,13 @@ _parts: Callable[[Flops], tuple[float, ...]] = attrgetter(*(field.name for field
 
 
 def backward_flops(flops: Flops) -> Flops:
-    """Operations of the backward pass: twice the forward one, and nothing of an indexer, which has no gradient."""
+    """Return the operations of the backward pass: twice the forward one, without an indexer's (no gradient)."""
     doubled = flops.scaled(2.0)
     return Flops(**{f.name: 0.0 if f.name == "indexer" else getattr(doubled, f.name) for f in fields(Flops)})
 
 
 def layer_fixed(layer: Layer) -> Flops:
-    """Operations of one token in ``layer`` that do not depend on its context."""
+    """Return the operations of one token in ``layer`` that do not depend on its context."""
     mixer, mlp = layer.mixer, layer.mlp
     projections = 0.0 if mixer is None else float(mixer.projection_flops)
     indexer = mixer.indexer if isinstance(mixer, Mla) else None
@@ -67,7 +65,7 @@ def layer_fixed(layer: Layer) -> Flops:
 
 
 def layer_scores(layer: Layer, context: float, absorbed: bool) -> Flops:
-    """Operations of one token in ``layer`` that depend on the ``context`` tokens it sees."""
+    """Return the operations of one token in ``layer`` that depend on the ``context`` tokens it sees."""
     mixer = layer.mixer
     if mixer is None:
         return Flops()
@@ -81,16 +79,16 @@ def layer_scores(layer: Layer, context: float, absorbed: bool) -> Flops:
 
 
 def sequence_scores(layer: Layer, length: int, absorbed: bool) -> Flops:
-    """Sum over positions 1 … length. All formulas are linear in the context up to a limit."""
+    """Return the sum over positions 1 … length. All formulas are linear in the context up to a limit."""
     mixer = layer.mixer
     limit = length if mixer is None or mixer.limit is None else min(length, mixer.limit)
     below = layer_scores(layer, (limit + 1) / 2, absorbed).scaled(limit)
     if limit == length:
         return below
     if isinstance(mixer, Gqa) and mixer.chunk is not None:
-        # each chunk is a sequence of its own, and so is what is left of the last one
+        # each chunk is a separate sequence, and the rest is the last one
         whole, rest = divmod(length, limit)
         return below.scaled(whole) + layer_scores(layer, (rest + 1) / 2, absorbed).scaled(rest)
-    # beyond the limit only the indexer still grows
+    # beyond the limit only the indexer's part grows
     above = layer_scores(layer, (limit + 1 + length) / 2, absorbed).scaled(length - limit)
     return below + above

@@ -1,7 +1,7 @@
 """Text of others inside a chat template: a string that behaves as written and is marked where it comes out.
 
 A chat template joins its own marks (``<|im_end|>``) and text of others (messages, tool calls, tools) into one text, in
-which the two can no longer be told apart. `Substitutes.mark` therefore gives a template strings in which some
+which the two can no longer be distinguished. `Substitutes.mark` therefore gives a template strings in which some
 characters are replaced by characters of Unicode's private use. A template sees the string as it was written: it
 compares, searches, splits and strips it by the original characters. What comes out has the substitutes, and
 `Substitutes.restore` puts the original characters back. Both have the same length, so that positions agree.
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
-__all__ = ["ForeignText", "Substitutes", "join_texts", "marked_like", "original_of"]
-
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 """Plane 15: characters without a meaning of their own."""
+_MAX_REPLACED = 32
+"""Maximum number of substitutes that are replaced one after the other."""
 
 
 class Substitutes:
@@ -55,7 +55,17 @@ class Substitutes:
 
     def restore(self, text: str) -> str:
         """Return the text with all original characters back."""
-        return _data(text).translate(self._original)
+        found = _data(text)
+        if len(self._original) > _MAX_REPLACED:
+            return found.translate(self._original)
+        # a translation looks up each character of a text, in which few are substitutes
+        for code, original in self._original.items():
+            found = found.replace(chr(code), chr(original))
+        return found
+
+    def absent(self, text: str) -> bool:
+        """Return whether a text has none of the substitutes."""
+        return text.isascii() or not any(chr(code) in text for code in self._original)
 
 
 def join_texts(texts: Iterable[Any]) -> str:
@@ -117,7 +127,7 @@ class ForeignText(str):
         return self
 
     def __repr__(self) -> str:
-        # marked, too: a template may write a whole list as text
+        # the text of a list is marked, too, because a template may write a whole list
         quote = repr(self._raw)[0]
         escapes = {"'": "'", '"': '"'} | {quote: f"\\{quote}"}
         pairs = zip(_data(self), self._raw, strict=True)

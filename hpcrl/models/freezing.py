@@ -1,4 +1,4 @@
-"""Which tensors of a model are not trained: patterns of published names, and what is wrong with them."""
+"""Tensors of a model that are not trained: patterns of published names, and their problems."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from difflib import get_close_matches
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 
-__all__ = ["freeze_matcher", "freeze_patterns", "freeze_problems"]
-
 _NUMBER = re.compile(r"\.\d+\.")
 _INDEXER = "*.indexer.*"
 
 
 def freeze_patterns(facts: ModelFacts, patterns: Sequence[str] | None) -> tuple[str, ...]:
-    """What is frozen in a model: ``patterns``, or the habit of its family where they are None.
+    """Return the patterns of frozen weights: ``patterns``, or the default of the model's family where they are None.
 
-    An indexer chooses tokens and has no part in what is computed from them, so no gradient of the loss reaches it.
+    An indexer chooses tokens and has no part in the computation on them, so no gradient of the loss reaches it.
     """
     if patterns is not None:
         return tuple(patterns)
@@ -28,7 +26,10 @@ def freeze_patterns(facts: ModelFacts, patterns: Sequence[str] | None) -> tuple[
 
 
 def freeze_matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a published name matches one of ``patterns`` (``*``, ``?`` and ``[…]``, of the whole name)."""
+    """Return a predicate: whether a published name matches one of ``patterns``.
+
+    Patterns have ``*``, ``?`` and ``[…]``, and match the whole name.
+    """
     if not patterns:
         return lambda name: False
     match = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)).match
@@ -36,7 +37,7 @@ def freeze_matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def freeze_problems(facts: ModelFacts, patterns: Sequence[str] | None) -> Iterator[str]:
-    """What is wrong with ``trainer.freeze`` for this model, in words."""
+    """Yield the problems of ``trainer.freeze`` for this model, as texts."""
     wanted = freeze_patterns(facts, patterns)
     if not wanted and patterns is None:
         return

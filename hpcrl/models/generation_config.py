@@ -7,17 +7,15 @@ from typing import Annotated
 
 import msgspec
 
-from hpcrl.decoding import decode_json
 from hpcrl.models.configfile import read_config
-
-__all__ = ["GenerationConfig", "end_tokens"]
+from hpcrl.storage.msgspec_types import decode_json
 
 _MOST_BYTES = 1 << 20
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class GenerationConfig(msgspec.Struct, frozen=True):
-    """What is read of the file; None stands for a key that is absent or null.
+    """Settings that are read from the file; None stands for a key that is absent or null.
 
     Bounds are those of transformers (``GenerationConfig.validate``) and of vLLM's sampling parameters.
     """
@@ -30,12 +28,12 @@ class GenerationConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, model_dir: Path) -> GenerationConfig:
-        """Read that of a model directory; without the file no key is there.
+        """Read that of a model directory; without the file all keys are absent.
 
         Raises
         ------
         ValueError
-            It is no such file; the message names it.
+            It is not such a file; the message names it.
         OSError
             The filesystem refused.
         """
@@ -52,13 +50,13 @@ class GenerationConfig(msgspec.Struct, frozen=True):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer; none where the file names none."""
+        """Return the tokens that end an answer; none where the file names none."""
         named = self.eos_token_id
         return () if named is None else (named,) if isinstance(named, int) else tuple(named)
 
 
 def end_tokens(model_dir: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer, beside the tokenizer's own.
+    """Return the tokens that end an answer, in addition to the tokenizer's own.
 
     They stand in ``generation_config.json``; where it names none, in ``config.json``, or in the ``text_config`` of it.
 

@@ -1,4 +1,4 @@
-"""Which paths of models mean a published model: what is downloaded is not made by a warm-up."""
+"""Paths of models that mean a published model: a warm-up does not make a model that is downloaded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.models.known import known_models
-
-__all__ = ["HubId", "download_command", "parse_hub_id", "published_id"]
 
 _OWNERS = {
     "deepseek": "deepseek-ai",
@@ -24,7 +22,7 @@ _OWNERS = {
     "qwen": "Qwen",
     "smollm": "HuggingFaceTB",
 }
-"""Who publishes models whose names begin so."""
+"""Publishers of models by the beginning of their names."""
 _OTHER_OWNERS = ("google", "microsoft", "ibm-granite", "allenai", "bytedance-seed", "huggingfacetb", "xiaomimimo")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _REVISION = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -82,7 +80,7 @@ def download_command(model_id: str, directory: str | None = None, *, cluster: st
     Parameters
     ----------
     directory:
-        Where to; None: the directory of models of a site.
+        Target directory; None: the directory of models of a site.
     cluster:
         The profile of that site; None: the one that commands take by default.
     """

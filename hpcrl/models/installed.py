@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 from hpcrl.models.configfile import read_config
 from hpcrl.models.fetch import read_source
 
-__all__ = ["InstalledModel", "list_models"]
-
 
 class InstalledModel(NamedTuple):
-    """A directory of a model, or of what came of one.
+    """Directory of a model, or of an unfinished one.
 
     Attributes
     ----------
@@ -24,7 +22,7 @@ class InstalledModel(NamedTuple):
     family, stored:
         ``model_type``, and dtype or kind of quantisation, by ``config.json``; empty where there is none.
     commit:
-        What it is a copy of; None where `hpcrl.models.fetch` did not make it.
+        Commit that it is a copy of; None where `hpcrl.models.fetch` did not make it.
     state:
         ``whole``, ``unfinished``, or ``copied`` for those without a commit.
     """
@@ -38,12 +36,12 @@ class InstalledModel(NamedTuple):
     state: str
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the model as JSON values."""
         return {**self._asdict(), "path": str(self.path)}
 
 
 def list_models(root: Path) -> list[InstalledModel]:
-    """Models below ``root``, one or two levels down, by name; nothing where it is not there."""
+    """Return the models below ``root``, one or two levels down, by name; none where it does not exist."""
     return sorted(_find(root), key=lambda each: each.name)
 
 

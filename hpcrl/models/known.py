@@ -11,19 +11,17 @@ from hpcrl.models.configfile import read_config
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 
-__all__ = ["find_config", "known_models", "load_facts"]
-
 _CONFIG = "config.json"
 _CONFIGS = Path(__file__).parent / "configs"
 
 
 def known_models() -> tuple[str, ...]:
-    """Names that `load_facts` takes without a path."""
+    """Return the names that `load_facts` takes without a path."""
     return tuple(sorted(path.stem for path in _CONFIGS.glob("*.json")))
 
 
 def load_facts(model: str | Path) -> ModelFacts:
-    """Facts of a model.
+    """Return the facts of a model.
 
     Parameters
     ----------
@@ -45,12 +43,14 @@ def load_facts(model: str | Path) -> ModelFacts:
 
 
 def find_config(model: str | Path) -> Path:
-    """The ``config.json`` of what `load_facts` takes: a directory with one, such a file, or the name of a known model.
+    """Return the ``config.json`` for an argument of `load_facts`.
+
+    The argument is a directory with a ``config.json``, such a file, or the name of a known model.
 
     Raises
     ------
     FileNotFoundError
-        It is none of these; the message has the names that come close.
+        It is none of these; the message has the closest names.
     """
     path = Path(model)
     try:
@@ -78,7 +78,7 @@ def _read(path: Path, name: str, _mtime_ns: int) -> ModelFacts:
     try:
         config = read_config(path)
         if path.name == _CONFIG and wrapped_kind(config) is not None:
-            # a tie of head and embedding is seen by the files beside it
+            # the files in the directory decide whether head and embedding are tied
             config = read_model_config(path.parent)
         return facts_from_config(config, name=name)
     except (ValueError, TypeError) as error:

@@ -6,24 +6,22 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["config_of_tensors", "is_mtp_tensor"]
-
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OWN = "mtp."
 """Before the names of modules that do not count on after the last layer (Nemotron 3)."""
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_modules")
-"""How configs say how many modules there are; the latter is MiniMax-M2's."""
+"""Keys of the number of modules in configs; the latter is MiniMax-M2's."""
 
 
 def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
-    """Whether the published tensor ``name`` belongs to a module of multi-token prediction.
+    """Return whether the published tensor ``name`` belongs to a module of multi-token prediction.
 
     Parameters
     ----------
     layers:
-        Decoder layers of the model; the modules count on after the last one.
+        Decoder layers of the model; the numbers of the modules follow the last one.
     modules:
-        How many there are by the model's config.
+        Number of modules by the model's config.
     """
     if name.startswith(_OWN):
         return modules > 0
@@ -32,7 +30,7 @@ def is_mtp_tensor(name: str, *, layers: int, modules: int) -> bool:
 
 
 def config_of_tensors(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """``config`` as it is true of a model that has the tensors ``names``: without the modules that it lacks."""
+    """Return ``config``, valid for a model with the tensors ``names``: without the modules that it lacks."""
     count = max(config.get(key) or 0 for key in _COUNTS)
     if not count:
         return dict(config)

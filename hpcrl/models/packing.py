@@ -1,5 +1,5 @@
-"""What training on a rollout costs, and how rollouts of unequal cost are shared out. The orchestrator packs by it, and
-the planner foresees what comes of it."""
+"""Costs of training on rollouts, and packing of rollouts of unequal cost. The orchestrator packs by it, and the planner
+predicts its result."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from functools import lru_cache, partial
 
 from hpcrl.models.facts import ModelFacts
 
-__all__ = ["fill_bins", "training_cost"]
-
 
 def training_cost(facts: ModelFacts) -> Callable[[int], float]:
-    """Operations, forward and backward, of a rollout of so many tokens.
+    """Return a function from the tokens of a rollout to its operations, forward and backward.
 
     The part of matrix products is linear in the tokens; scores of attention are quadratic, in windows and in sparse
-    attention linear from some length on, with the quadratic part of an indexer beside them.
+    attention linear from some length on, plus the quadratic part of an indexer.
     """
     return partial(_training_cost, facts, "mla+dsa" in facts.attention_kinds)
 
@@ -30,14 +28,14 @@ def _training_cost(facts: ModelFacts, absorbed: bool, length: int) -> float:
 def fill_bins(
     sizes: Sequence[float], costs: Sequence[float], *, budget: float, bins: int
 ) -> tuple[list[float], list[list[int]]] | None:
-    """Share items out: each, in the given order, goes to the bin of the least cost that has room for its size.
+    """Distribute items: each, in the given order, goes to the bin of the least cost that has room for its size.
 
     With the largest first this is the LPT rule of Graham (1969).
 
     Parameters
     ----------
     sizes, costs:
-        Of each item; an item that is not smaller than one before it does not cost less, and the other way round.
+        Values of each item; an item that is not smaller than one before it does not cost less, and the other way round.
     budget:
         Sizes of a bin, together; a single item may be larger.
 
@@ -62,7 +60,7 @@ def fill_bins(
         room[number] -= size
         loads[number] += costs[index]
         heapq.heapreplace(heap, (loads[number], number))
-        # smaller items may still find room in them; bins that have none for any are not looked at again
+        # smaller items may still fit; full bins are not considered again
         for entry in full:
             if room[entry[1]] >= least:
                 heapq.heappush(heap, entry)

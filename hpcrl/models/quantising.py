@@ -1,6 +1,6 @@
-"""Which matrices of a model a recipe keeps out of FP8, and what is wrong with that: known before any of it is built.
+"""Matrices of a model that a recipe keeps out of FP8, and the problems of that choice, checked before a model is built.
 
-The trainer looks once more when it starts, at the matrices that its own modules multiply together.
+The trainer checks again when it starts, on the matrices that its own modules multiply together.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.freezing import freeze_matcher
 from hpcrl.models.tensors import Part
 
-__all__ = ["fp8_problems"]
-
 
 def fp8_problems(
     facts: ModelFacts, *, linears: bool, experts: bool, keep: Sequence[str]
 ) -> Iterator[tuple[str | None, str]]:
-    """What is wrong with ``trainer.precision.fp8`` for this model: the setting in it (None: all of it), and words.
+    """Yield the problems of ``trainer.precision.fp8`` for this model: the setting in it (None: all of it), and a text.
 
     Parameters
     ----------
@@ -27,14 +25,14 @@ def fp8_problems(
     chosen: dict[str, tuple[Part, str]] = {}
     fused = False
     for weight, prefix, _ in facts.placed(mtp=False):
-        if not weight.quantized or not (experts if weight.part is Part.EXPERT else linears):
+        if not weight.quantised or not (experts if weight.part is Part.EXPERT else linears):
             continue
         module, _, leaf = (prefix + weight.name).rpartition(".")
-        # experts of a layer that are one tensor are in no version in FP8
+        # experts of a layer that are one tensor are never in FP8
         if leaf != "weight":
             fused = True
             continue
-        # where no pattern tells experts of a layer apart, one stands for all
+        # where no pattern distinguishes experts of a layer, one represents all
         for expert in range(weight.copies if keep else 1):
             chosen[module.format(expert)] = weight.part, module.partition(".experts.")[0]
     if fused:

@@ -1,7 +1,7 @@
-"""What the Hugging Face hub says of a published model: its commit, and name, size and digest of each file.
+"""Metadata of a published model on the Hugging Face hub: its commit, and name, size and digest of each file.
 
 Only `huggingface_hub` (the extra ``hub``) talks to the hub: it knows the user's token, proxies and ``HF_ENDPOINT``. It
-is imported when something is asked.
+is imported on the first request.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.models.hub import HubId
-
-__all__ = ["FetchError", "RemoteFile", "RemoteModel", "hub_errors", "list_remote", "open_digest", "read_remote"]
-
 
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _DIGITS = {"sha256": 64, "git": 40}
@@ -60,14 +57,14 @@ def list_remote(model: HubId, *, endpoint: str | None = None) -> RemoteModel:
     Parameters
     ----------
     endpoint:
-        Of the hub; None: ``HF_ENDPOINT``, or huggingface.co.
+        Address of the hub; None: ``HF_ENDPOINT``, or huggingface.co.
 
     Raises
     ------
     UsageError
-        There is no such model or revision, or it is not for this user.
+        The model or revision does not exist, or this user has no access to it.
     FetchError
-        The hub cannot be reached, or answers with what is no list of files.
+        The hub cannot be reached, or its answer is not a list of files.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415 - not part of a core install
 
@@ -87,7 +84,7 @@ def _file(model: HubId, listed: Any) -> RemoteFile:
     name = str(listed.rfilename)
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or "\0" in name or not parts.parts:
-        raise FetchError(f"the hub lists {name!r} for {model}, which is no file of a directory")
+        raise FetchError(f"the hub lists {name!r} for {model}, which is not a file of a directory")
     if listed.lfs is not None:
         found = RemoteFile(name, listed.lfs.size, "sha256", str(listed.lfs.sha256))
     else:
@@ -101,9 +98,9 @@ def _file(model: HubId, listed: Any) -> RemoteFile:
 def read_remote(
     model: HubId, commit: str, file: RemoteFile, target: BinaryIO, begin: int, *, endpoint: str | None = None
 ) -> None:
-    """Write the bytes of a file from ``begin`` on to ``target``, which stands there.
+    """Write the bytes of a file from ``begin`` on to ``target``, which is positioned there.
 
-    A connection that is cut is made anew some times, and goes on where it ended. A server that begins at the first
+    A connection that is cut is made anew some times, and continues where it ended. A server that begins at the first
     byte in spite of that makes ``target`` empty first.
 
     Raises
@@ -124,9 +121,9 @@ def read_remote(
             target,
             resume_size=begin,
             headers=build_hf_headers(),
-            # without a size it tries what the hub may serve in another way alone; digests are compared in any case
+            # without a size it tries an alternative that the hub may serve; digests are compared in any case
             expected_size=file.size if file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE else None,
-            tqdm_class=cast(Any, _NoBar),  # it has what is called of a bar
+            tqdm_class=cast(Any, _NoBar),  # the library calls methods of a progress bar
         )
 
 
@@ -135,7 +132,7 @@ def hub_errors(model: HubId) -> Iterator[None]:
     """Turn what `huggingface_hub` raises about ``model`` into messages for a person."""
     from huggingface_hub import errors  # noqa: PLC0415 - not part of a core install
 
-    # of the HTTP library that this version of huggingface_hub has
+    # errors of the HTTP library that this version of huggingface_hub uses
     transport: type[Exception] = vars(errors)["HTTPError"]
     login = "log in with a token that may read it: hf auth login, or HF_TOKEN"
     try:
@@ -155,7 +152,7 @@ def hub_errors(model: HubId) -> Iterator[None]:
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise UsageError(
-            f"{model} cannot be asked for: HF_HUB_OFFLINE is set\n    hint: unset it, or copy the model here"
+            f"the hub cannot be asked for {model}: HF_HUB_OFFLINE is set\n    hint: unset it, or copy the model here"
         ) from error
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", None)
@@ -169,7 +166,7 @@ def hub_errors(model: HubId) -> Iterator[None]:
             "    hint: call again; on a node without a network copy the model here"
         ) from error
     except OSError as error:
-        # a size that is not the one of the list has no number
+        # a size that differs from the list raises an error without a code
         if error.errno is None:
             raise FetchError(f"{model}: {str(error).splitlines()[0]}\n    hint: call again") from error
         if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT):

@@ -1,8 +1,8 @@
-"""What a ``config.json`` may say: kinds of values, ranges, and sizes that must fit each other.
+"""Valid values of a ``config.json``: kinds of values, ranges, and sizes that must fit each other.
 
-Readers of families (`hpcrl.models.families`) take sizes as they stand. Here is what keeps a size that no model can
-have from becoming a number of a plan: 7 KV heads for 48 query heads, an expert that is half a column wide, a layer
-whose attention we would count as another kind.
+Readers of families (`hpcrl.models.families`) take sizes as they are. These checks keep a size that no model can have
+out of a plan's numbers: 7 KV heads for 48 query heads, an expert that is half a column wide, a layer whose attention
+would be counted as another kind.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.models.values import value_faults, value_relations
 
-__all__ = ["check_kinds", "checked"]
-
 Config = Mapping[str, Any]
 
-#: whole numbers above 0, with the most that anybody could mean
+#: whole numbers above 0, with the maximum that is plausible
 _SIZES = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 20,
@@ -105,17 +103,17 @@ _LAYER_LISTS = ("mlp_only_layers", "moe_layers")
 
 
 def checked(config: Any) -> dict[str, Any]:
-    """The config without its nulls, which say the same as a key that is missing.
+    """Return the config without its nulls, which mean the same as a missing key.
 
     Raises
     ------
     ValueError
-        It is no object, or values are of another kind, impossible or do not fit each other; names all of them.
+        It is not an object, or values are of another kind, impossible or inconsistent; the message names all of them.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config.json holds a {type(config).__name__}, not an object")
     found = {key: value for key, value in config.items() if value is not None}
-    # the ranges first: relations between numbers that are none would only repeat them
+    # the ranges first: relations between invalid numbers would only repeat the faults
     wrong = list(_kinds(found)) or list(_relations(found))
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -188,14 +186,14 @@ def _relations(config: Config) -> Iterator[str]:
 def _attention(config: Config) -> Iterator[str]:
     heads = config.get("num_attention_heads")
     if heads is None:
-        return  # its reader says that it is missing
+        return  # its reader reports that it is missing
     groups = config.get("num_key_value_heads", heads)
     if heads % groups:
-        yield f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({groups})"
+        yield f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})"
     latent, width = "kv_lora_rank" in config, config.get("hidden_size", heads)
     divided = "head_dim" not in config and config.get("model_type") not in _DELTA
     if not latent and divided and width % heads:
-        yield f"hidden_size ({width}) is no multiple of num_attention_heads ({heads}), and there is no head_dim"
+        yield f"hidden_size ({width}) is not a multiple of num_attention_heads ({heads}), and there is no head_dim"
     if config.get("model_type") in _HYBRID:
         return
     kinds, layers = config.get("layer_types", []), config.get("num_hidden_layers")
@@ -209,6 +207,6 @@ def _attention(config: Config) -> Iterator[str]:
         yield f"attn_type_list has {other[0]!r}; known of {family} is 1 (full attention)"
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads")
     if values is not None and values % keys:
-        yield f"linear_num_value_heads ({values}) is no multiple of linear_num_key_heads ({keys})"
+        yield f"linear_num_value_heads ({values}) is not a multiple of linear_num_key_heads ({keys})"
     if config.get("use_sliding_window"):
         yield "use_sliding_window is set; a sliding window is not known"

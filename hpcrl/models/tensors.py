@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
-__all__ = ["DTYPE_BYTES", "FP8_BLOCK", "Part", "TensorSpec", "Weight", "mxfp4_bytes", "scale_shape"]
-
-
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of an element."""
 
@@ -17,7 +14,7 @@ FP8_BLOCK = 128
 
 
 class Part(StrEnum):
-    """What a tensor belongs to; totals and memory are told apart by it."""
+    """Part of a model that a tensor belongs to; totals and memory are counted by part."""
 
     EMBEDDING = "embedding"
     LM_HEAD = "lm_head"
@@ -31,12 +28,12 @@ class Part(StrEnum):
     SHARED_EXPERT = "shared_expert"
     DENSE_MLP = "dense_mlp"
     MTP = "mtp"
-    """What a multi-token-prediction module has beside its decoder layer."""
+    """Parts of a multi-token-prediction module other than its decoder layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of a module, by its name in the module.
+    """Parameter of a module, by its name in the module.
 
     Attributes
     ----------
@@ -45,13 +42,13 @@ class Weight:
     shape:
         As published.
     part:
-        What it belongs to.
+        Part of the model that it belongs to.
     tp_dim:
         Dimension that tensor parallelism cuts; None: every rank has a copy.
     dtype:
-        Where it differs from the model's.
-    quantized:
-        It is multiplied in FP8 where weights are, and stored so with a ``*_scale_inv`` beside it.
+        Its dtype where that differs from the model's.
+    quantised:
+        Whether it is multiplied in FP8 where weights are, and stored so with a ``*_scale_inv``.
     copies:
         Equal tensors, one an expert.
     trained:
@@ -63,13 +60,13 @@ class Weight:
     part: Part
     tp_dim: int | None = None
     dtype: str | None = None
-    quantized: bool = False
+    quantised: bool = False
     copies: int = 1
     trained: bool = True
 
     @property
     def elements(self) -> int:
-        """Elements of all copies."""
+        """Return the number of elements of all copies."""
         return prod(self.shape) * self.copies
 
 
@@ -82,7 +79,7 @@ class TensorSpec:
     name, shape, dtype:
         As in the safetensors files.
     part:
-        What it belongs to.
+        Part of the model that it belongs to.
     layer:
         Decoder layer; None outside of layers. Modules of multi-token prediction count on after the last layer.
     expert:
@@ -104,17 +101,17 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes."""
+        """Return the stored bytes."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the FP8 scales of a matrix: one a block of 128 × 128, the last blocks may be smaller.
+    """Return the shape of the FP8 scales of a matrix: one a block of 128 × 128, the last blocks may be smaller.
 
     A tensor of all experts has the matrices of each in its last two dimensions.
     """
@@ -122,5 +119,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def mxfp4_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor in MXFP4, as gpt-oss is published: half a byte a number, and one for each block of 32."""
+    """Return the bytes of a tensor in MXFP4, as gpt-oss is published.
+
+    A number takes half a byte, and each block of 32 one byte.
+    """
     return prod(shape) // 2 + prod(shape) // 32

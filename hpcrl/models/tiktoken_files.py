@@ -1,7 +1,7 @@
-"""Tokenizers that are published as ranks of tiktoken with Python code beside them, as Kimi's.
+"""Tokenizers that are published as ranks of tiktoken with Python code, like Kimi's.
 
 A fast tokenizer is made of the ranks in ``tiktoken.model``. The code (``tokenization_kimi.py``) is read, and never run:
-its pattern and the numbers of its special tokens are constants there. What hpcrl does not find in it is an error.
+its pattern and the numbers of its special tokens are constants there. A missing constant is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from hpcrl.errors import HpcrlError
 
-__all__ = ["RANKS_FILE", "TokenizerCode", "TokenizerError", "read_code", "read_ranks", "tokenizer_of_ranks"]
-
 RANKS_FILE = "tiktoken.model"
 
 _MOST_BYTES = 64 << 20
@@ -30,7 +28,7 @@ _NUMBERS = "range(num_base_tokens, num_base_tokens + self.num_reserved_special_t
 """The loop over special tokens in Kimi's code."""
 _UNNAMED = "<|reserved_token_{}|>"
 _TOOL_TEXT = "encode_tools_to_typescript_style"
-"""What writes tools as text for the template in the code of Kimi K2.5."""
+"""Function that writes tools as text for the template in the code of Kimi K2.5."""
 _SAME_IN_BOTH = re.compile(
     r"""
     \\ (?: [sSrnt] | [pP]\{ \w+ \} | [^\w] )       # escapes; no others, as they differ between engines
@@ -40,7 +38,7 @@ _SAME_IN_BOTH = re.compile(
     """,
     re.VERBOSE,
 )
-"""What means the same in the regular expressions of tiktoken (fancy-regex) and of tokenizers (Oniguruma)."""
+"""Syntax with equal meaning in the regular expressions of tiktoken (fancy-regex) and of tokenizers (Oniguruma)."""
 
 
 class TokenizerError(HpcrlError, ValueError):
@@ -49,16 +47,16 @@ class TokenizerError(HpcrlError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCode:
-    """What the Python code of a tokenizer says.
+    """Facts from the Python code of a tokenizer.
 
     Attributes
     ----------
     path:
         The file.
     pattern:
-        Of the pieces that are encoded by themselves; None where the code has no constant of this kind.
+        Pattern of the pieces that are encoded separately; None where the code has no constant of this kind.
     special_tokens:
-        How many it numbers behind the ranks; None where it numbers them in a way that is not known.
+        Number of special tokens after the ranks; None where the code numbers them in an unknown way.
     sorts_tools:
         Whether it gives tools to the chat template with the keys of all objects in order.
     writes_tools:
@@ -78,7 +76,7 @@ def read_code(model_dir: Path, config: Mapping[str, Any]) -> TokenizerCode | Non
     Raises
     ------
     TokenizerError
-        It is no Python code.
+        It is not Python code.
     """
     mapped = config.get("auto_map")
     names = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else None
@@ -138,7 +136,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise TokenizerError(f"{path} has no token of the byte {missing[0]}: it is not whole")
+        raise TokenizerError(f"{path} has no token of the byte {missing[0]}: it is incomplete")
     return ranks
 
 
@@ -150,7 +148,7 @@ def tokenizer_of_ranks(model_dir: Path, code: TokenizerCode | None, added: Mappi
     Parameters
     ----------
     code:
-        Of `read_code`.
+        Result of `read_code`.
     added:
         Tokens of tokenizer_config.json by number.
 
@@ -200,7 +198,7 @@ def _regex(code: TokenizerCode) -> Regex:
         at = known.end()
     try:
         return Regex(code.pattern)
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises no more specific error
         raise TokenizerError(f"{code.path}: pat_str cannot be converted: {error}") from error
 
 

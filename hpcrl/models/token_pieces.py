@@ -7,21 +7,19 @@ from typing import NamedTuple
 
 from hpcrl.models.tokenizer import ChatTokenizer
 
-__all__ = ["CONTROL", "TokenPiece", "pieces_of"]
-
 CONTROL = "control"
 """The kind of control tokens."""
 
 
 class TokenPiece(NamedTuple):
-    """Some tokens of one kind, one behind the other.
+    """Consecutive tokens of one kind.
 
     Attributes
     ----------
     kind:
         ``control``, or what the text is.
     text:
-        Of the tokens.
+        Text of the tokens.
     """
 
     kind: str
@@ -29,7 +27,7 @@ class TokenPiece(NamedTuple):
 
 
 def pieces_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], kinds: Sequence[str] | str) -> list[TokenPiece]:
-    """Return a sequence in pieces; ``kinds`` says what each token is where it is no control token, or what all are."""
+    """Return a sequence in pieces; ``kinds`` are the kinds of tokens that are not control tokens, each or all."""
     each = [kinds] * len(token_ids) if isinstance(kinds, str) else kinds
     control = tokenizer.control_ids
     pieces: list[TokenPiece] = []

@@ -1,6 +1,6 @@
 """Tokenizer and chat template of a model directory, without transformers.
 
-Also makes the character tokenizer of the small start models. Token ids are the truth in hpcrl: text is
+Token ids are the truth in hpcrl: text is
 turned into ids once, when an environment says it, and what a model sampled is never tokenized again.
 """
 
@@ -11,31 +11,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
-from hpcrl.fs import atomic_write, write_json
 from hpcrl.models.chat_template import ChatTemplate, ChatTemplateError, plain_data
 from hpcrl.models.control_tokens import ControlTokens, Rendered
 from hpcrl.models.foreign_text import Substitutes
 from hpcrl.models.tokenizer_files import TokenizerError, read_tokenizer_files
+from hpcrl.models.tool_schemas import ToolSchemas
 
-__all__ = ["ChatTokenizer", "Message", "Rendered", "write_character_tokenizer"]
+__all__ = ["ChatTokenizer", "Message", "Rendered"]
 
 Message = Mapping[str, Any]
 """``{"role": "system" | "user" | "assistant" | "tool", "content": text}``, and what else the chat template reads."""
-
-_SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 class ChatTokenizer:
     """Text and messages to token ids and back."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Load ``tokenizer.json`` or ``tiktoken.model``, the special tokens and the chat template beside it.
+        """Load ``tokenizer.json`` or ``tiktoken.model``, with the special tokens and the chat template.
 
         Raises
         ------
@@ -55,6 +47,7 @@ class ChatTokenizer:
         self._templates = {name: ChatTemplate(files.templates[name], str(sources[name])) for name in wanted}
         written = "\0".join(template.literals() for template in self._templates.values())
         self._control = ControlTokens(files.tokenizer, written)
+        self._tools = ToolSchemas(lambda tools, text: plain_data(self._as_code_gives(tools), text), self._control)
         self.eos_token = files.special_tokens.get("eos_token", "")
         if not self.eos_token:
             raise TokenizerError(f"{model_dir / 'tokenizer_config.json'} names no eos_token, which ends a reply")
@@ -66,12 +59,12 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Return the number of ids, added tokens included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Ids of tokens that say who speaks and where something begins or ends; text never has one."""
+        """Return the ids of control tokens, which mark speakers, beginnings and ends; text never has one."""
         return self._control.ids
 
     def id_of(self, token: str) -> int | None:
@@ -85,6 +78,10 @@ class ChatTokenizer:
         return {
             number: token for token, number in sorted(vocabulary.items(), key=lambda one: one[1]) if number >= first
         }
+
+    def template_reads(self, name: str) -> bool:
+        """Return whether the chat template mentions a field of messages or a role; others have no effect."""
+        return any(template.reads(name) for template in self._templates.values())
 
     def encode(self, text: str) -> list[int]:
         """Return token ids; special tokens written in ``text`` are recognised."""
@@ -128,7 +125,7 @@ class ChatTokenizer:
         tools, documents:
             As JSON schemas, and as objects with a title and a text; None where there are none.
         now:
-            What ``strftime_now`` tells; now, where it is left out.
+            Time of ``strftime_now``; the current time by default.
         variables:
             Further ones of the template, for example ``enable_thinking``.
 
@@ -139,33 +136,41 @@ class ChatTokenizer:
             cannot be followed.
         """
         template = self._templates.get("default" if tools is None else "tool_use", self._templates["default"])
-        given = {"tools": self._as_code_gives(tools), "documents": documents, **variables}
         own = {**self._special_tokens, "add_generation_prompt": add_generation_prompt}
         moment = now or datetime.now()
+        prepared = None if tools is None else self._tools.prepare(tools)
 
-        def render(text: _Change, role: _Change) -> str:
+        def render(text: _Change, role: _Change, schemas: Any) -> str:
             chat = [_plain_message(message, text, role) for message in messages]
-            return template.render(chat, moment, own | {name: plain_data(value, text) for name, value in given.items()})
+            given = {"documents": documents, **variables}
+            plain = {name: plain_data(value, text) for name, value in given.items()}
+            return template.render(chat, moment, own | {"tools": schemas} | plain)
 
         texts: set[str] = set()
         roles: set[str] = set()
-        rendered = render(_collect(texts), _collect(roles))
+        rendered = render(_collect(texts), _collect(roles), None if prepared is None else prepared.data)
         spelled = set(filter(self._control.spells, texts)) | set(filter(self._control.has_control, roles))
-        if not spelled:
+        of_tools = None if prepared is None else prepared.substitutes
+        if not spelled and of_tools is None:
             return Rendered(rendered, rendered)
-        substitutes = Substitutes([rendered, *texts, *roles])
+        if not spelled and prepared is not None and of_tools is not None and of_tools.absent(rendered):
+            substitutes, marked = of_tools, render(str, str, prepared.marked)
+        else:
+            texts |= prepared.texts if prepared is not None else frozenset()
+            spelled |= set(filter(self._control.spells, texts))
+            substitutes = Substitutes([rendered, *texts, *roles])
 
-        def mark(text: str) -> str:
-            return self._control.mark(text, substitutes) if text in spelled else text
+            def mark(text: str) -> str:
+                return self._control.mark(text, substitutes) if text in spelled else text
 
-        marked = render(mark, mark)
+            marked = render(mark, mark, plain_data(self._as_code_gives(tools), mark))
         if substitutes.restore(marked) == rendered:
             return Rendered(rendered, str.__str__(marked), substitutes)
         if self._control.same(rendered, marked):
-            return Rendered(rendered, rendered)  # what was spelled is no control token any more
+            return Rendered(rendered, rendered)  # the spelled text is not a control token any more
         raise ChatTemplateError(
-            f"{template.name}: a message spells control tokens, and the chat template changes it in a way that cannot "
-            "be followed, so that they cannot be told from its own"
+            f"{template.name}: a message spells control tokens, and the chat template changes it in an unknown "
+            "way, so that they cannot be distinguished from its own"
         )
 
     def _as_code_gives(self, tools: Sequence[Mapping[str, Any]] | None) -> Any:
@@ -203,33 +208,3 @@ def _plain_message(message: Message, text: _Change, role: _Change) -> dict[str, 
     """Return a message as plain data without keys that are None, as transformers gives it to templates."""
     given = {key: value for key, value in message.items() if value is not None}
     return {plain_data(key): plain_data(value, role if key == "role" else text) for key, value in given.items()}
-
-
-def write_character_tokenizer(model_dir: Path) -> tuple[int, int]:
-    """Write a tokenizer of printable ASCII characters that hpcrl, transformers and vLLM load.
-
-    Returns
-    -------
-    tuple
-        ``(vocab_size, eos_token_id)``.
-    """
-    characters = ["\n", *(chr(code) for code in range(32, 127))]
-    vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    model_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write(model_dir / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
-    write_json(
-        model_dir / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": "<|end|>",
-            "pad_token": "<|pad|>",
-            "unk_token": "<|unk|>",
-            "clean_up_tokenization_spaces": False,
-            "chat_template": _CHAT_TEMPLATE,
-        },
-    )
-    return len(vocabulary), vocabulary["<|end|>"]

@@ -1,4 +1,4 @@
-"""What a model directory says about its tokenizer and chat template, read as transformers reads it.
+"""Tokenizer and chat template of a model directory, read like transformers.
 
 Special tokens stand in ``tokenizer_config.json`` and, of older models, in ``special_tokens_map.json`` and
 ``added_tokens.json``, as strings or objects. A chat template stands in ``chat_template.jinja`` (further ones by name in
@@ -48,7 +48,7 @@ class TokenizerFiles:
     template_sources:
         The file of each of them.
     code:
-        What Python code of the model's own does with tools, where it has such a tokenizer.
+        Treatment of tools by the model's own Python code, where it has such a tokenizer.
     """
 
     tokenizer: Tokenizer
@@ -65,7 +65,7 @@ def read_tokenizer_files(model_dir: Path) -> TokenizerFiles:
     Raises
     ------
     TokenizerError
-        A file is missing, cannot be read, or says what is no tokenizer.
+        A file is missing, cannot be read, or is not of a tokenizer.
     """
     config = _read_object(model_dir / _CONFIG)
     code = read_code(model_dir, config)
@@ -101,17 +101,17 @@ def _read_tokenizer(
         raise TokenizerError(f"{path.parent} has no tokenizer.json\n    hint: {hint}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises no more specific error
         raise TokenizerError(f"{path}: the tokenizer cannot be loaded: {error}") from error
     own = {"padding": tokenizer.padding}
-    # what was saved for batches of one size would cut prompts without a word
+    # saved truncation for fixed batches would cut prompts silently
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, own
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; an empty one where there is no file."""
+    """Return the object of a JSON file; an empty one without a file."""
     try:
         found = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _token(value: Any, key: str, path: Path) -> AddedToken:
 
 def _token_id(key: str, path: Path) -> int:
     if not (key.isascii() and key.isdigit()):
-        raise TokenizerError(f"{path}: added_tokens_decoder: {key!r:.80} is no token id")
+        raise TokenizerError(f"{path}: added_tokens_decoder: {key!r:.80} is not a token id")
     return int(key)
 
 
@@ -189,7 +189,7 @@ def _older_tokens(path: Path, names: Mapping[str, AddedToken]) -> dict[int, Adde
     found: dict[int, AddedToken] = {}
     for content, token_id in _read_object(path).items():
         if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise TokenizerError(f"{path}: the id of {content!r:.80} is {token_id!r:.80}, which is no number")
+            raise TokenizerError(f"{path}: the id of {content!r:.80} is {token_id!r:.80}, which is not a number")
         found[token_id] = AddedToken(content, normalized=content not in special, special=content in special)
     return found
 

@@ -16,8 +16,6 @@ from hpcrl.models.arch.rope import RopeScaling
 from hpcrl.models.defaults import ALIASES, DEFAULTS
 from hpcrl.models.families import FAMILIES
 
-__all__ = ["read_keys", "unread_keys", "unread_note"]
-
 Config = Mapping[str, Any]
 
 _MOST_NAMED = 12
@@ -29,7 +27,7 @@ _READ = frozenset(
     {
         *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
         *("max_position_embeddings", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id"),
-        # all families refuse other values of these than the ones that they compute
+        # all families refuse values of these other than the supported ones
         *("hidden_act", "layer_types", "attn_type_list", "moe_layer_freq", "use_sliding_window", "is_encoder_decoder"),
     }
 )
@@ -57,7 +55,7 @@ _FAMILY: Mapping[str, frozenset[str]] = {
         ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), frozenset({"full_attention_interval", "attn_output_gate"})
     ),
 }
-"""By readers of one family, beside its defaults and the fields of its architecture."""
+"""Keys that readers of one family read, in addition to its defaults and the fields of its architecture."""
 _SIGMOID = frozenset({"scoring_func", "topk_method"})
 _CHOSEN_BY_SIGMOID = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 _NO_FIELDS: Mapping[str, frozenset[str]] = {"nemotron_h": frozenset({"first_k_dense_replace"})}
@@ -67,20 +65,20 @@ _ARCH_OF: Mapping[str, type[ModelArch]] = {kind: arch for arch in ARCHS for kind
 
 _HARMLESS = frozenset(
     {
-        # about the file
+        # facts about the file
         *("architectures", "auto_map", "transformers_version", "_name_or_path", "_commit_hash", "_source"),
         *("tokenizer_class", "unsloth_version", "unsloth_fixed", "model_name", "name_or_path"),
         *("is_llama_config", "transformers.js_config", "_model_name_or_path"),
-        # of training from nothing, and of losses that are not ours
+        # settings of training from scratch, and of losses that hpcrl does not have
         *("initializer_range", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits", "aux_loss_alpha"),
         *("seq_aux", "rescale_prenorm_residual", "time_step_max", "time_step_floor", "gradient_checkpointing"),
-        # how transformers is called, and where a model is computed
+        # settings of transformers' calls, and placement of a model
         *("use_cache", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript"),
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),
         *("ep_size", "use_mamba_kernels", "use_flash_attn", "use_bfloat16", "num_logits_to_keep", "tf_legacy_loss"),
-        # of other heads than that of a language model
+        # settings of other heads than that of a language model
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
-        # of transformers' own generation, which is not used
+        # settings of transformers' own generation, which is not used
         *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "do_sample"),
         *("max_length", "min_length", "max_new_tokens", "num_beams", "num_beam_groups", "num_return_sequences"),
         *("diversity_penalty", "repetition_penalty", "length_penalty", "encoder_no_repeat_ngram_size", "prefix"),
@@ -123,7 +121,7 @@ _OF_FAMILY: Mapping[str, frozenset[str]] = {
     # attention has no positions, and layers are counted by the list of their kinds
     "nemotron_h": frozenset({*_ROPE_GROUPS, "rope_theta", "partial_rotary_factor", "num_hidden_layers"})
     | {"expand", "mamba_expand", "mamba_dt_max", "mamba_dt_init_floor", "time_step_rank", "moe_shared_expert_overlap"},
-    # planned alone: these change no size
+    # models that are only planned: these keys change no size
     "llama4_text": frozenset(
         {"attn_scale", "attn_temperature_tuning", "floor_scale", "use_qk_norm", "for_llm_compressor"}
     )
@@ -158,7 +156,8 @@ _SAME_AS: Mapping[str, Mapping[str, str]] = {
 }
 """Keys that say nothing of their own where they have the value of another one."""
 _STORAGE_HARMLESS = frozenset({"modules_to_not_convert", "ignored_layers", "scale_fmt"})
-"""Of ``quantization_config``: the stored tensors say which of them are quantised, and by which scales."""
+"""Harmless keys of ``quantization_config``: the stored tensors show which of them are quantised, and by which
+scales."""
 _STORAGE_WITH_VALUE: Mapping[str, tuple[Any, ...]] = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
@@ -170,7 +169,9 @@ _WRAPPERS: Mapping[str, frozenset[str]] = {"llama4": _WRAPPED | {"vision_config"
 
 
 def read_keys(kind: str) -> frozenset[str]:
-    """Keys at the top of a ``config.json`` that are read for a ``model_type``, its rope and storage groups among them.
+    """Return the top-level keys of a ``config.json`` that are read for a ``model_type``.
+
+    Its rope and storage groups are among them.
 
     Some are read only to refuse other values than the one that is computed.
     """
@@ -187,7 +188,7 @@ def read_keys(kind: str) -> frozenset[str]:
 def unread_keys(config: Config) -> tuple[str, ...]:
     """Name the keys of a config that are neither read nor known to be harmless, those of groups behind a dot.
 
-    Nothing is said of a config of a family that is not known; readers refuse it.
+    A config of an unknown family has no findings here, because readers refuse it.
     """
     inner, kind = config.get("text_config"), config.get("model_type")
     if isinstance(inner, Mapping):
@@ -214,7 +215,7 @@ def unread_note(config: Config) -> str | None:
 
 
 def _checked(arch: type[ModelArch]) -> Iterator[str]:
-    """Keys of constants of which the family refuses other values."""
+    """Yield the keys of constants of which the family refuses other values."""
     for key, value in arch.CONSTANTS.items():
         try:
             arch.check_config({key: f"not {value}"})

@@ -1,6 +1,6 @@
-"""What a ``config.json`` may say beside its sizes: numbers, groups of experts, token ids, how weights are stored.
+"""Valid values of a ``config.json`` other than its sizes: numbers, groups of experts, token ids, storage of weights.
 
-No plan computes with most of these, so that without a look at them a model that nobody can train would be planned.
+Plans do not compute with most of these, so that without these checks a model that cannot be trained would be planned.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["value_faults", "value_relations"]
-
 Config = Mapping[str, Any]
 
-#: numbers, with what they must be above and the most that anybody could mean
+#: numbers, with their exclusive lower bound and the largest plausible value
 _ABOVE_ZERO = {
     "rms_norm_eps": 1.0,
     "layer_norm_epsilon": 1.0,
@@ -32,12 +30,12 @@ _FROM_ZERO = {
 _WORDS = ("hidden_act", "mlp_hidden_act", "scoring_func", "topk_method")
 _MAPPINGS = ("rope_scaling", "rope_parameters", "quantization_config")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-#: how weights may be stored that a trainer reads, beside whole numbers of a dtype; of gpt-oss alone also in MXFP4
+#: storage formats of weights that a trainer reads, in addition to a plain dtype; MXFP4 for gpt-oss alone
 _STORED = "block FP8 (quant_method fp8, weight_block_size [128, 128])"
 
 
 def value_faults(config: Config) -> Iterator[str]:
-    """Values of another kind, or out of range, one by one."""
+    """Yield a fault for each value of another kind, or out of range."""
     for open_below, table in ((True, _ABOVE_ZERO), (False, _FROM_ZERO)):
         for key, most in table.items():
             value = config.get(key, most)
@@ -59,7 +57,7 @@ def value_faults(config: Config) -> Iterator[str]:
 
 
 def value_relations(config: Config) -> Iterator[str]:
-    """Values that do not fit each other, or ask for what no family has; all are of the right kind."""
+    """Yield a fault for values that do not fit each other, or that no family supports; all are of the right kind."""
     yield from _storage(config)
     yield from _groups(config)
     yield from _rotation(config)
@@ -74,7 +72,7 @@ def value_relations(config: Config) -> Iterator[str]:
         yield f"moe_layer_freq is {found!r}; known is 1: experts in every layer behind the dense ones"
     heads, groups = config.get("mamba_num_heads", 0), config.get("n_groups", config.get("mamba_n_groups", 1))
     if heads % groups:
-        yield f"mamba_num_heads ({heads}) is no multiple of n_groups ({groups})"
+        yield f"mamba_num_heads ({heads}) is not a multiple of n_groups ({groups})"
 
 
 def _storage(config: Config) -> Iterator[str]:
@@ -91,7 +89,7 @@ def _storage(config: Config) -> Iterator[str]:
 
 
 def _groups(config: Config) -> Iterator[str]:
-    """Experts are dealt out over groups, of which a token takes the best."""
+    """Yield the faults of groups over which experts are divided, and of which a token takes the best."""
     experts = next((config[key] for key in _EXPERTS if key in config), None)
     count, taken = config.get("n_group", 1), config.get("topk_group", 1)
     if experts is None or count == 1:

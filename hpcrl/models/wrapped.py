@@ -8,14 +8,12 @@ from typing import Any
 
 from hpcrl.errors import HpcrlError
 
-__all__ = ["WRAPPER_FILES", "is_tied", "language_config"]
-
 WRAPPER_FILES = frozenset({"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"})
 """Small files of wrappers that say nothing of the language model."""
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys that wrappers may have in place of the language model."""
 _ALWAYS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""What a language model in a wrapper computes whatever its config says, by ``model_type``."""
+"""Values of a wrapped language model whatever its config has, by ``model_type``."""
 
 
 def language_config(config: Mapping[str, Any], same_text: Mapping[str, str]) -> dict[str, Any]:
@@ -31,12 +29,10 @@ def language_config(config: Mapping[str, Any], same_text: Mapping[str, str]) -> 
     for key in ("dtype", "torch_dtype", "quantization_config"):
         if own.get(key) is None and config.get(key) is not None:
             own[key] = config[key]
-    # wrappers differ in whose key they read
+    # wrappers differ in which config's key they read
     own["tie_word_embeddings"] = any(part.get("tie_word_embeddings") is True for part in (config, inner))
     kind = str(own.get("model_type"))
-    if kind not in same_text:
-        return own
-    own |= {"model_type": same_text[kind], **_ALWAYS.get(kind, {})}
+    own |= {"model_type": same_text.get(kind, kind), **_ALWAYS.get(kind, {})}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(own.get(key), dict):
             # sections of positions in pictures: of text all sections have the same position
@@ -47,10 +43,10 @@ def language_config(config: Mapping[str, Any], same_text: Mapping[str, str]) -> 
 def is_tied(model_dir: Path, config: Mapping[str, Any]) -> bool:
     """Return whether head and embedding of the language model in ``model_dir`` are one.
 
-    Wrappers decide on it by a key of their own, which few files have: so the tensors are looked at, by their heads and
+    Wrappers decide on it by a key of their own, which few files have: so the tensors are compared, by their heads and
     some bytes. Where there are none, ``config`` of the language model counts.
     """
-    # not at the top: the weights' side is loaded for models alone that wrap one
+    # not at the top: the weights' part is imported only for models that wrap another one
     from hpcrl.weights.read.model_files import ModelFiles  # noqa: PLC0415
     from hpcrl.weights.read.stored_weights import EMBEDDING, HEAD, rows_differ  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What a plan will need and do, as JSON (docs/planning.md describes it)."""
+"""Requirements and times of a plan, as JSON (docs/planning.md describes it)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hpcrl.planning.times.loop import LoopEstimate
 from hpcrl.planning.times.ranges import Range
 from hpcrl.planning.times.terms import TimeTable
 
-__all__ = ["loop_document", "outlook_document", "range_document"]
-
 
 def loop_document(loop: LoopEstimate) -> dict[str, Any]:
-    """A steady state as JSON."""
+    """Return a steady state as JSON values."""
     return {
         "step_s": loop.step_s,
         "trainer_s": loop.trainer_s,
@@ -41,7 +39,7 @@ def loop_document(loop: LoopEstimate) -> dict[str, Any]:
 
 
 def outlook_document(outlook: Outlook) -> dict[str, Any]:
-    """An outlook as JSON (docs/planning.md describes it)."""
+    """Return an outlook as JSON values (docs/planning.md describes them)."""
     whole = outlook.forecast
     return {
         "schema_version": 1,
@@ -129,7 +127,7 @@ def _layout_document(layout: PlannedLayout) -> dict[str, Any]:
 
 
 def range_document(found: Range, *, causes: bool = True) -> dict[str, Any]:
-    """A range as JSON: seconds, and what makes it wide, the largest part first."""
+    """Return a range as JSON values: seconds, and the causes of its width, the largest first."""
     document: dict[str, Any] = {"low_s": found.low, "mid_s": found.mid, "high_s": found.high, "origin": found.origin}
     if causes:
         document["causes"] = [

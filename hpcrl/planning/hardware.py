@@ -9,11 +9,9 @@ from hpcrl.config.cluster_slurm import NodeConfig
 from hpcrl.config.plan import Role
 from hpcrl.errors import ConfigError, Finding
 
-__all__ = ["NodeHardware", "filesystem_rate", "missing_number", "node_hardware"]
-
 
 def missing_number(cluster: ClusterProfile, key: str, what: str) -> ConfigError:
-    """The error for a number that the plan needs and the profile lacks; ``key`` is relative to the profile."""
+    """Return the error for a number that the plan needs and the profile lacks; ``key`` is relative to the profile."""
     return ConfigError(
         [
             Finding(
@@ -44,42 +42,42 @@ class NodeHardware:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the node."""
+        """Return the number of GPUs of the node."""
         return self.node.gpus
 
     @property
     def host_bytes(self) -> int:
-        """Host memory."""
+        """Return the bytes of the host memory."""
         return int(self.node.memory_gib * (1 << 30))
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of a GPU."""
+        """Return the bytes of a GPU's memory."""
         return int(self._number(self.node.gpu.memory_gib, "gpu.memory_gib", "memory of a GPU", float(1 << 30)))
 
     @property
     def gpu_memory_rate(self) -> float:
-        """Bandwidth of a GPU's memory."""
+        """Return the bandwidth of a GPU's memory."""
         return self._number(self.node.gpu.memory_gb_s, "gpu.memory_gb_s", "bandwidth of a GPU's memory", 1e9)
 
     def gpu_flops(self, dtype: str) -> float:
-        """Peak operations a second of a GPU in ``dtype`` (float32, bfloat16 or fp8)."""
+        """Return the peak operations a second of a GPU in ``dtype`` (float32, bfloat16 or fp8)."""
         peak = next((value for key, value in self.node.gpu.tflops.items() if key == dtype), None)
         return self._number(peak, f"gpu.tflops.{dtype}", f"speed of a GPU in {dtype}", 1e12)
 
     @property
     def nvlink_rate(self) -> float:
-        """Rate of a GPU to the others of its node."""
+        """Return the rate of a GPU to the others of its node."""
         return self._number(self.node.gpu.nvlink_gb_s, "gpu.nvlink_gb_s", "NVLink rate of a GPU", 1e9)
 
     @property
     def pcie_rate(self) -> float:
-        """Rate between host memory and one GPU."""
+        """Return the rate between host memory and one GPU."""
         return self._number(self.node.gpu.pcie_gb_s, "gpu.pcie_gb_s", "rate between host and GPU", 1e9)
 
     @property
     def nic_rate(self) -> float:
-        """Rate of all adapters of the node together."""
+        """Return the rate of all adapters of the node together."""
         total = 0.0
         for i, nic in enumerate(self.node.nics):
             total += self._number(nic.gb_s, f"nics.{i}.gb_s", f"rate of adapter {nic.name}", 1e9)
@@ -89,20 +87,20 @@ class NodeHardware:
 
     @property
     def host_memory_rate(self) -> float:
-        """Bandwidth of the host memory."""
+        """Return the bandwidth of the host memory."""
         return self._number(self.node.memory_gb_s, "memory_gb_s", "bandwidth of the host memory", 1e9)
 
 
 def node_hardware(cluster: SlurmCluster, role: Role) -> NodeHardware:
-    """The nodes that a role runs on (the trainer's for roles beside it)."""
+    """Return the hardware of the nodes that a role runs on (the trainer's for roles on the trainer's nodes)."""
     partition = cluster.partition_name(Role.TRAINER if role in (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER) else role)
     return NodeHardware(cluster, partition, cluster.partitions[partition].node)
 
 
 def filesystem_rate(cluster: SlurmCluster, key: str) -> float:
-    """A rate of the shared filesystem in bytes a second (ConfigError where the cluster profile does not say it).
+    """Return a rate of the shared filesystem in bytes a second (ConfigError where the cluster profile lacks it).
 
-    ``key`` is a field of `FilesystemConfig`, which are in GB a second.
+    ``key`` is a field of `FilesystemConfig`, whose values are in GB a second.
     """
     value: float | None = getattr(cluster.filesystem, key)
     if value is None:

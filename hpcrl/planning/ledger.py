@@ -11,20 +11,18 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
-__all__ = ["GIB", "Ledger", "Table", "Term", "explain"]
-
 GIB = 1 << 30
 Value = TypeVar("Value", int, float | None, default=int)
 
 
 @dataclass(frozen=True, slots=True)
 class Term(Generic[Value]):
-    """One amount: bytes, or seconds (``float | None``).
+    """Amount in bytes, or in seconds (``float | None``).
 
     Attributes
     ----------
     name:
-        What it is; docs/planning.md has an entry of the same name.
+        Name; docs/planning.md has an entry of the same name.
     value:
         Bytes or seconds; None where a number is missing.
     formula:
@@ -32,12 +30,12 @@ class Term(Generic[Value]):
     inputs:
         Value of each symbol.
     source:
-        Where the formula comes from, in a few words: ``counted``, ``measured``, ``assumed``, or a reference.
+        Source of the formula, in a few words: ``counted``, ``measured``, ``assumed``, or a reference.
     counts:
-        False for what is shown and in no sum: page cache, which the kernel drops when memory is short, and work that
-        goes on beside something longer.
+        False for amounts that are shown and not summed: page cache, which the kernel drops when memory is short, and
+        work that overlaps with longer work.
     missing:
-        Which number is missing, where ``value`` is None.
+        Name of the missing number, where ``value`` is None.
     """
 
     name: str
@@ -51,12 +49,12 @@ class Term(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Value]):
-    """Terms that belong together.
+    """Terms of one moment or activity.
 
     Attributes
     ----------
     name:
-        Of what they are the terms: a moment, or an activity.
+        Name of the moment or the activity.
     terms:
         In the order of the documentation.
     """
@@ -65,7 +63,7 @@ class Table(Generic[Value]):
     terms: tuple[Term[Value], ...]
 
     def __getitem__(self, name: str) -> Term[Value]:
-        """The term of a name (KeyError where there is none)."""
+        """Return the term of a name (KeyError where there is none)."""
         for term in self.terms:
             if term.name == name:
                 return term
@@ -82,22 +80,22 @@ class Ledger(Table[int]):
 
     @classmethod
     def of(cls, moment: str, terms: Iterable[Term | None]) -> Ledger:
-        """A ledger without empty terms."""
+        """Return a ledger without empty terms."""
         return cls(moment, tuple(term for term in terms if term is not None and term.value > 0))
 
     @property
     def total(self) -> int:
-        """Bytes that cannot be given back."""
+        """Return the bytes that cannot be freed."""
         return sum(term.value for term in self.terms if term.counts)
 
     @property
     def largest(self) -> Term:
-        """The term that binds (ValueError for an empty ledger)."""
+        """Return the term that binds (ValueError for an empty ledger)."""
         return max((term for term in self.terms if term.counts), key=lambda term: term.value)
 
 
 def explain(term: Term) -> str:
-    """``name: GiB = formula with symbol = number, …``."""
+    """Return a text like ``name: GiB = formula with symbol = number, …``."""
     given = ", ".join(f"{name} = {_number(value)}" for name, value in term.inputs.items())
     where = f" with {given}" if given else ""
     return f"{term.name}: {term.value / GIB:.2f} GiB = {term.formula}{where} [{term.source}]"

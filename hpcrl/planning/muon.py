@@ -12,18 +12,8 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = [
-    "BATCH_BYTES",
-    "ITERATION_COPIES",
-    "MuonMatrices",
-    "exchanged_parameters",
-    "moments_formula",
-    "muon_matrices",
-    "spared_bytes",
-]
-
 BATCH_BYTES = 128 << 20
-"""Of matrices that a rank works on at once (`hpcrl.trainer.step.muon`)."""
+"""Maximum bytes of matrices that a rank processes at once (`hpcrl.trainer.step.muon`)."""
 ITERATION_COPIES = 5
 """A batch, its scaled copy, the Gram matrices and their polynomial, and the next iterate, all in bfloat16."""
 _STEPS = 5
@@ -40,7 +30,7 @@ class MuonMatrices(NamedTuple):
     largest:
         Elements of the largest one.
     operations:
-        Of the Newton–Schulz iterations of one step.
+        Operations of the Newton–Schulz iterations of one step.
     """
 
     parameters: int
@@ -66,7 +56,7 @@ def muon_matrices(facts: ModelFacts) -> MuonMatrices:
 
 
 def _all(facts: ModelFacts) -> Iterator[tuple[Weight, int, tuple[int, int]]]:
-    """Each weight with the number of its matrices and their rows and columns."""
+    """Yield each weight with the number of its matrices and their rows and columns."""
     for weight, _, layer in facts.placed(mtp=False):
         if layer is None or weight.part in _OTHERS or not weight.trained or weight.name.endswith("bias"):
             continue
@@ -107,7 +97,7 @@ def exchanged_parameters(facts: ModelFacts, *, shards: int, ep: int) -> tuple[fl
 
 
 def _cut(moe: Moe, here: int, ranks: int) -> int:
-    """Elements of a rank's experts in one layer whose matrices are divided among ``ranks``."""
+    """Return the elements of a rank's experts in one layer whose matrices are divided among ``ranks``."""
     width, inner = moe.expert_width, moe.moe_intermediate_size
     shapes = [(inner * (2 if moe.gated else 1), width), (width, inner)]
     return sum(here * a * b for a, b in shapes if sharded_dimension((here, a, b), ranks))

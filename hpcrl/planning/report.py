@@ -1,4 +1,4 @@
-"""What a plan will need and do, put together for people and for programs."""
+"""Outlook of a plan for people and for programs: its requirements and times."""
 
 from __future__ import annotations
 
@@ -29,33 +29,31 @@ from hpcrl.planning.times.ranges import Range, calibration_variations, ranges_of
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import Workload, resolve_workload
 
-__all__ = ["NoFacts", "Outlook", "find_facts", "make_outlook"]
-
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known about a recipe on a cluster before it runs.
+    """Knowledge about a recipe on a cluster before it runs.
 
     Attributes
     ----------
     recipe, cluster:
-        What was asked about.
+        Subject of the outlook.
     forecast:
-        From hardware; None on a machine whose profile describes none.
+        Forecast from hardware; None on a machine whose profile describes none.
     loop, tables, workload:
-        Of the forecast, or of a measured run; ``loop`` is None where neither says enough.
+        Values of the forecast, or of a measured run; ``loop`` is None where neither is complete enough.
     memory:
-        Of every role; None where the model or a number is not known.
+        Memory of every role; None where the model or a number is not known.
     shortages:
-        What does not fit, and what would help.
+        Places that do not fit, and the settings that would help.
     lacking:
         Numbers that the profile lacks for memory or times.
     expert_margin:
-        How uneven experts may be until the trainer's GPUs overflow; None where nothing is dealt out.
+        Maximum imbalance of experts before the trainer's GPUs overflow; None where experts are not distributed.
     because:
-        Why there is no loop; empty where there is one.
+        Reason why there is not a loop; empty where there is one.
     find_ranges:
-        Computes `ranges`, which take as long as everything else: only who shows them asks.
+        Computes `ranges`, which takes as long as everything else: it is called only where they are shown.
     """
 
     recipe: Recipe
@@ -73,41 +71,44 @@ class Outlook:
 
     @property
     def uncounted(self) -> tuple[str, ...]:
-        """Settings of the recipe that change memory or times and are in no formula."""
+        """Return the settings of the recipe that change memory or times and are in no formula."""
         if not self.recipe.trainer.memory.compile:
             return ()
         return ("trainer.memory.compile: memory and times are those of layers that are not compiled",)
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
-        """Of times: ``step``, ``trainer side``, ``rollouts``, ``rollout``, ``sampled_token``, each table by its name
-        (``handoff``) and each term by that of its table (``handoff/handoff.read``)."""
+        """Return the ranges of times.
+
+        Keys are ``step``, ``trainer side``, ``rollouts``, ``rollout``, ``sampled_token``, each table by its name
+        (``handoff``) and each term by that of its table (``handoff/handoff.read``).
+        """
         return self.find_ranges()
 
     @property
     def step(self) -> Range | None:
-        """Seconds of a step, and what makes the range; None where there is no loop."""
+        """Return the seconds of a step, and the causes of the range; None without a loop."""
         return self.ranges.get("step")
 
     @property
     def tightest(self) -> RoleMemory | None:
-        """The memory with the smallest share free."""
+        """Return the memory with the smallest share free."""
         places = [] if self.memory is None else [p for p in self.memory.places if p.capacity and p.headroom is not None]
         return min(places, key=lambda place: (place.headroom or 0) / (place.capacity or 1), default=None)
 
     @property
     def layout(self) -> PlannedLayout | None:
-        """Shapes, where there are GPUs."""
+        """Return the shapes, where there are GPUs."""
         return None if self.forecast is None else self.forecast.layout
 
 
 class NoFacts(str):
-    """Why there are no facts of a model, in a sentence.
+    """Reason why there are no facts of a model, in a sentence.
 
     Attributes
     ----------
     made_later:
-        The model is made by the recipe's warm-up: that nothing is known of it is no defect.
+        Whether the model is made by the recipe's warm-up: then missing facts are not a defect.
     """
 
     __slots__ = ("made_later",)
@@ -152,7 +153,7 @@ def make_outlook(
     facts: ModelFacts | str,
     real: RealPass | None = None,
 ) -> Outlook:
-    """Memory and times of a recipe; ``real`` is what the trainer's model takes, where that was measured.
+    """Return the memory and times of a recipe; ``real`` is the memory of the trainer's model, where measured.
 
     Where the calibration file has a measured run of this recipe on this cluster, that decides; otherwise the profile's
     hardware does.
@@ -218,14 +219,14 @@ class _Prediction:
     tables: Mapping[str, TimeTable]
 
     def seconds(self) -> dict[str, float]:
-        """Every predicted time by its name."""
+        """Return every predicted time by its name."""
         found: dict[str, float] = {}
         for name, table in self.tables.items():
             found |= {f"{name}/{term.name}": term.value for term in table if term.value is not None}
             if table.seconds is not None:
                 found[name] = table.seconds
         if self.loop is not None:
-            # what a step's work takes each side alone; `trainer` is more than the table of that name
+            # the work of a step on each side alone; `trainer` has more than the table of that name
             found |= {
                 "step": self.loop.step_s,
                 "trainer side": self.loop.trainer_s,
@@ -258,7 +259,7 @@ def _ranges(
 def _memory(
     recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts | str, real: RealPass | None
 ) -> tuple[MemoryReport | None, tuple[str, ...]]:
-    """Memory, or the numbers that the profile lacks for it."""
+    """Return the memory, or the numbers that the profile lacks for it."""
     if isinstance(facts, str):
         return None, ()
     try:
@@ -268,7 +269,7 @@ def _memory(
 
 
 def _slots(recipe: Recipe, memory: MemoryReport | None, workload: Workload) -> float | None:
-    """Sequences that a data-parallel rank holds: ``max_num_seqs``, or what its KV cache has room for."""
+    """Return the sequences that a data-parallel rank holds: ``max_num_seqs``, or the capacity of its KV cache."""
     decoding = (Role.DECODE, Role.ENGINE)
     places = [] if memory is None else [p for p in memory.places if p.role in decoding and p.kv is not None]
     if not places or places[0].kv is None:

@@ -7,11 +7,11 @@ from hpcrl.config.rollouts import PAYLOAD_COPIES
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import GIB
 
-__all__ = ["may_fly", "rollout_routes_bytes", "token_routes_bytes"]
-
 
 def token_routes_bytes(facts: ModelFacts) -> int:
-    """Bytes of a token's rows on hosts and between them: engines report all layers, also those without experts.
+    """Return the bytes of a token's routed experts on hosts and between them.
+
+    Engines report all layers, also those without experts.
 
     A number a layer and chosen expert, as wide as the number of experts asks for (`hpcrl.dock.routes.exact_dtype`).
     """
@@ -20,19 +20,19 @@ def token_routes_bytes(facts: ModelFacts) -> int:
 
 
 def rollout_routes_bytes(recipe: Recipe, facts: ModelFacts) -> int:
-    """The most bytes that a rollout in flight may need for its rows."""
+    """Return the maximum bytes of routed experts of a rollout in flight."""
     return PAYLOAD_COPIES * recipe.engine.max_model_len * token_routes_bytes(facts)
 
 
-def may_fly(recipe: Recipe, facts: ModelFacts) -> tuple[int, str]:
-    """How many rollouts may be in flight, and the setting that says so.
+def max_rollouts_in_flight(recipe: Recipe, facts: ModelFacts) -> tuple[int, str]:
+    """Return the maximum number of rollouts in flight, and the setting that limits it.
 
     Where ``rollouts.routes_in_flight_gib`` is not set the orchestrator takes a share of the memory that it finds free,
-    which no plan knows: then it bounds nothing here.
+    which a plan cannot know: then this setting does not limit the number here.
     """
     flying, limit = recipe.rollouts.max_in_flight, recipe.rollouts.routes_in_flight_gib
     if limit is not None and recipe.returns_routed_experts and (one := rollout_routes_bytes(recipe, facts)):
-        # as the orchestrator does (`hpcrl.rollouts.sampling.routes_room`): whole groups begin, one always
+        # like the orchestrator (`hpcrl.rollouts.sampling.routed_experts_budget`): whole groups begin, at least one
         places = max(1, round(limit * GIB) // one, recipe.rollouts.group_size)
         if places < flying:
             return places, "rollouts.routes_in_flight_gib"

@@ -1,4 +1,4 @@
-"""What a plan comes to before any figure: it fits, it does not, or that cannot be said."""
+"""Verdict over a plan before any figure: it fits, it does not fit, or that is unknown."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.report import NoFacts, Outlook
 
-__all__ = ["Verdict", "judge"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a plan fits.
+    """Verdict whether a plan fits.
 
     Attributes
     ----------
     short:
-        What does not fit, a sentence each.
+        Shortages, a sentence each.
     unknown:
-        What is not known and should be, a sentence each, with a hint.
+        Missing knowledge that is required, a sentence each, with a hint.
     skipped:
-        What was not checked or computed for that, or because the model is not made yet.
+        Checks and results that were left out for that reason, or because the model is not made yet.
     later:
-        Why it is no defect that something was skipped; empty where it is one.
+        Reason why the omission is not a defect; empty where it is one.
     tightest:
-        The memory with the smallest share free, in words; empty where nothing is compared.
+        The memory with the smallest free share, as a text; empty where nothing is compared.
     """
 
     short: tuple[str, ...] = ()
@@ -45,14 +43,14 @@ class Verdict:
 
     @property
     def fits(self) -> bool | None:
-        """None: that cannot be said."""
+        """Return whether the plan fits; None where that is unknown."""
         if self.short:
             return False
         return None if self.unknown or self.skipped else True
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of ``hpcrl plan``. A model that a warm-up makes later is no defect of a plan."""
+        """Return the exit code of ``hpcrl plan``. A model that a warm-up makes later is not a defect of a plan."""
         if self.short:
             return ExitCode.DOES_NOT_FIT
         return ExitCode.UNKNOWN if self.unknown else ExitCode.OK
@@ -70,7 +68,7 @@ class Verdict:
 
 
 def judge(outlook: Outlook, facts: ModelFacts | str) -> Verdict:
-    """The verdict over an outlook; ``facts`` of its model, or why there are none."""
+    """Return the verdict over an outlook; ``facts`` are its model's facts, or the reason why there are none."""
     return Verdict(
         short=tuple(_short(outlook)),
         unknown=tuple(_unknown(outlook, facts)),
@@ -81,7 +79,7 @@ def judge(outlook: Outlook, facts: ModelFacts | str) -> Verdict:
 
 
 def _short(outlook: Outlook) -> Iterator[str]:
-    # a recipe with too many nodes is refused before; a split that was searched for is not
+    # a recipe with too many nodes is refused earlier; a split from a search is not
     rule = next(rule for rule in RULES if rule.name == ENOUGH_NODES)
     yield from (what for _, what in rule.check(outlook.recipe, outlook.cluster))
     if outlook.memory is not None:
@@ -104,7 +102,7 @@ def _unknown(outlook: Outlook, facts: ModelFacts | str) -> Iterator[str]:
 
 
 def _forecast_is_due(outlook: Outlook) -> bool:
-    """Machines without GPUs have no forecast, and are told so in place of times (a measured run makes one)."""
+    """Return whether a missing forecast is a gap: machines without GPUs have none (a measured run makes one)."""
     if outlook.recipe.sft is not None:
         return False
     return isinstance(outlook.cluster, SlurmCluster) and node_hardware(outlook.cluster, Role.TRAINER).gpus > 0

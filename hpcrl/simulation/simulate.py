@@ -11,10 +11,8 @@ from hpcrl.simulation.inputs.scenario import Failures, Scenario
 from hpcrl.simulation.loop.simulation import Simulation
 from hpcrl.simulation.results.result import SimulationResult, summarize
 
-__all__ = ["simulate"]
-
 _STEPS_ALONE = 16
-"""Steps beyond those in which the loop fills: enough for a mean, and few beside a simulated day."""
+"""Steps beyond those in which the loop fills: enough for a mean, and few compared with a simulated day."""
 
 
 _FEW = 8
@@ -29,13 +27,13 @@ def simulate(scenario: Scenario, progress: Callable[[float], None] = lambda shar
     Parameters
     ----------
     progress:
-        Told now and then how much is done, from 0 to 1.
+        Called regularly with the finished share, from 0 to 1.
     """
     simulation = Simulation(scenario)
     simulation.run(lambda share: progress(_MAIN * share))
     result = summarize(simulation)
     if result.steps < max(_FEW, 2 * (scenario.recipe.rollouts.max_off_policy_steps + 1)):
-        # the loop was still filling: figures of such steps say nothing about waiting
+        # the loop was still filling: figures of such steps do not show waiting
         return result
     alone_s = _engines_alone_s(scenario, result, lambda share: progress(_MAIN + (1 - _MAIN) * share))
     return result.model_copy(
@@ -44,7 +42,7 @@ def simulate(scenario: Scenario, progress: Callable[[float], None] = lambda shar
 
 
 def _engines_alone_s(scenario: Scenario, result: SimulationResult, progress: Callable[[float], None]) -> float:
-    """Seconds of a step whose trainer takes no time: what `hpcrl plan` calls the work of the engines."""
+    """Return the seconds of a step whose trainer takes no time: in `hpcrl plan` the work of the engines."""
     steps = scenario.recipe.rollouts.max_off_policy_steps + 1 + _STEPS_ALONE
     handoff = scenario.durations.handoff
     durations = scenario.durations.model_copy(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Faults", "find_faults"]
-
 
 class Faults(NamedTuple):
-    """What makes groups fail.
+    """Causes of failing groups.
 
     Attributes
     ----------
@@ -72,7 +70,7 @@ def find_faults(
     most: int = 64,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> Faults:
-    """Try groups of nodes until it is known which are to blame; a sound set takes one try.
+    """Try groups of nodes until the failing ones are known; a sound set takes one try.
 
     Groups grow from a sound one: the smallest number of further nodes that makes it fail ends in a node that takes part
     in a fault, and its partner is found among the sound ones in the same way, by halves. A fault among n nodes takes
@@ -81,7 +79,7 @@ def find_faults(
     Parameters
     ----------
     works:
-        Whether a group works. A group that contains a failing one is taken to fail.
+        Returns whether a group works. A group that contains a failing one is taken to fail.
     most:
         Maximum tries.
     may_go_on:
@@ -141,7 +139,7 @@ def _blamed(search: _Search, node: str, partner: str, others: Sequence[str], res
         if first != second:
             return [partner] if first else [node]
         fail_with_both.append(third)
-        # where two others work with each other, the fault is not theirs
+        # where two other nodes work with each other, they are not the cause
         if any(search.works([other, third]) for other in fail_with_both[:-1]):
             return [partner, node]
     return []

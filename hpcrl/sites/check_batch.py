@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.daemon_threads import run_process
-from hpcrl.fs import write_json
-from hpcrl.interpreter import module_command
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.processes.interpreter import module_command
 from hpcrl.sites.gpu_products import gpu_findings
 from hpcrl.sites.network_check import NETWORK, NetworkPlan, NetworkReport, check_network, run_group_by_srun
 from hpcrl.sites.node_reach import RunAddresses
@@ -21,15 +20,14 @@ from hpcrl.sites.node_report import NodeQuestions, NodeReport, read_questions, r
 from hpcrl.sites.profile_check import Severity
 from hpcrl.sites.step_check import check_step
 from hpcrl.slurm.launch_arguments import step_environment
-
-__all__ = ["run_batch", "try_network"]
+from hpcrl.storage.files import write_json
 
 _NODE_STEP_S = 720.0
 """Longest time of the tasks on nodes: names that become visible, imports, products."""
 _ALL_S = 1020.0
 """From the start of the batch process until no further group of nodes is tried; the job's limit is 1200 s."""
 _LATE_S = 60.0
-"""How late the last report of a node may be seen here."""
+"""Timeout in seconds until the last report of a node is visible here."""
 
 
 def run_batch(directory: Path) -> int:
@@ -82,7 +80,7 @@ def try_network(
     if plan.backend == "nccl":
         ready = [report for report in with_torch if len(report.products) == questions.gpus and _all_right(report)]
         if not any(report.products for report in reports):
-            # no node has a driver: processes of the processor can still show whether the network carries them
+            # no node has a driver: CPU processes can still show whether the network carries them
             ready, plan = with_torch, _without_gpus(plan)
     left_out = [report.host for report in reports if report not in ready]
     nodes = [report.host for report in ready]

@@ -14,24 +14,23 @@ import msgspec
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import NodeConfig, PartitionConfig
-from hpcrl.decoding import prepared
 from hpcrl.errors import DeadlineError, HpcrlError
-from hpcrl.fs import atomic_write, write_json
-from hpcrl.interpreter import module_command
+from hpcrl.processes.interpreter import module_command
 from hpcrl.sites.library_probe import library_questions
 from hpcrl.sites.network_check import NETWORK, NetworkPlan, NetworkReport
 from hpcrl.sites.node_report import QUESTIONS, NodeQuestions, NodeReport, read_reports
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.render import render_script
 from hpcrl.slurm.states import JobState
-
-__all__ = ["JOB_MINUTES", "JobReport", "check_nodes"]
+from hpcrl.storage.files import atomic_write, write_json
+from hpcrl.storage.msgspec_types import prepared
 
 JOB_MINUTES = 20
 """Time limit of the job. A command that waits for it waits longer, because the job is queued first."""
 _POLL_S = 1.0
 _ENDED_S, _FAILED_S = 30.0, 5.0
-"""How late the last report of a job that has ended may be seen; of one that has failed, most likely there is none."""
+"""Timeouts in seconds for the last report of a job that has ended, and of one that has failed, which most likely has
+none."""
 _SLOW_SHARE = 0.5
 """Share of the profile's ``nics.gb_s`` below which the network of a node is slow."""
 _CPUS = 4
@@ -40,7 +39,7 @@ _NCCL_ELEMENTS, _GLOO_ELEMENTS = 1 << 26, 1 << 20
 
 
 class JobReport(NamedTuple):
-    """What the job told: a report of each node, and what the network between them does."""
+    """Results of the job: a report of each node, and the measurements of the network between them."""
 
     nodes: list[NodeReport]
     network: NetworkReport
@@ -57,18 +56,18 @@ def check_nodes(
     network: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> JobReport:
-    """Run the check on some nodes of a partition; returns what they told. Nothing of it is left.
+    """Run the check on some nodes of a partition and return their reports. Its files are removed.
 
     Parameters
     ----------
     directory:
         The runs root: the job's files are below it, because nodes must see them.
     nodes:
-        How many to ask; two or more tell the lag of the filesystem.
+        Number of nodes; two or more measure the lag of the filesystem.
     wait_s:
         Longest wait, queue included; then the job is cancelled.
     network:
-        Variables of a trainer's ranks on these nodes: what NCCL and Gloo are told.
+        Variables of a trainer's ranks on these nodes: the settings of NCCL and Gloo.
 
     Raises
     ------
@@ -103,7 +102,7 @@ def check_nodes(
 def _questions(cluster: SlurmCluster, partition: str, nodes: int, network: Mapping[str, str]) -> NodeQuestions:
     site = cluster.partitions[partition]
     libraries = library_questions(cluster, partition)
-    # the trainer's comes first
+    # the trainer's question comes first
     torch = next((question for question in libraries if question.library == "torch"), None)
     return NodeQuestions(
         nodes=nodes,
@@ -152,7 +151,7 @@ def _gpu_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
 def _node_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
     """Return what the job asks for of each node: all of it where it has GPUs, each of which is tried."""
     if not node.gpus:
-        # some imports at once
+        # CPUs for several imports at once
         return [f"--cpus-per-task={min(_CPUS, node.cpus)}"]
     if cluster.capabilities.exclusive:
         return [*_gpu_options(cluster, node), "--exclusive", "--mem=0"]
@@ -174,7 +173,7 @@ def _render(cluster: SlurmCluster, partition: str, site: PartitionConfig, nodes:
 
 
 def _wait(client: SlurmClient, job_id: int, wait_s: float) -> JobState:
-    """How the job has ended."""
+    """Return the final state of the job."""
     deadline = time.monotonic() + wait_s
     last = "UNKNOWN"
     while time.monotonic() < deadline:
@@ -197,7 +196,7 @@ def _read(work: Path, nodes: int, job_id: int, *, late_s: float) -> list[NodeRep
     log = work / "log"
     words = log.read_text(errors="replace").strip().splitlines()[-5:] if log.is_file() else ["it wrote no log"]
     raise HpcrlError(
-        f"{len(found)} of {nodes} nodes answered the check's job {job_id}; its last words:\n"
+        f"{len(found)} of {nodes} nodes answered the check's job {job_id}; the end of its log:\n"
         + "\n".join(f"    {line}" for line in words)
         + "\n    hint: nodes must see the runs root and this Python under the same paths"
     )

@@ -12,8 +12,6 @@ from hpcrl.sites.node_topology import read_topology
 from hpcrl.sites.profile_draft import draft_profile
 from hpcrl.sites.site_facts import SlurmFacts, partitions_of_machine, read_facts
 
-__all__ = ["draft_of_machine"]
-
 
 def draft_of_machine(
     slurm: SlurmFacts,

@@ -7,18 +7,16 @@ from typing import NamedTuple
 from hpcrl.sites.node_topology import AdapterPort, NodeTopology, nearest_adapters
 from hpcrl.sites.yaml_text import yaml_text
 
-__all__ = ["SeenNode", "adapter_lines", "fabric_kind"]
-
 
 class SeenNode(NamedTuple):
-    """A node of a partition that could be looked at.
+    """Node of a partition that could be inspected.
 
     Attributes
     ----------
     name:
         Slurm's name of it.
     topology:
-        What its kernel shows.
+        Topology from its kernel.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the facts of a node mean for a profile: GPUs in trouble, adapters that are down, disks that are slow."""
+"""Findings from the facts of a node: GPUs in trouble, adapters that are down, disks that are slow."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from hpcrl.sites.node_facts import DiskRates, NodeFacts
 from hpcrl.sites.node_topology import nearest_adapters
 from hpcrl.sites.profile_check import Severity
 
-__all__ = ["fact_findings", "facts_summary"]
-
 _OTHER_MEMORY = 0.03
-"""Difference of a GPU's memory from the profile's that is no matter of rounding."""
+"""Maximum difference of a GPU's memory from the profile's, as a share, that counts as rounding."""
 _SLOW_DISK = 0.3
 _SLOW_RATE = 0.95
 

@@ -21,29 +21,27 @@ from typing import Any
 import msgspec
 
 from hpcrl.compile_caches import COMPILE_CACHES
-from hpcrl.interpreter import with_safe_path
-
-__all__ = ["ScriptEnd", "one_line", "run_script"]
+from hpcrl.processes.interpreter import with_safe_path
 
 _POLL_S = 0.02
 _MOST_BYTES = 1 << 20
-"""Of answers and of prints: what is longer is cut."""
+"""Maximum bytes of answers and of output: the rest is cut."""
 _MOST_SHOWN = 600
 
 
 class ScriptEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """How a script ended.
+    """End of a script.
 
     Attributes
     ----------
     answers:
         The objects of its answers, in order.
     problem:
-        Why it did not end by itself with exit code 0, as a sentence's end; empty where it did.
+        Reason why it did not end by itself with exit code 0, as a sentence's end; empty where it did.
     kind:
         ``good``, ``missing`` (no such program), ``failed`` (an exit code), ``crash`` (a signal) or ``hang``.
     printed:
-        What it printed on stdout.
+        Its output on stdout.
     last_words:
         The last lines of stderr.
     """
@@ -65,7 +63,7 @@ def run_script(
     question:
         Given to it as JSON.
     environ:
-        Variables beside those of this process. Compile caches are in a directory that is removed at the end.
+        Variables in addition to those of this process. Compile caches are in a directory that is removed at the end.
     """
     if shutil.which(python) is None:
         return ScriptEnd(problem="there is no such program", kind="missing")
@@ -97,7 +95,7 @@ def run_script(
 
 
 def one_line(text: str) -> str:
-    """Return a text of somebody else as one line that is not too long; its beginning and its end are kept."""
+    """Return a foreign text as one line of limited length; its beginning and its end are kept."""
     text = " ".join(text.split())
     half = _MOST_SHOWN // 2
     return text if len(text) <= _MOST_SHOWN else f"{text[:half]} ... {text[-half:]}"
@@ -108,7 +106,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
     ended = False
     while not ended and time.monotonic() < deadline:
-        # not reaped yet: until then its number, which is that of the group, belongs to nobody else
+        # not reaped yet: until then its number, which is that of the group, cannot be used by another process
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         if not ended:
             time.sleep(_POLL_S)
@@ -144,7 +142,7 @@ def _place(words: Sequence[str]) -> str:
 def _answers(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in _text(path).splitlines():
-        with contextlib.suppress(ValueError):  # the last one of a process that was killed
+        with contextlib.suppress(ValueError):  # the incomplete last line of a process that was killed
             if isinstance(answer := json.loads(line), dict):
                 found.append(answer)
     return found

@@ -1,11 +1,9 @@
-"""What data sheets say of GPUs, for drafts of profiles: a person corrects it, and measurements replace it."""
+"""Facts about GPUs from data sheets, for drafts of profiles: a person corrects them, and measurements replace them."""
 
 from __future__ import annotations
 
 import re
 from typing import NamedTuple
-
-__all__ = ["GpuModel", "gpu_model"]
 
 
 class GpuModel(NamedTuple):
@@ -16,7 +14,7 @@ class GpuModel(NamedTuple):
     name:
         As the vendor calls it.
     nvlink_gb_s, pcie_gb_s:
-        Each way: half of what data sheets print. None: there is no such link.
+        Each way: half of what data sheets print. None: the GPU lacks the link.
     """
 
     name: str

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.sites.foreign_script import one_line, run_script
 from hpcrl.sites.library_findings import FindingRow
 from hpcrl.sites.profile_check import Severity
-
-__all__ = ["GpuProduct", "gpu_findings", "multiply_on_gpus"]
+from hpcrl.storage.msgspec_types import prepared
 
 SCRIPT = Path(__file__).with_name("product_script.py")
 _LIMIT_S = 120.0
 """Longest time of a process that tries GPUs, the import of torch included."""
 _BUDGET_S, _LEAST_S = 240.0, 10.0
-_NO_TIME = "no time was left to try it"
+_NO_TIME = "no time was left to test it"
 _SIZE, _SPEED_SIZE, _LOOPS = 512, 4096, 20
 _PINNED = 256 << 20
 _FLOAT32, _BFLOAT16 = 1e-5, 1e-2
@@ -30,22 +28,22 @@ _SLOW_COPY = 0.5
 
 
 class GpuProduct(msgspec.Struct, frozen=True, kw_only=True):
-    """What one GPU gave.
+    """Results of one GPU.
 
     Attributes
     ----------
     device:
-        Its number as torch counts.
+        Its number in torch.
     name:
-        As the driver calls it; empty where it did not say.
+        Its name in the driver; empty where unknown.
     problem:
-        Why there is no product: an error, a crash, a hang. Empty where there is one.
+        Reason why there is not a product: an error, a crash, a hang. Empty where there is one.
     float32, bfloat16:
         Difference from the processor by the norm. None: no number (NaN or infinite).
     tflops:
         Measured speed in bfloat16; 0 where it was not measured.
     pinned_problem:
-        Why memory of the host cannot be pinned and copied; empty where it can, or was not tried.
+        Reason why memory of the host cannot be pinned and copied; empty where it can, or was not tried.
     to_gpu_gb_s, to_host_gb_s:
         Rates of copies of pinned memory; 0 where they were not measured.
     """
@@ -85,10 +83,10 @@ def multiply_on_gpus(
     budget_s: float = _BUDGET_S,
     script: Path = SCRIPT,
 ) -> list[GpuProduct]:
-    """Try GPUs 0 to ``gpus - 1`` with the torch of an interpreter; returns one answer for each.
+    """Try GPUs 0 to ``gpus - 1`` with the torch of an interpreter; return one answer for each.
 
-    A process tries them one after the other. One that does not come back is left out, and the next process goes on
-    behind it.
+    A process tries them one after the other. A GPU that does not answer is left out, and the next process continues
+    after it.
 
     Parameters
     ----------
@@ -121,11 +119,11 @@ def multiply_on_gpus(
         begun = [answer.device for answer in answers if answer.begun]
         found |= {answer.device: _product(answer) for answer in answers if answer.done}
         stuck = [index for index in begun if index not in found]
-        problem = one_line(end.problem) or "its process ended before"
+        problem = one_line(end.problem) or "its process ended earlier"
         if stuck:
             found[stuck[0]] = GpuProduct(device=stuck[0], problem=problem)
         elif not begun:
-            # torch itself does not load: no GPU would say anything else
+            # torch itself does not load: the result would be the same on every GPU
             return [found.get(index) or GpuProduct(device=index, problem=problem) for index in range(gpus)]
     return [found.get(i) or GpuProduct(device=i, problem=_NO_TIME) for i in range(gpus)]
 
@@ -159,11 +157,13 @@ def gpu_findings(
     for product in products:
         name = f"GPU {product.device}" + (f" ({product.name})" if product.name else "")
         if product.problem == _NO_TIME:
-            what = f"{name} was not tried: others took all the time"
-            yield FindingRow("gpu-open", Severity.WARNING, "", what, "mend what else is said of GPUs, and check again")
+            what = f"{name} was not tested: other tests took all the time"
+            yield FindingRow(
+                "gpu-open", Severity.WARNING, "", what, "fix the other findings about GPUs, and check again"
+            )
             continue
         if product.problem:
-            what = f"{name} gives no product: {product.problem}"
+            what = f"{name} cannot multiply matrices: {product.problem}"
             way = "drain the node; `nvidia-smi -q -i` and `dmesg | grep -i xid` there say more"
             yield FindingRow("gpu-fails", Severity.ERROR, "", what, way)
             continue
@@ -172,9 +172,9 @@ def gpu_findings(
             ("bfloat16", product.bfloat16, _BFLOAT16),
         ):
             if error is None or error > most:
-                shown = "it is no number" if error is None else f"by {error:.1e} of the norm, {most:g} are allowed"
-                what = f"{name} multiplies wrong in {dtype}: the product differs from the processor's, {shown}"
-                way = "drain the node and have the GPU replaced: what it computes cannot be trusted"
+                shown = "it is not a number" if error is None else f"by {error:.1e} of the norm, {most:g} are allowed"
+                what = f"{name} computes wrong products in {dtype}: they differ from the processor's, {shown}"
+                way = "drain the node and have the GPU replaced: its results cannot be trusted"
                 yield FindingRow("gpu-wrong", Severity.ERROR, "", what, way)
         if tflops and 0 < product.tflops < _SLOW * tflops:
             what = f"{name} makes {product.tflops:.0f} TFLOP/s in bfloat16, and the profile says {tflops:g}"

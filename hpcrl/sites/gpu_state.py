@@ -1,6 +1,6 @@
-"""What ``nvidia-smi`` and the kernel's log say of GPUs. Pure functions over texts.
+"""Parsers of ``nvidia-smi`` and of the kernel's log about GPUs. Pure functions over texts.
 
-What cannot be read is None, which means unknown and never good.
+A value that cannot be read is None, which means unknown and never good.
 """
 
 from __future__ import annotations
@@ -10,18 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
-
-__all__ = [
-    "QUERIES",
-    "REMAPPED_ROWS",
-    "GpuState",
-    "GpuXid",
-    "ask_driver",
-    "gpu_states",
-    "parse_cells",
-    "parse_xids",
-    "throttle_reasons",
-]
 
 QUERIES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
@@ -61,7 +49,7 @@ _OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 69})
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU as the driver sees it; None is unknown.
+    """State of a GPU from the driver; None is unknown.
 
     Attributes
     ----------
@@ -78,7 +66,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     uncorrected, corrected:
         Errors of memory since the driver was loaded.
     remap_pending, remap_failed:
-        A row of memory is replaced at the next reset; or there is no spare one left.
+        Whether a row of memory is replaced at the next reset; whether spare rows are used up.
     needs_reset:
         The driver says so in place of values.
     """
@@ -121,7 +109,7 @@ class GpuXid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_programs(self) -> bool:
-        """Whether a program of a user makes such errors as well."""
+        """Return whether a program of a user causes such errors as well."""
         return self.number in _OF_PROGRAMS
 
 
@@ -231,7 +219,7 @@ Run = Callable[[Sequence[str]], str | None]
 def ask_driver(run: Run) -> list[GpuState]:
     """Ask ``nvidia-smi``; empty where it does not answer."""
     if run(["nvidia-smi", "--list-gpus"]) is None:
-        # each of the queries would hang as long
+        # each of the queries would hang for the same time
         return []
     answered = []
     for forms in QUERIES:

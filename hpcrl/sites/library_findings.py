@@ -1,4 +1,4 @@
-"""What the imports of roles on a node mean: versions out of their range, libraries that do not load."""
+"""Findings from the imports of roles on a node: versions out of their range, libraries that do not load."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from hpcrl.installing import install_command
 from hpcrl.sites.library_probe import CudaAnswer, LibraryAnswer, library_named
 from hpcrl.sites.profile_check import Severity
 from hpcrl.versions import NCCL, OLDEST_PYTHON, is_at_least, is_below, release_of
-
-__all__ = ["FindingRow", "library_findings", "library_summary"]
 
 _PRINTED = 120
 """Characters of a printed line that are shown."""
@@ -33,8 +31,8 @@ def library_findings(answers: Sequence[LibraryAnswer], *, has_driver: bool) -> l
     Parameters
     ----------
     has_driver:
-        Whether the node has a driver of NVIDIA. Without one nothing is said of what GPUs need: that the driver is
-        missing is a finding of its own.
+        Whether the node has a driver of NVIDIA. Without one there are no findings about requirements of GPUs: the
+        missing driver is a separate finding.
     """
     found: list[FindingRow] = []
     for answer in answers:
@@ -44,12 +42,12 @@ def library_findings(answers: Sequence[LibraryAnswer], *, has_driver: bool) -> l
         if answer.cuda is not None and has_driver:
             found += _cuda(answer, answer.cuda, answers)
     found += _prints(answers)
-    # where an interpreter is missing, that is one finding, and all roles have it
+    # a missing interpreter is one finding, which all roles have
     return list(dict.fromkeys(found))
 
 
 def library_summary(answers: Iterable[LibraryAnswer]) -> list[str]:
-    """Return a line for each interpreter: what is installed there, and what a role could use beside."""
+    """Return a line for each interpreter: the installed libraries, and optional ones that a role could use."""
     by_python: dict[str, list[LibraryAnswer]] = {}
     for answer in answers:
         by_python.setdefault(answer.question.python, []).append(answer)
@@ -94,8 +92,8 @@ def _loads(answer: LibraryAnswer) -> Iterator[FindingRow]:
             way = "install torch for CUDA, which brings it" if name == "Triton" else _install(answer)
             yield FindingRow("imports", Severity.ERROR, key, what, way)
     elif answer.kind == "skipped":
-        what = f"{_who(answer)} was not asked for {name}: {answer.problem}"
-        way = "ask once more when the shared filesystem is less busy; start-up of roles is as slow"
+        what = f"{_who(answer)} was not checked for {name}: {answer.problem}"
+        way = "try again when the shared filesystem is less busy; start-up of roles is as slow"
         yield FindingRow("imports-slow", Severity.WARNING, key, what, way)
     else:
         what = f"{_who(answer)} cannot import {name}{_version(answer)}: {answer.problem}"
@@ -106,7 +104,7 @@ def _loads(answer: LibraryAnswer) -> Iterator[FindingRow]:
             ),
             "hang": (
                 "import-hang",
-                "look at the place that is named, and at the filesystem of the environment: nodes must read it fast",
+                "check the named place and the filesystem of the environment: nodes must read it fast",
             ),
         }.get(answer.kind, ("imports", _install(answer) if needed else f"install it again, or remove {name}"))
         yield FindingRow(code, _severity(answer), key, what, way)
@@ -145,7 +143,7 @@ def _fits(answer: LibraryAnswer) -> Iterator[FindingRow]:
         yield FindingRow("version-lacks", _severity(answer), key, what, way)
     for text in answer.unmet:
         what = f"{_who(answer)}: {library.name}{_version(answer)} asks for {text}"
-        # DeepEP needs a newer NCCL than torch asks for, which docs/training.md says how to install
+        # DeepEP needs a newer NCCL than torch requires; docs/training.md describes its installation
         if text.startswith(NCCL.distributions):
             continue
         way = f"install both together, as the constraints of hpcrl pin them; {library.name} brings what it asks for"
@@ -162,7 +160,8 @@ def _cuda(answer: LibraryAnswer, cuda: CudaAnswer, answers: Sequence[LibraryAnsw
         reason = cuda.problem or "torch sees no GPU"
         what = f"{who}: torch {answer.version} for CUDA {cuda.built} does not start on a driver for CUDA "
         what += f"{cuda.driver or 'of an unknown version'}: {reason}"
-        way = "update the driver, or install torch for the CUDA that it can do; `nvidia-smi` on the node shows both"
+        way = "update the driver, or install torch for a CUDA version that the driver supports; "
+        way += "`nvidia-smi` on the node shows both"
         yield FindingRow("cuda-driver", Severity.ERROR, key, what, way)
     deepep = next(
         (a for a in answers if a.question.library == "DeepEP" and a.question.python == answer.question.python), None
@@ -180,6 +179,6 @@ def _prints(answers: Sequence[LibraryAnswer]) -> Iterator[FindingRow]:
             printing.setdefault((answer.question.python, answer.printed), []).append(answer)
     for (_, printed), its in printing.items():
         names = ", ".join(answer.question.library for answer in its)
-        what = f"{_who(its[0])} prints on stdout where {names} is imported: {printed[:_PRINTED]!r}"
-        way = "nothing to do for hpcrl, which passes it over; other programs may read it as an answer"
+        what = f"{_who(its[0])} prints on stdout when {names} is imported: {printed[:_PRINTED]!r}"
+        way = "no action is needed for hpcrl, which ignores it; other programs may read it as an answer"
         yield FindingRow("import-prints", Severity.NOTE, _key(its[0]), what, way)

@@ -1,7 +1,7 @@
-"""What each role's interpreter imports on a node: one process for each library, with a deadline.
+"""Imports of each role's interpreter on a node: one process for each library, with a deadline.
 
-A library that crashes, hangs or prints says nothing of the others. What the answers mean is in
-`hpcrl.sites.library_findings`; the versions that work are in `hpcrl.versions`.
+A library that crashes, hangs or prints does not affect the others. `hpcrl.sites.library_findings` interprets the
+answers; the versions that work are in `hpcrl.versions`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,10 @@ import msgspec
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
-from hpcrl.daemon_threads import DaemonExecutor
-from hpcrl.decoding import prepared
+from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.sites.foreign_script import ScriptEnd, one_line, run_script
+from hpcrl.storage.msgspec_types import prepared
 from hpcrl.versions import LIBRARIES, NCCL, RequiredLibrary
-
-__all__ = [
-    "CudaAnswer",
-    "LibraryAnswer",
-    "LibraryQuestion",
-    "interpreters",
-    "library_questions",
-    "probe_libraries",
-    "role_environment",
-]
 
 SCRIPT = Path(__file__).with_name("library_script.py")
 _LIMIT_S = 240.0
@@ -56,7 +46,7 @@ class LibraryQuestion(msgspec.Struct, frozen=True, kw_only=True):
     needed:
         Whether one of the roles cannot start without.
     gpus:
-        Whether the profile says that the node has GPUs.
+        Whether the node has GPUs by the profile.
     environ:
         Variables of the role.
     """
@@ -70,16 +60,16 @@ class LibraryQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CudaAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch says of CUDA.
+    """State of CUDA as torch reports it.
 
     Attributes
     ----------
     built, driver:
-        CUDA that torch is built for, and that the driver can do; empty where there is none.
+        CUDA version that torch is built for, and that the driver supports; empty where there is none.
     problem:
-        Why torch cannot start CUDA.
+        Reason why torch cannot start CUDA.
     gpus:
-        GPUs that torch sees.
+        GPUs that torch finds.
     nccl:
         Version of NCCL that torch loads.
     """
@@ -92,23 +82,23 @@ class CudaAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LibraryAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a question.
+    """Answer to a question about a library.
 
     Attributes
     ----------
     question:
-        What was asked.
+        The question.
     kind:
         ``good``, ``absent`` (not installed), ``failed``, ``crash``, ``hang``, ``missing`` (no such interpreter),
-        ``unreadable`` (an answer that is none) or ``skipped`` (no time was left).
+        ``unreadable`` (an invalid answer) or ``skipped`` (no time was left).
     problem:
         The reason, where it is not good.
     python_version, version, distribution:
-        Texts as they were said; empty where unknown.
+        Texts as they were reported; empty where unknown.
     missing:
-        Attributes that hpcrl calls and the library has not.
+        Attributes that hpcrl uses and the library lacks.
     unmet:
-        What it asks of other libraries and does not get.
+        Unmet requirements of the library for other libraries.
     printed:
         First line that the import printed on stdout.
     """
@@ -254,7 +244,7 @@ def _ask(question: LibraryQuestion, limit_s: float, script: Path) -> LibraryAnsw
         "known": _KNOWN,
         "nccl": NCCL.distributions,
         "gpus": question.gpus,
-        # before it is killed it says where it is
+        # before it is killed it prints its stack
         "hang_s": max(0.1, limit_s * 0.9),
     }
     end = run_script(question.python, script, asked, limit_s=limit_s, environ=question.environ)
@@ -262,7 +252,7 @@ def _ask(question: LibraryQuestion, limit_s: float, script: Path) -> LibraryAnsw
 
 
 def answer_of(question: LibraryQuestion, end: ScriptEnd) -> LibraryAnswer:
-    """Put together what a script said and how it ended."""
+    """Combine the answers of a script with its end."""
     merged: Mapping[str, object] = {key: value for line in end.answers for key, value in line.items()}
     try:
         said = msgspec.convert(merged, type=prepared(_Answered))

@@ -68,7 +68,7 @@ def unmet(distribution: str, known: Sequence[str]) -> list[str]:
 
 
 def driver_version() -> str:
-    """Return the version of CUDA that the driver can do (``13.0``); empty where there is no driver."""
+    """Return the version of CUDA that the driver can do (``13.0``); empty without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         number = ctypes.c_int()
@@ -104,7 +104,7 @@ def alone() -> None:
     """End with the process that started this one, and import nothing from the directory of this file."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    # older Pythons put it first
+    # older Pythons put the directory of the script first
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     faulthandler.enable()
@@ -134,7 +134,7 @@ def main() -> None:
     if module == "torch" and question["gpus"]:
         answer["cuda"] = cuda(library)
         answer["cuda"].setdefault("nccl", installed(question["nccl"])[1])
-    # what is printed at the end belongs to the library, too, and an answer that stands is one
+    # output at exit belongs to the library, too, and an answer that was written stays valid
     say(path, imported=True, **answer)
 
 

@@ -17,18 +17,16 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.daemon_threads import DaemonExecutor
-from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError
-from hpcrl.fs import atomic_write, write_json
-from hpcrl.interfaces import interface_addresses
-from hpcrl.interpreter import module_command
-from hpcrl.ports import choose_ports
+from hpcrl.network.interfaces import interface_addresses
+from hpcrl.network.ports import choose_ports
+from hpcrl.processes.daemon_threads import DaemonExecutor
+from hpcrl.processes.interpreter import module_command
 from hpcrl.sites.bisection import Faults, find_faults
 from hpcrl.sites.foreign_script import run_script
 from hpcrl.sites.network_group import GroupResult, NodeCollectives, RankAnswer, judge_group, rank_answer
-
-__all__ = ["NETWORK", "NetworkPlan", "NetworkReport", "check_network", "join_group", "run_group_by_srun"]
+from hpcrl.storage.files import atomic_write, write_json
+from hpcrl.storage.msgspec_types import prepared
 
 SCRIPT = Path(__file__).with_name("network_script.py")
 NETWORK = "network.json"
@@ -36,12 +34,12 @@ _POLL_S = 0.05
 _PORT_S = 60.0
 """Longest wait for the port of the first node: its task may be started later."""
 _LATE_S = 30.0
-"""How late the answer of a node may be seen after its step has ended."""
+"""Timeout in seconds until the answer of a node is visible after its step has ended."""
 _MOST_GROUPS = 40
 
 
 class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How the network is tried.
+    """Settings of the trial of the network.
 
     Attributes
     ----------
@@ -52,13 +50,13 @@ class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_node:
         Processes of each node: its GPUs, or one.
     elements, loops:
-        32-bit elements of each collective of a rank, and how often it is timed.
+        32-bit elements of each collective of a rank, and the number of timed repetitions.
     limit_s:
-        Longest try of a group, from the start of a rank's process.
+        Maximum seconds of a try of a group, from the start of a rank's process.
     first_port, last_port:
         The profile's range.
     least_gb_s:
-        Below it the network of a node is slow; None: nothing is known.
+        Minimum rate: below it the network of a node is slow; None: not known.
     environ:
         Variables of ranks; ``{node_interface}`` and ``{node_host}`` are filled on each node.
     step_options:
@@ -79,20 +77,20 @@ class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found.
+    """Findings about the network.
 
     Attributes
     ----------
     backend:
-        What it was tried with; empty where it was not.
+        Backend of the trial; empty where it was skipped.
     skipped:
-        Why it was not tried; empty where it was.
+        Reason why it was skipped; empty where it was not.
     left_out:
         Nodes that took no part, because their GPUs do not compute.
     tries:
         All groups that were tried; the first one is of all nodes.
     nodes, pairs, groups, open:
-        What is to blame (`hpcrl.sites.bisection.Faults`).
+        Causes of failures (`hpcrl.sites.bisection.Faults`).
     """
 
     backend: str = ""
@@ -106,7 +104,7 @@ class NetworkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _GroupTask(msgspec.Struct, frozen=True):
-    """What the tasks of one group read."""
+    """Input file of the tasks of one group."""
 
     plan: NetworkPlan
     nodes: list[str]
@@ -139,7 +137,7 @@ def check_network(
     faults: Faults = find_faults(nodes, works, most=_MOST_GROUPS, may_go_on=may_go_on)
     return NetworkReport(
         backend=plan.backend,
-        skipped="" if tries else "no time was left to try it",
+        skipped="" if tries else "no time was left to test it",
         tries=tries,
         nodes=list(faults.nodes),
         pairs=list(faults.pairs),
@@ -191,7 +189,7 @@ def group_result(directory: Path, plan: NetworkPlan, nodes: Sequence[str], name:
     deadline = time.monotonic() + late_s
     wanted = {f"{name}-{node}.json": node for node in nodes}
     while True:
-        # listed, not asked for by name: names are seen late on NFS
+        # listed, not opened by name: NFS shows names late
         there = [file for file in wanted if file in os.listdir(directory)]
         if len(there) == len(wanted) or time.monotonic() > deadline:
             break
@@ -204,7 +202,7 @@ def group_result(directory: Path, plan: NetworkPlan, nodes: Sequence[str], name:
 
 
 def join_group(directory: Path, name: str, node: str, *, script: Path = SCRIPT) -> None:
-    """Start the ranks of this node, wait for them, and write what they said."""
+    """Start the ranks of this node, wait for them, and write their answers."""
     task = msgspec.json.decode((directory / f"{name}.json").read_bytes(), type=prepared(_GroupTask))
     try:
         answer = NodeCollectives(node=node, ranks=_ranks(directory, name, node, task, script))
@@ -223,7 +221,7 @@ def _ranks(directory: Path, name: str, node: str, task: _GroupTask, script: Path
         "loops": plan.loops,
         "address": task.addresses[task.nodes[0]],
         "port": port,
-        # torch ends the wait first, and says of which collective; then Python says where it is; then it is killed
+        # torch's timeout comes first, and names the collective; then Python prints its stack; then it is killed
         "timeout_s": max(1.0, plan.limit_s * 0.7),
         "hang_s": max(1.0, plan.limit_s * 0.9),
     }

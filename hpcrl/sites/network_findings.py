@@ -1,4 +1,4 @@
-"""What the tries of the network between nodes mean for a profile."""
+"""Findings from the tries of the network between nodes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from hpcrl.sites.network_check import NetworkReport
 from hpcrl.sites.network_group import GroupResult
 from hpcrl.sites.profile_check import CheckFinding, Severity
 
-__all__ = ["network_findings", "network_summary"]
-
 _CODES = {"slow": "network-slow", "wrong": "network-wrong", "hang": "network-hangs", "failed": "network-fails"}
 _WAYS = {
     "slow": "compare `ibstat` rates, cables and switch counters of these nodes; or correct gb_s of the profile's nics",
-    "wrong": "drain these nodes: what travels between them cannot be trusted",
+    "wrong": "drain these nodes: data between them may be corrupted",
     "hang": "look at interface, nics and fabric of the profile, and at `ibstat` and firewalls of these nodes",
     "failed": "look at interface, nics and fabric of the profile, and at the reason that is named",
 }
@@ -25,11 +23,11 @@ def network_findings(report: NetworkReport, key: str) -> Iterator[CheckFinding]:
     Parameters
     ----------
     key:
-        Of the profile: the shape of the nodes.
+        Key of the profile for the shape of the nodes.
     """
     if report.left_out:
         what = f"{', '.join(report.left_out)} took no part in the check of the network: its torch or its GPUs fail"
-        way = "mend what else is said of it, and check again"
+        way = "fix the other findings about it, and check again"
         yield CheckFinding("network-left-out", Severity.WARNING, key, what, way)
     if not report.tries:
         return
@@ -45,7 +43,7 @@ def network_findings(report: NetworkReport, key: str) -> Iterator[CheckFinding]:
         yield _finding(whole, f"{', '.join(whole.nodes)} do not work together", report.backend, key)
     if report.open:
         what = f"it is not known whether {', '.join(report.open)} work: the time of the check's job was over"
-        yield CheckFinding("network-open", Severity.WARNING, key, what, "take the nodes above out, and check again")
+        yield CheckFinding("network-open", Severity.WARNING, key, what, "leave the nodes above out, and check again")
 
 
 def _finding(result: GroupResult, who: str, backend: str, key: str) -> CheckFinding:

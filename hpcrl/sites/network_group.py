@@ -1,4 +1,4 @@
-"""What the ranks of a group of nodes said of an all-reduce and an all-to-all, and what that means. Pure functions.
+"""Answers of a group's ranks about an all-reduce and an all-to-all, and their interpretation. Pure functions.
 
 Rates are those of the network of a node, each way: the bytes that have to leave every node by the time that it took. In
 an all-reduce of S bytes a rank that is 2 S (N - 1) / N for N nodes, because the GPUs of a node add up among each other
@@ -12,10 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.sites.foreign_script import ScriptEnd, one_line
-
-__all__ = ["GroupResult", "NodeCollectives", "RankAnswer", "judge_group", "rank_answer"]
+from hpcrl.storage.msgspec_types import prepared
 
 _PHASES = {
     "": "the import of torch",
@@ -24,20 +22,20 @@ _PHASES = {
     "reduced": "the all-to-all",
     "exchanged": "the last barrier",
 }
-"""What a rank does after the phase that it has said last."""
+"""Activity of a rank after the last phase that it has reported."""
 
 
 class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank said.
+    """Answer of one rank.
 
     Attributes
     ----------
     phase:
-        The last one that it has done.
+        The last phase that it has finished.
     problem:
-        Why it did not end well; empty where it did.
+        Reason why it did not end well; empty where it did.
     hung:
-        Whether its time was over, by its own clock or by ours.
+        Whether it exceeded its time limit, by its own clock or by its parent's.
     died:
         Whether its process ended by a signal or an exit code.
     wrong_sums:
@@ -45,7 +43,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
     wrong_from:
         Ranks whose part of the all-to-all arrived wrong.
     bytes, reduce_s, exchange_s:
-        Bytes of each collective and how long one took; 0 where it was not reached.
+        Bytes of each collective and its seconds; 0 where it was not reached.
     """
 
     phase: str = ""
@@ -60,7 +58,7 @@ class RankAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCollectives(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of one node said, in their order; ``problem`` where the node could not start them."""
+    """Answers of the ranks of one node, in their order; ``problem`` where the node could not start them."""
 
     node: str
     ranks: list[RankAnswer] = []
@@ -68,7 +66,7 @@ class NodeCollectives(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a group of nodes did.
+    """Result of a group of nodes.
 
     Attributes
     ----------
@@ -90,7 +88,7 @@ class GroupResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def works(self) -> bool:
-        """Whether nothing is wrong with the group."""
+        """Return whether the group has no problem."""
         return self.kind == "good"
 
 
@@ -104,7 +102,7 @@ class _Answered(msgspec.Struct, frozen=True):
 
 
 def rank_answer(end: ScriptEnd) -> RankAnswer:
-    """Put together what a rank said and how its process ended."""
+    """Combine the answers of a rank with the end of its process."""
     try:
         said = msgspec.convert(end.answers, type=prepared(list[_Answered]))
     except msgspec.ValidationError as error:
@@ -114,7 +112,7 @@ def rank_answer(end: ScriptEnd) -> RankAnswer:
     raised = next((answer.error for answer in said if answer.error), "")
     none = _Answered()
     reduced, exchanged = by_phase.get("reduced", none), by_phase.get("exchanged", none)
-    problem = raised or end.problem or ("" if phase == "done" else "its process ended before")
+    problem = raised or end.problem or ("" if phase == "done" else "its process ended earlier")
     lower = problem.lower()
     return RankAnswer(
         phase=phase,
@@ -136,7 +134,9 @@ def judge_group(
     ranks_per_node: int,
     least_gb_s: float | None,
 ) -> GroupResult:
-    """Judge what the nodes of a group said. What is worse counts: no answer, a failure, a hang, wrong data, slowness.
+    """Judge the answers of the nodes of a group.
+
+    The worst problem counts: no answer, a failure, a hang, wrong data, slowness.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """One rank of an all-reduce and an all-to-all whose contents are verified. Imports nothing of hpcrl.
 
-``python network_script.py ANSWERS QUESTION``: each phase is a line of JSON when it is done, so that a rank that hangs
-has said how far it came.
+``python network_script.py ANSWERS QUESTION``: each phase is a line of JSON when it is done, so that the progress of a
+rank that hangs is known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rank:
     """One rank of a process group that exists."""
 
     def __init__(self, torch: Any, dist: Any, device: Any, count: int) -> None:
-        """``count``: 32-bit elements of a collective, a multiple of the number of ranks."""
+        """Remember the rank; ``count``: 32-bit elements of a collective, a multiple of the number of ranks."""
         self.torch, self.dist, self.device, self.count = torch, dist, device, count
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
@@ -83,7 +83,7 @@ def alone() -> None:
     """End with the process that started this one, and import nothing from the directory of this file."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    # older Pythons put it first
+    # older Pythons put the directory of the script first
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     faulthandler.enable()
@@ -127,7 +127,7 @@ def main() -> None:
         dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
         say(path, error=f"{type(error).__name__}: {error}")
-        # what waits for others would wait on
+        # threads that wait for other ranks would keep the process
         sys.stderr.flush()
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What only a compute node can tell about a site: runs there, as a small job of ``hpcrl cluster check --job``.
+"""Checks of a site that need a compute node: they run there, as a small job of ``hpcrl cluster check --job``.
 
 The batch process starts one task a node. Each writes ``node-<index>.json`` into the directory of the check; the first
 two measure how a name that did not exist becomes visible. All times that are compared are of one clock. Before that,
@@ -19,16 +19,14 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.fs import atomic_write, write_json
-from hpcrl.ports import is_free
+from hpcrl.network.ports import is_free
 from hpcrl.sites.gpu_products import GpuProduct, multiply_on_gpus
 from hpcrl.sites.library_probe import probe_libraries
 from hpcrl.sites.node_facts import DiskRates, read_back, read_facts, write_rates
-from hpcrl.sites.node_reach import RunAddresses, meet
+from hpcrl.sites.node_reach import RunAddresses, check_connectivity
 from hpcrl.sites.node_report import NodeQuestions, NodeReport, read_questions, report_name
 from hpcrl.sites.step_check import StepReport
-
-__all__ = ["look_around"]
+from hpcrl.storage.files import atomic_write, write_json
 
 _PROBE, _ASKED, _BULK = "probe", "asked", "bulk"
 _LAG_LIMIT_S = 120.0
@@ -46,7 +44,7 @@ def look_around(directory: Path, index: int, questions: NodeQuestions) -> NodeRe
     until = time.monotonic() + _NODE_S
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     addresses = RunAddresses.from_env()
-    unreached = {} if addresses.problem else meet(directory, host, questions, addresses.by_node)
+    unreached = {} if addresses.problem else check_connectivity(directory, host, questions, addresses.by_node)
     visible_s = negative_lag_s = None
     if questions.nodes > 1 and index == 0:
         visible_s, negative_lag_s = _wait_for_name(directory)
@@ -124,7 +122,7 @@ def _products(questions: NodeQuestions, until: float) -> list[GpuProduct]:
 def _wait_for_name(directory: Path) -> tuple[float | None, float | None]:
     """Look for a name that is not there, have it created, and see when list and lookup show it."""
     probe = directory / _PROBE
-    probe.exists()  # now the client may remember that there is no such name
+    probe.exists()  # now the client may cache that the name does not exist
     atomic_write(directory / _ASKED, b"")
     started = time.monotonic()
     listed: float | None = None
@@ -143,7 +141,7 @@ def _create_when_asked(directory: Path) -> None:
     deadline = time.monotonic() + _LAG_LIMIT_S
     while _ASKED not in os.listdir(directory):
         if time.monotonic() > deadline:
-            return  # the first node says that it saw nothing
+            return  # the first node reports that it saw nothing
         time.sleep(_POLL_S)
     atomic_write(directory / _PROBE, b"")
 
@@ -187,13 +185,13 @@ def _directory_problem(path: str | None) -> str:
 
 
 def _clock_ahead_s(directory: Path, index: int) -> float:
-    """Against the time that the filesystem's server gives to a file written now."""
+    """Return the seconds by which the clock is ahead of the time that the server gives to a file written now."""
     path = directory / f"clock-{index}"
     before = time.time()
     path.write_bytes(b"x")
     after = time.time()
     stamp = path.stat().st_mtime
-    # inside of the write nothing can be said
+    # a report from inside the write is impossible
     return before - stamp if stamp < before else min(0.0, after - stamp)
 
 
@@ -205,7 +203,7 @@ def _answers(*command: str) -> bool:
 
 
 def main(directory: Path) -> None:
-    """Entry point on a node."""
+    """Run the checks of a node."""
     index = int(os.environ["SLURM_PROCID"])
     write_json(directory / report_name(index), look_around(directory, index, read_questions(directory)))
 

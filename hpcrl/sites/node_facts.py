@@ -1,4 +1,4 @@
-"""What the kernel and the driver of a node say of it: read on the node, judged by `hpcrl.sites.fact_findings`."""
+"""Facts about a node from its kernel and driver: read on the node, judged by `hpcrl.sites.fact_findings`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import msgspec
 
 from hpcrl.sites.gpu_state import GpuState, GpuXid, ask_driver, parse_xids
 from hpcrl.sites.node_topology import NodeTopology, read_topology
-
-__all__ = ["DiskRates", "NodeFacts", "gpudirect_way", "lock_memory", "read_back", "read_facts", "write_rates"]
 
 _COMMAND_S = 20.0
 _PIECE = 256 << 20
@@ -47,24 +45,24 @@ class DiskRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says; None, and an entry of ``unknown``, is what cannot be read there.
+    """Facts about a node; a value that cannot be read there is None, with an entry in ``unknown``.
 
     Attributes
     ----------
     gpus:
-        As the driver sees them.
+        GPUs as the driver reports them.
     xids:
         Errors of GPUs in the kernel's log.
     topology:
         NUMA nodes, GPUs and adapters.
     gpudirect:
-        How adapters reach the memory of GPUs: ``peermem``, ``dmabuf`` or ``none``.
+        Mechanism by which adapters reach the memory of GPUs: ``peermem``, ``dmabuf`` or ``none``.
     locked:
-        Why a piece of memory cannot be locked; empty where it can.
+        Reason why a piece of memory cannot be locked; empty where it can.
     disk:
         Rates of the shared filesystem.
     unknown:
-        What could not be read, each with the reason.
+        Values that could not be read, each with the reason.
     """
 
     gpus: list[GpuState] = []
@@ -77,14 +75,14 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_facts(*, has_driver: bool, root: Path = Path("/")) -> NodeFacts:
-    """Read what this node says, but for its disk; takes some seconds.
+    """Read the facts of this node except those of its disk; this takes some seconds.
 
     Parameters
     ----------
     has_driver:
-        Whether the node has a driver of NVIDIA; without one nothing of GPUs is asked.
+        Whether the node has a driver of NVIDIA; without one GPUs are not queried.
     root:
-        Where ``/sys`` and ``/proc`` are.
+        Directory of ``/sys`` and ``/proc``.
     """
     facts = NodeFacts(topology=read_topology(root / "sys"), locked=lock_memory(_PIECE))
     if not has_driver:
@@ -95,7 +93,7 @@ def read_facts(*, has_driver: bool, root: Path = Path("/")) -> NodeFacts:
         unknown.append("clocks, ECC and PCIe of GPUs (nvidia-smi does not answer)")
     log = _run(["dmesg"])
     if log is None:
-        unknown.append("errors of GPUs in the kernel's log (dmesg is not for users there)")
+        unknown.append("errors of GPUs in the kernel's log (users may not read dmesg there)")
     gpudirect = gpudirect_way(
         modules=_text(root / "proc/modules"),
         driver=_text(root / "proc/driver/nvidia/version"),
@@ -153,7 +151,7 @@ def lock_memory(size: int) -> str:
                 return f"mlock of {size >> 20} MiB: {os.strerror(ctypes.get_errno())}"
             libc.munlock(address, ctypes.c_size_t(size))
         finally:
-            del view  # a piece that is exported cannot be closed
+            del view  # memory that is exported cannot be closed
     return ""
 
 
@@ -165,7 +163,7 @@ def write_rates(path: Path, *, size: int = _PIECE, limit_s: float = _DISK_S) -> 
     room = os.statvfs(path.parent)
     if room.f_bavail * room.f_frsize < max(_LEAST_FREE, 4 * size):
         return DiskRates()
-    # not compressible: some filesystems compress
+    # incompressible data, because some filesystems compress
     chunk = os.urandom(min(_CHUNK, size))
     begun, written = time.monotonic(), 0
     with path.open("xb", buffering=0) as stream:

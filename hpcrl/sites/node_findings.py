@@ -1,4 +1,4 @@
-"""What the reports of nodes mean for a profile."""
+"""Findings from the reports of nodes about a profile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hpcrl.sites.network_check import NetworkReport
 from hpcrl.sites.network_findings import network_findings
 from hpcrl.sites.node_report import NodeReport
 from hpcrl.sites.profile_check import CheckFinding, Severity
-
-__all__ = ["node_findings"]
 
 _GIB = 1 << 30
 _UNLIMITED = -1
@@ -29,16 +27,16 @@ _NAMED = 4
 def node_findings(
     cluster: SlurmCluster, partition: str, reports: Sequence[NodeReport], network: NetworkReport | None = None
 ) -> list[CheckFinding]:
-    """What of the reports differs from what a run needs; errors first.
+    """Return the findings where the reports differ from a run's requirements; errors first.
 
     Parameters
     ----------
     partition:
-        Key of the profile's partition whose nodes they are.
+        Key of the profile's partition with these nodes.
     reports:
-        One of each node. A finding that several nodes have is given once, with their names.
+        One report of each node. A finding that several nodes have is given once, with their names.
     network:
-        What the network between them does.
+        Findings about the network between them.
     """
     hosts: dict[FindingRow, list[str]] = {}
     for report in reports:
@@ -95,7 +93,7 @@ def _services(cluster: SlurmCluster, report: NodeReport) -> Iterator[FindingRow]
         way = "set scontrol_on_nodes: false, or add its directory to launch.path"
         yield FindingRow("no-scontrol", Severity.ERROR, "capabilities.scontrol_on_nodes", what, way)
     if len(report.busy_ports) > _CLOSE_PORTS * report.looked_at_ports:
-        what = f"{len(report.busy_ports)} of {report.looked_at_ports} ports looked at are taken"
+        what = f"{len(report.busy_ports)} of {report.looked_at_ports} checked ports are taken"
         yield FindingRow("ports-taken", Severity.WARNING, "ports", what, "choose another range")
     if 0 < report.ephemeral_first <= cluster.ports.last:
         what = f"the kernel gives ports from {report.ephemeral_first} on to connections"

@@ -1,7 +1,7 @@
-"""Whether each node of the small job reaches each other one, on the addresses that a run would use.
+"""Check that each node of the small job reaches each other one, on the addresses that a run would use.
 
-The batch process asks the nodes for their addresses, as a supervisor does, and hands them on by the environment. Each
-node then listens on its own, on a port of the profile's range, says which, and connects to all others.
+The batch process asks the nodes for their addresses, as a supervisor does, and passes them on by the environment. Each
+node then listens on its own, on a port of the profile's range, publishes it, and connects to all others.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from typing import Protocol
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError
-from hpcrl.fs import atomic_write
-from hpcrl.ports import choose_ports
+from hpcrl.network.ports import choose_ports
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.launch_arguments import step_environment
+from hpcrl.storage.files import atomic_write
+from hpcrl.storage.msgspec_types import prepared
 from hpcrl.supervisor.launch.addresses import choose_addresses
 from hpcrl.supervisor.launch.survey import Survey
-
-__all__ = ["PortRange", "RunAddresses", "meet"]
 
 _VARIABLE = "CHECK_ADDRESSES"
 _ASK_S = 60.0
@@ -44,22 +42,22 @@ class PortRange(Protocol):
 
     @property
     def first_port(self) -> int:
-        """The first port of the range, which belongs to it."""
+        """Return the first port of the range, which belongs to it."""
 
     @property
     def last_port(self) -> int:
-        """The last port of the range, which belongs to it."""
+        """Return the last port of the range, which belongs to it."""
 
 
 class RunAddresses(msgspec.Struct, frozen=True):
-    """Where a run would listen on each node.
+    """Address where a run would listen on each node.
 
     Attributes
     ----------
     by_node:
         Addresses by Slurm's names.
     problem:
-        Why they cannot be chosen; empty where they can.
+        Reason why they cannot be chosen; empty where they can.
     """
 
     by_node: dict[str, str] = {}
@@ -72,7 +70,7 @@ class RunAddresses(msgspec.Struct, frozen=True):
         command = ["srun", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1", "--overlap"]
         command += ["--export=ALL", sys.executable, "-P", "-m", "hpcrl.supervisor.launch.node_answers"]
         known = {host: host for host in hosts}
-        with contextlib.suppress(SlurmError):  # a site may have no scontrol on nodes: names resolve there
+        with contextlib.suppress(SlurmError):  # nodes of a site may have no scontrol: names are resolved there
             known |= {node.name: node.address for node in SlurmClient().nodes(hosts)}
         try:
             with Survey([(command, hosts)], env=step_environment(os.environ), timeout_s=_ASK_S) as survey:
@@ -87,11 +85,11 @@ class RunAddresses(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_env(cls) -> RunAddresses:
-        """What the batch process has found."""
+        """Return the addresses that the batch process has found."""
         return msgspec.json.decode(os.environ[_VARIABLE], type=prepared(cls))
 
 
-def meet(directory: Path, host: str, ports: PortRange, addresses: Mapping[str, str]) -> dict[str, str]:
+def check_connectivity(directory: Path, host: str, ports: PortRange, addresses: Mapping[str, str]) -> dict[str, str]:
     """Listen, and connect to all other nodes; returns why, by the name of each that was not reached.
 
     Blocks until all have met, for a minute at most.
@@ -112,20 +110,20 @@ def meet(directory: Path, host: str, ports: PortRange, addresses: Mapping[str, s
         deadline = time.monotonic() + _MEET_S
         unreached = {node: _connect(directory, node, address, deadline) for node, address in others.items()}
         atomic_write(directory / f"met-{host}", b"")
-        # who connects late must find us
+        # nodes that connect late must find this listener
         while time.monotonic() < deadline and not {f"met-{node}" for node in others} <= set(os.listdir(directory)):
             time.sleep(_POLL_S)
     return {node: why for node, why in unreached.items() if why}
 
 
 def _accept(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # closed
+    with contextlib.suppress(OSError):  # the socket was closed
         while True:
             listener.accept()[0].close()
 
 
 def _connect(directory: Path, node: str, address: str, deadline: float) -> str:
-    """Why a node cannot be reached; empty where it can."""
+    """Return the reason why a node cannot be reached; empty where it can."""
     name = f"listens-{node}"
     while name not in os.listdir(directory):
         if time.monotonic() > deadline:

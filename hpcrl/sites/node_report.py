@@ -1,4 +1,4 @@
-"""What the small job of ``hpcrl cluster check --job`` asks of each node, and what a node tells."""
+"""Requests of the small job of ``hpcrl cluster check --job`` to each node, and the node's report."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.sites.gpu_products import GpuProduct
 from hpcrl.sites.library_probe import LibraryAnswer, LibraryQuestion
 from hpcrl.sites.network_check import NetworkPlan
 from hpcrl.sites.node_facts import NodeFacts
 from hpcrl.sites.step_check import StepReport
-
-__all__ = ["QUESTIONS", "NodeQuestions", "NodeReport", "read_questions", "read_reports", "report_name"]
+from hpcrl.storage.msgspec_types import prepared
 
 QUESTIONS = "questions.json"
 _PATTERN = "node-*.json"
@@ -22,7 +20,7 @@ _POLL_S = 0.2
 
 
 class NodeQuestions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look at; from the profile."""
+    """Requests to a node, from the profile."""
 
     nodes: int
     first_port: int
@@ -32,17 +30,17 @@ class NodeQuestions(msgspec.Struct, frozen=True, kw_only=True):
     scratch: str | None
     cache: str | None
     libraries: tuple[LibraryQuestion, ...] = ()
-    """What interpreters of roles import."""
+    """Libraries that interpreters of roles import."""
     gpus: int = 0
     """GPUs of the node."""
     network: NetworkPlan | None = None
-    """How the network is tried; None where no interpreter with torch is known."""
+    """Settings of the trial of the network; None where no interpreter with torch is known."""
     step_options: tuple[str, ...] = ()
     """Options of ``srun`` that ask for the GPUs."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one node told.
+    """Report of one node.
 
     Attributes
     ----------
@@ -55,34 +53,34 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     has_scontrol:
         Whether ``scontrol`` answers on the node.
     busy_ports, looked_at_ports:
-        Ports of the profile's range (a sample of it) that were taken.
+        Ports of the profile's range that were in use, and the checked ports (a sample of the range).
     ephemeral_first:
-        First port that the kernel gives to connections; 0 where it does not tell.
+        First port that the kernel gives to connections; 0 where it is not known.
     has_interface, missing_nics:
         The profile's network interface and adapters.
     address, address_problem:
-        Where a run would listen on the node, or why it could not.
+        Address where a run would listen on the node, or the reason why it could not.
     unreached:
         Other nodes that it cannot connect to there, each with the reason.
     step:
-        How a small role went in a step of its own (`hpcrl.sites.step_check`).
+        Result of a small role in its own step (`hpcrl.sites.step_check`).
     scratch_problem, cache_problem:
-        Why the directory cannot be used; empty where it can, or none is named.
+        Reason why the directory cannot be used; empty where it can, or none is named.
     gpus:
-        GPUs that the driver shows; None where there is no NVIDIA driver.
+        GPUs that the driver reports; None where there is not an NVIDIA driver.
     libraries:
-        What interpreters of roles import there.
+        Libraries that interpreters of roles import there.
     products:
-        A product on each GPU; empty where there is no driver.
+        A product on each GPU; empty where there is not a driver.
     facts:
-        What kernel and driver say of the node.
+        Facts from kernel and driver about the node.
     c_compiler, cxx_compiler:
         Whether there is one where Triton and torch look for it: layers are compiled with it, on GPUs and on processors.
     clock_ahead_s:
         Clock of the node minus clock of the filesystem's server.
     visible_s, negative_lag_s:
-        First node only: until a new file was in the listing; and how much later a lookup of its name found it, which
-        had failed before. None where it never did, or there is one node.
+        First node only: seconds until a new file was in the listing, and the further seconds until a lookup of its name
+        found it, after an earlier lookup had failed. None where it never did, or there is one node.
     """
 
     host: str
@@ -126,7 +124,7 @@ def read_reports(directory: Path, nodes: int, *, late_s: float) -> list[NodeRepo
     """Return the reports of nodes that are seen within a time; there are fewer than ``nodes`` where it is over."""
     deadline = time.monotonic() + late_s
     while True:
-        # listed, not asked for by name: the lag of names is what this is about
+        # listed, not opened by name: the lag of names is what is measured
         found = sorted(path for path in directory.iterdir() if path.match(_PATTERN))
         if len(found) == nodes or time.monotonic() > deadline:
             return [msgspec.json.decode(path.read_bytes(), type=prepared(NodeReport)) for path in found]

@@ -1,7 +1,7 @@
-"""Which socket the GPUs and adapters of a node are on, and which adapter is nearest to a GPU: from ``/sys``.
+"""Sockets of the GPUs and adapters of a node, and the adapter nearest to each GPU: from ``/sys``.
 
 A GPU and an adapter are the nearer, the more bridges their paths in the PCI tree have in common, as ``nvidia-smi topo
--m`` shows it (``PIX``, ``PXB``). What cannot be read is None or left out.
+-m`` shows it (``PIX``, ``PXB``). A value that cannot be read is None or left out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-
-__all__ = ["AdapterPort", "NodeTopology", "nearest_adapters", "parse_cpu_list", "parse_rate", "read_topology"]
 
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) Gb/sec", re.ASCII)

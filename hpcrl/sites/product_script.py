@@ -29,7 +29,7 @@ def say(path: str, **answer: object) -> None:
 
 
 def difference(torch: Any, found: Any, expected: Any) -> float | None:
-    """Return the norm of the difference by the norm of what is expected; None where it is no number."""
+    """Return the norm of the difference by the norm of the expected values; None where it is not a number."""
     error = float(torch.linalg.norm((found.double() - expected).flatten()) / torch.linalg.norm(expected.flatten()))
     return error if math.isfinite(error) else None
 
@@ -78,7 +78,7 @@ def alone() -> None:
     """End with the process that started this one, and import nothing from the directory of this file."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    # older Pythons put it first
+    # older Pythons put the directory of the script first
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
     faulthandler.enable()

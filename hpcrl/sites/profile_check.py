@@ -1,4 +1,4 @@
-"""A cluster profile against the living Slurm: findings with a code, a severity and a hint."""
+"""Comparison of a cluster profile with the running Slurm: findings with a code, a severity and a hint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.cluster_slurm import PartitionConfig
 from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
 
-__all__ = ["CheckFinding", "Severity", "check_profile"]
-
 OLDEST = (22, 5)
 """Oldest Slurm that hpcrl was tried with."""
 
 
 class Severity(StrEnum):
-    """What a finding means for a submit."""
+    """Consequence of a finding for a submit."""
 
     ERROR = "error"
-    """A job would be refused, wait for ever, or fail."""
+    """Severity of a finding with which a job would be refused, wait without end, or fail."""
     WARNING = "warning"
     """A job may run, but not as the profile says."""
     NOTE = "note"
@@ -88,7 +86,7 @@ def _capabilities(cluster: SlurmCluster, facts: SiteFacts) -> Iterator[CheckFind
     for name, reason in settings.items():
         key, said, is_there = f"capabilities.{name}", getattr(cluster.capabilities, name), getattr(facts, name)
         if said and not is_there:
-            # without accounting or a preemption signal runs go on, with less known about them
+            # without accounting or a preemption signal runs still work, with less information
             mild = name in ("accounting", "preempt_signal")
             severity = Severity.WARNING if mild else Severity.ERROR
             yield CheckFinding(f"no-{name}".replace("_", "-"), severity, key, reason, f"set {name}: false")

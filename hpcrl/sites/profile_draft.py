@@ -1,4 +1,4 @@
-"""A first cluster profile from what a living Slurm says, with comments on what it cannot say."""
+"""First draft of a cluster profile from the running Slurm, with comments on missing facts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from hpcrl.sites.gpu_models import gpu_model
 from hpcrl.sites.site_facts import PartitionFacts, SiteFacts
 from hpcrl.sites.yaml_text import yaml_text
 
-__all__ = ["draft_profile"]
-
 _UNKNOWN = "CHANGE_ME"
-"""Refused by the schema: a draft is no profile until somebody has looked at it."""
+"""Placeholder that the schema refuses: a draft becomes a profile only when a person has checked it."""
 
 
 def draft_profile(
@@ -31,15 +29,15 @@ def draft_profile(
     Parameters
     ----------
     facts:
-        What Slurm says.
+        Facts from Slurm.
     name:
         Name of the profile.
     runs_root, fabric, python:
-        What only a person knows; left open where not given.
+        Values that only a person knows; left open where not given.
     vllm_python:
         Interpreter of vLLM engines; without one, engines have that of the trainer.
     seen:
-        A node of a partition, by the name of the partition, where one could be looked at.
+        A node of a partition, by the name of the partition, if one could be checked.
     """
     major, minor = facts.version
     time_limits = [p.max_time_h for p in facts.partitions if p.nodes and p.max_time_h is not None]
@@ -113,7 +111,7 @@ def _partition(partition: PartitionFacts, fabric: str | None, seen: SeenNode | N
         lines += [f"      gpu_type: {yaml_text(shape.gpu_type)}"]
     lines += [
         f"      cpus: {shape.cpus}",
-        # rounded down: what is asked for must be there
+        # rounded down: a job must not request more than there is
         f"      memory_gib: {int(shape.memory_mib / 1024 * 10) / 10:g}",
         "      # infiniband, roce (with gid_index) or ethernet",
         f"      fabric: {{kind: {fabric or (fabric_kind(seen.topology) if seen else None) or _UNKNOWN}}}",
@@ -130,7 +128,7 @@ def _partition(partition: PartitionFacts, fabric: str | None, seen: SeenNode | N
 
 
 def _gpu(gpu_type: str | None) -> list[str]:
-    """Numbers that the planner needs of a GPU: from a data sheet where the type is known."""
+    """Return the lines of a GPU's numbers for the planner: from a data sheet where the type is known."""
     model = gpu_model(gpu_type)
     if model is None:
         return [
@@ -176,7 +174,7 @@ def _pythons(python: str | None, vllm_python: str | None) -> list[str]:
 
 def _default(facts: SiteFacts) -> str:
     with_nodes = [p for p in facts.partitions if p.nodes]
-    # a run needs GPUs more than it needs the site's default
+    # a partition with GPUs comes before the site's default
     best = sorted(with_nodes, key=lambda p: (p.nodes[0][0].gpus == 0, not p.is_default))
     return yaml_text(best[0].name) if best else _UNKNOWN
 

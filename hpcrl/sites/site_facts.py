@@ -1,4 +1,4 @@
-"""What a living Slurm says about itself, as far as a cluster profile wants to know."""
+"""Facts about a site from its running Slurm, as far as a cluster profile needs them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Protocol
 from hpcrl.slurm.gres import gpus_by_type
 from hpcrl.slurm.parse import parse_duration, parse_node
 
-__all__ = ["PartitionFacts", "Shape", "SiteFacts", "SlurmFacts", "partitions_of_machine", "read_facts"]
-
 
 class SlurmFacts(Protocol):
-    """Who can be asked; `hpcrl.slurm.client.SlurmClient` is one."""
+    """Source of facts about Slurm; `hpcrl.slurm.client.SlurmClient` is one."""
 
     def config(self) -> dict[str, str]:
-        """Settings of ``scontrol show config``."""
+        """Return the settings of ``scontrol show config``."""
 
     def show(self, kind: str, name: str | None = None) -> list[dict[str, str]]:
-        """Records of ``scontrol --oneliner show KIND``."""
+        """Return the records of ``scontrol --oneliner show KIND``."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class PartitionFacts:
-    """A partition.
+    """Partition of Slurm.
 
     Attributes
     ----------
@@ -47,7 +45,7 @@ class PartitionFacts:
     max_time_h:
         None without a limit.
     accounts, qos:
-        What is allowed; empty for all.
+        Allowed values; empty for all.
     shares_always:
         Jobs share nodes whatever they ask for (``OverSubscribe=FORCE``).
     """
@@ -64,7 +62,7 @@ class PartitionFacts:
 
     @property
     def total(self) -> int:
-        """All nodes of the partition."""
+        """Return the number of nodes of the partition."""
         return sum(count for _, count in self.nodes)
 
 
@@ -83,7 +81,7 @@ class SiteFacts:
     segment: bool
 
     def partition(self, name: str) -> PartitionFacts | None:
-        """The partition of this name, if there is one."""
+        """Return the partition of this name, or None."""
         return next((partition for partition in self.partitions if partition.name == name), None)
 
 
@@ -114,7 +112,7 @@ def partitions_of_machine(slurm: SlurmFacts, names: Collection[str]) -> dict[str
     Parameters
     ----------
     names:
-        What the machine is called; ``NodeName`` or ``NodeHostName`` of a node must be one of them.
+        Names of the machine; ``NodeName`` or ``NodeHostName`` of a node must be one of them.
     """
     found: dict[str, str] = {}
     for node in slurm.show("node"):

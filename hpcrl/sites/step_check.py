@@ -1,4 +1,5 @@
-"""Whether a role would be seen to begin and to end: one guard through a real step, in the small job of a check."""
+"""Check that the beginning and the end of a role are observed: one guard in a real step, in the small job of a
+check."""
 
 from __future__ import annotations
 
@@ -10,11 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.marks import RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import RUN_ID_VARIABLE
+from hpcrl.storage.msgspec_types import prepared
 from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
-
-__all__ = ["StepReport", "check_step"]
 
 _VARIABLE = "CHECK_STEP"
 _STEP_S = 60.0
@@ -23,14 +22,14 @@ STEP = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mp
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """How the guard of a small role went.
+    """Result of the guard of a small role.
 
     Attributes
     ----------
     problem:
-        Why its beginning or its end was not seen; empty where both were.
+        Reason why its beginning or its end was not observed; empty where both were.
     printed:
-        The first lines that others than the guard printed into its step.
+        The first lines that programs other than the guard printed into its step.
     """
 
     problem: str = ""
@@ -42,7 +41,7 @@ class StepReport(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_env(cls) -> StepReport:
-        """What the batch process has found."""
+        """Return the report that the batch process has found."""
         return msgspec.json.decode(os.environ[_VARIABLE], type=prepared(cls))
 
 

@@ -7,17 +7,15 @@ import re
 
 import yaml
 
-__all__ = ["yaml_text"]
-
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
-"""What JSON leaves as it is, and YAML refuses or takes for a line break."""
+"""Characters that JSON leaves as they are, and that YAML refuses or reads as a line break."""
 
 
 def yaml_text(text: str) -> str:
-    """A text as a key or a value: plain where that is read as this very text, else in quotes.
+    """Return a text as a YAML key or value: plain where YAML reads it as this very text, else in quotes.
 
-    ``on``, ``null``, ``1e3``, ``0123`` and ``12:30`` are something else without quotes.
+    ``on``, ``null``, ``1e3``, ``0123`` and ``12:30`` mean something else without quotes.
     """
     if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
         return text

@@ -1,7 +1,7 @@
-"""Whether Slurm could ever start the jobs of a plan: asked before anything is submitted or written.
+"""Check that Slurm could start the jobs of a plan, before anything is submitted or written.
 
-``sbatch --test-only`` says what Slurm would refuse. What it takes and never starts is looked at here: components of one
-job that together want more nodes than a partition has, and limits of a partition, beyond which a job only waits.
+``sbatch --test-only`` reports what Slurm would reject. Jobs that it accepts and never starts are detected here:
+components of one job that together need more nodes than a partition has, and jobs beyond the limits of a partition.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from hpcrl.slurm.records import Node
 from hpcrl.slurm.render import ScriptPart, planned_parts
 from hpcrl.slurm.scripts import STAND_IN_ID, run_scripts
 
-__all__ = ["NodeNeed", "check_admission", "needed_nodes", "obstacles"]
-
 _NAMED_NODES = 4
 
 
@@ -34,7 +32,7 @@ class NodeNeed(NamedTuple):
 
 
 def check_admission(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> None:
-    """Refuse a run whose jobs Slurm would refuse, or take and never start.
+    """Refuse a run whose jobs Slurm would reject, or accept and never start.
 
     Raises
     ------
@@ -46,17 +44,20 @@ def check_admission(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> N
     found = obstacles(plan, cluster, client)
     if found:
         raise UsageError(
-            "Slurm could not start this run as things are; nothing was submitted\n"
+            "Slurm could not start this run now; nothing was submitted\n"
             + "".join(f"  {reason}\n" for reason in found)
-            + "    hint: ask for less, or for another partition: `hpcrl plan` says who gets what\n"
-            "    hint: submit it all the same, and wait until nodes or limits have changed: --queue-anyway"
+            + "    hint: ask for less, or for another partition: `hpcrl plan` shows the nodes of each role\n"
+            "    hint: submit it anyway, and wait until nodes or limits have changed: --queue-anyway"
         )
 
 
 def obstacles(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> list[str]:
-    """Why the jobs of a plan could not start, a sentence each; empty where nothing speaks against it.
+    """Return why the jobs of a plan could not start, a sentence each; empty where no obstacle is known.
 
-    `hpcrl.slurm.errors.SlurmError` where Slurm does not say.
+    Raises
+    ------
+    hpcrl.slurm.errors.SlurmError
+        Slurm does not answer.
     """
     needs, nodes = needed_nodes(plan), client.nodes()
     found = [reason for need in needs if (reason := _shortage(need, nodes))]
@@ -68,7 +69,7 @@ def obstacles(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> list[st
 
 
 def needed_nodes(plan: Plan) -> list[NodeNeed]:
-    """What must be free at once: all components, or with replicas of their own jobs as many as the run waits for.
+    """Return the nodes that must be free at once: all components, or the minimum of elastic replicas.
 
     Components that share nodes with others (not ``exclusive``) count once.
     """
@@ -77,7 +78,7 @@ def needed_nodes(plan: Plan) -> list[NodeNeed]:
         jobs = component.jobs
         if plan.layout.kind == "elastic" and index > 0:
             jobs = min(jobs, plan.elastic.min_replicas)
-        nodes, before = component.nodes * jobs, totals.get(component.partition, 0)
+        nodes, before = component.asked * jobs, totals.get(component.partition, 0)
         totals[component.partition] = before + nodes if component.exclusive else max(before, nodes)
     return [NodeNeed(partition, nodes) for partition, nodes in totals.items()]
 
@@ -86,8 +87,8 @@ def _shortage(need: NodeNeed, nodes: Sequence[Node]) -> str:
     mine = [node for node in nodes if need.partition in node.partitions]
     usable = [node for node in mine if node.usable]
     if not mine or need.nodes <= len(usable):
-        return ""  # of a partition that is not there, Slurm itself says so
-    what = f"it needs {need.nodes} nodes of partition {need.partition} at once, which has {len(mine)}"
+        return ""  # Slurm itself reports a missing partition
+    what = f"the run needs {need.nodes} nodes of partition {need.partition} at once, which has {len(mine)}"
     if need.nodes > len(mine):
         return what
     away = [f"{node.name} {'+'.join(sorted(node.states))}{_because(node)}" for node in mine if not node.usable]
@@ -96,33 +97,33 @@ def _shortage(need: NodeNeed, nodes: Sequence[Node]) -> str:
 
 
 def _because(node: Node) -> str:
-    # who said so, and when, comes behind in brackets
+    # user and time follow in brackets
     return f": {node.reason.partition(' [')[0]}" if node.reason else ""
 
 
 def _limits(plan: Plan, partition: str, client: SlurmClient) -> list[str]:
-    """Limits of a partition beyond which a job waits for ever, where the site does not refuse it."""
+    """Return the limits of a partition with which a job would wait forever, because the site does not reject it."""
     try:
         records = client.show("partition", partition)
     except SlurmRejectedError:
-        return []  # there is none: sbatch says so
+        return []  # sbatch reports that it does not exist
     record: Mapping[str, str] = next((r for r in records if r.get("PartitionName") == partition), {})
     found = []
     longest = parse_duration(record.get("MaxTime", "UNLIMITED"))
     if longest is not None and plan.time_limit_s > longest:
         asked = f"{plan.time_limit_s / 3600:g} h (job.time_limit_h, else the profile's limits.time_limit_h)"
-        found.append(f"it asks for {asked}, and partition {partition} gives {longest / 3600:g} h (MaxTime)")
+        found.append(f"the run asks for {asked}, and partition {partition} gives {longest / 3600:g} h (MaxTime)")
     most = record.get("MaxNodes", "UNLIMITED")
     largest = max(each.nodes for each in plan.layout.components if each.partition == partition)
     if most.isdecimal() and largest > int(most):
-        found.append(f"a job of it needs {largest} nodes, and partition {partition} gives a job {most} (MaxNodes)")
+        found.append(f"a job of the run needs {largest} nodes, and partition {partition} gives a job {most} (MaxNodes)")
     if record.get("State", "UP") != "UP":
         found.append(f"partition {partition} is {record['State']}")
     return found
 
 
 def _refusals(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> list[str]:
-    """What ``sbatch --test-only`` says against each kind of job of the plan."""
+    """Return the objections of ``sbatch --test-only`` to each kind of job of the plan."""
     parts: dict[tuple[int, ...], ScriptPart] = {}
     for part in planned_parts(plan):
         parts.setdefault(part.components, part)  # replicas of a role are alike
@@ -139,6 +140,6 @@ def _refusals(plan: Plan, cluster: SlurmCluster, client: SlurmClient) -> list[st
 
 
 def _words(error: SlurmRejectedError) -> str:
-    """What sbatch said, without our command line."""
+    """Return the message of sbatch, without the command line."""
     said = str(error).rpartition("): ")[2].splitlines()
     return "; ".join(line.removeprefix("sbatch: error: ").removeprefix("allocation failure: ") for line in said)

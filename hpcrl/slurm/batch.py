@@ -7,21 +7,19 @@ import os
 import sys
 from pathlib import Path
 
-from hpcrl.ours import NotOursError, check_private, open_ours
-
-__all__ = ["check_folder", "main"]
+from hpcrl.storage.trusted_paths import NotOursError, check_private, open_trusted
 
 
 def check_folder(folder: Path) -> None:
-    """See that submitit's folder and the run directory above it can be changed by nobody else (`NotOursError`).
+    """Raise NotOursError where other users can change submitit's folder or the run directory above it.
 
-    Logs in it are made by Slurm, with modes of its own.
+    Slurm creates the logs in it, with its own modes.
     """
     check_private(folder.parent)
     check_private(folder)
     for path in folder.glob("*.pkl"):
         with contextlib.suppress(FileNotFoundError):
-            os.close(open_ours(path))
+            os.close(open_trusted(path))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The one place that runs Slurm's commands: those that change something; `hpcrl.slurm.queries` has those that ask."""
+"""Client that runs Slurm's commands which change state; `hpcrl.slurm.queries` has those that only ask."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from hpcrl.slurm.errors import (
 from hpcrl.slurm.queries import SlurmQueries, job_comment
 from hpcrl.slurm.records import StartEstimate, Submitted
 
-__all__ = ["SlurmClient"]
-
 _SUBMIT_TIMEOUT_S = 60.0
 _LOOK_AGAIN_S = 2.0
 _SETTLE_S = 10.0
-"""After a lost answer the controller may still be working on the submission; only then is 'not there' believed."""
+"""Time in seconds for which the controller may still process a submission after a lost answer; a missing job counts
+only then."""
 
 
 _JOB_ID_LINE = re.compile(r"([0-9]{1,18})(?:;(\S+))?")
-"""What ``sbatch --parsable`` prints: the job's number, and the cluster's name where there are several."""
+"""Output of ``sbatch --parsable``: the job's number, and the cluster's name where there are several."""
 
 
 class SlurmClient(SlurmQueries):
-    """Slurm's commands; see `hpcrl.slurm.queries.SlurmQueries` for what they are made with and what they raise."""
+    """Slurm's commands; see `hpcrl.slurm.queries.SlurmQueries` for parameters and errors."""
 
     def submit(
         self, script: Path, *, name: str, token: str, options: Sequence[str] = (), again: bool = False
     ) -> Submitted:
         """Submit a script once, however often this is called with the same token.
 
-        The token goes into the job's comment. A job that has it is returned, not submitted again; and where
-        ``sbatch`` gives no answer, it is looked for until the controller says that it is not there.
+        The token goes into the job's comment. A job that has it is returned, not submitted again; and where ``sbatch``
+        gives no answer, the job is searched until the controller reports that it does not exist.
 
         Parameters
         ----------
@@ -49,14 +48,14 @@ class SlurmClient(SlurmQueries):
         options:
             Further options of ``sbatch``.
         again:
-            A job with this token that has ended is to be replaced: only one that has not is returned.
+            Replace a job with this token that has ended: only one that has not ended is returned.
 
         Raises
         ------
         SlurmRejectedError
             Slurm refused the script.
         SlurmAnswerError
-            ``sbatch`` ended well and printed no job number that could be told from other lines, and no job was found.
+            ``sbatch`` succeeded and printed no recognizable job number, and no job was found.
         SubmitUnclearError
             No answer, and no job was found; calling again with the same token is safe.
         """
@@ -70,7 +69,7 @@ class SlurmClient(SlurmQueries):
         except SlurmUnavailableError as error:
             return self._look_up(name, token, error, ended)
         except SlurmRejectedError as error:
-            # a wrapper of the site may fail after sbatch has done its work
+            # a wrapper of the site may fail after sbatch has submitted the job
             if job_id := self._found_after(name, token, ended, error):
                 return Submitted(job_id, recovered=True)
             raise
@@ -78,10 +77,11 @@ class SlurmClient(SlurmQueries):
         if len({match[1] for match in matches}) == 1:
             cluster = next((match[2] for match in matches if match[2]), "")
             return Submitted(int(matches[0][1]), recovered=False, cluster=cluster)
-        # sites print banners here; where they hide the number, or look like one, the job says itself which it is
+        # sites print banners here; where these hide the number, or look like one, the job is found by its comment
         unreadable = SlurmAnswerError(
             f"sbatch ended well, but its output is not one job number: {result.stdout!r}\n"
-            "    hint: submit again (a job that exists is found, not doubled), and ask the admins what prints here"
+            "    hint: submit again (an existing job is found, not duplicated), and ask the admins which script "
+            "prints this"
         )
         try:
             return self._look_up(name, token, unreadable, ended)
@@ -89,9 +89,9 @@ class SlurmClient(SlurmQueries):
             raise unreadable from error
 
     def _found_after(self, name: str, token: str, before: Collection[int], error: SlurmError) -> int | None:
-        """The id of the job of a submission that failed, if there is one all the same.
+        """Return the id of the job that a failed submission created after all; None where it created none.
 
-        Slurm keeps a record of what it refused for a while, as a job that has failed: that is none.
+        Slurm keeps a refused submission for a while as a failed job, which does not count.
         """
         try:
             found = self.find(name=name, token=token)
@@ -101,7 +101,7 @@ class SlurmClient(SlurmQueries):
         return jobs[-1].job_id if jobs else None
 
     def _look_up(self, name: str, token: str, lost: SlurmError, before: Collection[int]) -> Submitted:
-        """Find the job of a submission without an answer that helps, which is none of those ``before``."""
+        """Find the job of a submission without a usable answer, which is none of those ``before``."""
         deadline = self._clock() + self._timeout_s + _SETTLE_S
         absent_since: float | None = None
         while True:
@@ -115,7 +115,7 @@ class SlurmClient(SlurmQueries):
             if absent_since is not None and now - absent_since >= _SETTLE_S:
                 raise SubmitUnclearError(
                     f"the submission got no answer, and Slurm has no job {name!r} of it\n    {lost}\n"
-                    "    hint: submit again; a job that turns up late is found, not doubled"
+                    "    hint: submit again; a late job is found, not duplicated"
                 ) from lost
             if absent_since is None and now >= deadline:
                 raise SubmitUnclearError(
@@ -143,7 +143,7 @@ class SlurmClient(SlurmQueries):
         signal: str | None = None,
         batch: bool = False,
     ) -> None:
-        """Cancel a job, or send it a signal. A job that has ended already is no error.
+        """Cancel a job, or send it a signal. A job that has ended already does not cause an error.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class SlurmClient(SlurmQueries):
         self._run(["scontrol", "requeue", str(job_id)])
 
     def exclude_nodes(self, job_id: int, nodes: Sequence[str], *, components: int = 1) -> None:
-        """Let a waiting job, all components of it, stay away from nodes; replaces an earlier list.
+        """Exclude nodes from a waiting job with all its components; replaces an earlier list.
 
         Raises
         ------
@@ -179,7 +179,7 @@ class SlurmClient(SlurmQueries):
             self._run(["scontrol", "update", f"JobId={name}", f"ExcNodeList={','.join(nodes)}"])
 
     def start_after(self, job_ids: Sequence[int], first: int) -> None:
-        """Let waiting jobs start only once another one has started; in one call, as there may be little time.
+        """Make waiting jobs depend on the start of another one, in one call, as there may be little time.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class SlurmClient(SlurmQueries):
         self._run(["scontrol", "update", f"NodeName={name}", f"State={state}", *reasons])
 
     def add_cluster(self, name: str) -> None:
-        """Enter a cluster into the accounting database (for administrators); one that is there is no error."""
+        """Enter a cluster into the accounting database (for administrators), unless it exists."""
         try:
             self._run(["sacctmgr", "--immediate", "add", "cluster", name])
         except SlurmRejectedError as error:

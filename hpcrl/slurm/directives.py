@@ -1,4 +1,4 @@
-"""The ``#SBATCH`` options of a job, decided in Python; templates only write them down."""
+"""``#SBATCH`` options of a job, decided in Python; templates only write them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from hpcrl.config.sbatch_options import repeats_in_components
 from hpcrl.errors import UsageError
 from hpcrl.slurm.launch_arguments import gpu_options
 
-__all__ = ["JobIdentity", "component_options", "directive", "job_options", "repeated_options"]
-
 _MAX_SIGNAL_S = 65535
 
 
 class JobIdentity:
-    """How a job is found again: by name for people, by comment for us. Both are the same after a requeue.
+    """Identity by which a job is found again: a name for people, a comment for hpcrl. A requeue keeps both.
 
     Parameters
     ----------
@@ -37,19 +35,19 @@ class JobIdentity:
 
     @property
     def comment(self) -> str:
-        """What the job's comment says."""
+        """Return the comment of the job."""
         return f"hpcrl:{self.token}"
 
 
 def directive(option: str) -> str:
-    """An option as sbatch reads it from a script.
+    """Return an option quoted as sbatch reads it from a script.
 
-    sbatch groups by quotes as a shell does, but takes a backslash as an escape between single quotes, too.
+    sbatch groups by quotes as a shell does, but treats a backslash as an escape between single quotes as well.
 
     Raises
     ------
     UsageError
-        It holds a line break.
+        The option contains a line break.
     """
     if "\n" in option:
         raise UsageError(f"a line break cannot be passed to Slurm: {option!r}")
@@ -60,13 +58,13 @@ def directive(option: str) -> str:
 def job_options(
     plan: Plan, identity: JobIdentity, *, output: Path, cwd: Path, exclude: tuple[str, ...] = ()
 ) -> list[str]:
-    """Options of the whole job; Slurm takes them from the first component.
+    """Return the options of the whole job, which Slurm takes from the first component.
 
     UsageError where ``output`` has a backslash.
     """
     options = [
         f"--output={_output_pattern(output)}",
-        # a requeued job writes into the same file: nothing of an earlier attempt may be lost
+        # a requeued job writes into the same file, which must keep the log of earlier attempts
         "--open-mode=append",
         f"--chdir={cwd}",
         # the script itself clears the environment: NONE would make Slurm run a login shell on the node and wait for
@@ -84,14 +82,16 @@ def job_options(
 
 
 def component_options(component: JobComponent, more: Sequence[str] = ()) -> list[str]:
-    """Options of one component, ``more`` of the recipe among them. Slurm does not propagate them: each component says
-    all of them."""
+    """Return the options of one component, with those of the recipe (``more``).
+
+    Slurm does not propagate them: each component has all of them.
+    """
     options = [f"--partition={component.partition}"]
     for name in ("account", "qos", "reservation", "constraint"):
         value = getattr(component, name)
         if value is not None:
             options.append(f"--{name}={value}")
-    options += [f"--nodes={component.nodes}", "--ntasks-per-node=1", *gpu_options(component)]
+    options += [f"--nodes={component.asked}", "--ntasks-per-node=1", *gpu_options(component)]
     if component.exclusive:
         options += ["--exclusive", "--mem=0"]
     else:
@@ -102,24 +102,33 @@ def component_options(component: JobComponent, more: Sequence[str] = ()) -> list
 
 
 def repeated_options(plan: Plan, identity: JobIdentity) -> list[str]:
-    """Options that each component of a heterogeneous job says, although Slurm propagates some of them."""
+    """Return the options that each component of a heterogeneous job has, although Slurm propagates some of them."""
+    # a heterogeneous job ends with the first of its components that does not have it, whichever loses a node
+    survives = ["--no-kill"] if plan.layout.spares and identity.part == "main" else []
     return [
         f"--job-name={identity.name}",
         f"--comment={identity.comment}",
         f"--time={_time(plan.time_limit_s)}",
         "--requeue" if plan.attempts.requeue else "--no-requeue",
+        *survives,
     ]
 
 
 def _time(seconds: float) -> str:
-    """``D-HH:MM:SS``, rounded down to a minute as Slurm does."""
+    """Return ``D-HH:MM:SS``, rounded down to a minute as Slurm does."""
     minutes = max(1, int(seconds // 60))
     return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00"
 
 
 def _output_pattern(path: Path) -> str:
-    """A file name in which Slurm finds nothing to replace but ``%j`` in its last part."""
+    """Return a file name in which Slurm replaces only ``%j``, and that only in its last part.
+
+    Raises
+    ------
+    UsageError
+        The path contains a backslash.
+    """
     if "\\" in str(path):
-        raise UsageError(f"Slurm cannot write to {str(path)!r}: it takes a backslash as a sign of its own")
+        raise UsageError(f"Slurm cannot write to {str(path)!r}: a backslash has a special meaning in its paths")
     name = path.name.replace("%", "%%").replace("%%j", "%j")
     return str(path.parent).replace("%", "%%") + f"/{name}"

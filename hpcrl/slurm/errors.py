@@ -1,19 +1,19 @@
-"""What can go wrong between us and Slurm.
+"""Errors of Slurm's commands.
 
 ::
 
-    SlurmError                      base; carries the command and what it said
+    SlurmError                      base; carries the command and its output
     ├── SlurmMissingError           Slurm's commands are not installed here (exit code 2)
     ├── NoClusterError              they are, and belong to no cluster (exit code 2)
     ├── SlurmUnavailableError       the controller did not answer; a warning for a watcher, never the end of a job
     │   ├── NoConfigurationError    the slurm.conf that is named cannot be read (exit code 2)
     │   └── SubmitUnclearError      a submission got no answer and could not be looked up
-    ├── SlurmRejectedError          Slurm understood and said no (exit code 2)
+    ├── SlurmRejectedError          Slurm understood and refused (exit code 2)
     ├── NoSuchJobError              the controller does not know the job (any more)
     ├── NoAccountingError           this cluster keeps no accounting
     └── SlurmAnswerError            the answer could not be read
 
-`classify` makes one of them from what a command said.
+`classify` makes one of them from the output of a command.
 """
 
 from __future__ import annotations
@@ -23,28 +23,13 @@ from collections.abc import Sequence
 
 from hpcrl.errors import ExitCode, HpcrlError
 
-__all__ = [
-    "NoAccountingError",
-    "NoClusterError",
-    "NoConfigurationError",
-    "NoSuchJobError",
-    "SlurmAnswerError",
-    "SlurmError",
-    "SlurmMissingError",
-    "SlurmRejectedError",
-    "SlurmUnavailableError",
-    "SubmitUnclearError",
-    "classify",
-    "in_short",
-]
-
 
 class SlurmError(HpcrlError):
-    """A Slurm command failed."""
+    """Raised where a Slurm command failed."""
 
 
 class SlurmMissingError(SlurmError):
-    """A Slurm command is not installed on this machine."""
+    """Raised where a Slurm command is not installed on this machine."""
 
     exit_code = ExitCode.USAGE
 
@@ -63,43 +48,43 @@ class NoClusterError(SlurmError):
 
 
 class SlurmUnavailableError(SlurmError):
-    """The controller (or the accounting daemon) did not answer in time. What it knows is unknown, not gone."""
+    """Raised where the controller (or accounting daemon) did not answer in time. Jobs are then unknown, not gone."""
 
 
 class NoConfigurationError(SlurmUnavailableError):
-    """The ``slurm.conf`` that is named cannot be read: for a watcher a warning, as its filesystem may come back."""
+    """Raised where the ``slurm.conf`` cannot be read: for a watcher a warning, as its filesystem may come back."""
 
     exit_code = ExitCode.USAGE
 
 
 class SubmitUnclearError(SlurmUnavailableError):
-    """A submission got no answer, and whether it was taken is not known. Submitting again looks it up first."""
+    """Raised where a submission got no answer and may have been accepted. Submitting again looks it up first."""
 
 
 class SlurmRejectedError(SlurmError):
-    """Slurm understood what was asked and refused it."""
+    """Raised where Slurm understood a request and refused it."""
 
     exit_code = ExitCode.USAGE
 
 
 class NoSuchJobError(SlurmError):
-    """The controller does not know the job: it never existed, or ended longer ago than ``MinJobAge``."""
+    """Raised where the controller does not know the job: it never existed, or ended longer ago than ``MinJobAge``."""
 
 
 class NoAccountingError(SlurmError):
-    """The cluster has no accounting, so ``sacct`` and ``sacctmgr`` have nothing to say."""
+    """Raised where the cluster has no accounting, so that ``sacct`` and ``sacctmgr`` have no data."""
 
 
 class SlurmAnswerError(SlurmError):
-    """A command succeeded and said something that could not be read."""
+    """Raised where a command succeeded and its output cannot be parsed."""
 
 
 _SHOWN = 80
-"""So much of a command is shown to a person, in characters: lists of columns and of jobs are longer."""
+"""Maximum number of characters of a command that is shown: lists of columns and of jobs are longer."""
 
 
 def in_short(argv: Sequence[str]) -> str:
-    """A command as a person would recognize it."""
+    """Return a command shortened to a recognizable length."""
     words = list(argv)
     while len(words) > 1 and len(shlex.join(words)) > _SHOWN:
         words.pop()
@@ -125,7 +110,7 @@ _AWAY = (
     "slurm temporarily unable to accept job",
     "munge encode failed",  # munged is away on this machine
 )
-"""Parts of messages (lower case) that mean: nobody answered. From slurm_errno.c and src/api, 22.05 to 25.11."""
+"""Parts of messages (lower case) about a missing answer. From slurm_errno.c and src/api, 22.05 to 25.11."""
 
 _NO_CLUSTER = ("could not establish a configuration source",)
 _NO_JOB = ("invalid job id", "job not found")
@@ -133,7 +118,7 @@ _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported acc
 
 
 def classify(argv: Sequence[str], exit_code: int, said: str) -> SlurmError:
-    """The error of a failed command, by what it said (standard error and output together)."""
+    """Return the error of a failed command, by its output ``said`` (standard error and output together)."""
     text = said.strip()
     low = text.lower()
     if any(part in low for part in _NO_CLUSTER):
@@ -148,4 +133,4 @@ def classify(argv: Sequence[str], exit_code: int, said: str) -> SlurmError:
         kind = SlurmUnavailableError
     elif any(part in low for part in _NO_JOB):
         kind = NoSuchJobError
-    return kind(f"{in_short(argv)} failed ({exit_code}): {text or 'it said nothing'}")
+    return kind(f"{in_short(argv)} failed ({exit_code}): {text or 'it printed nothing'}")

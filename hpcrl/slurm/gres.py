@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["gpus_by_type"]
-
 _BRACKETS = re.compile(r"\([^()]*\)")
-"""Sockets or indices of devices, with commas of their own: ``(S:0,2-3)``, ``(IDX:0-7)``."""
+"""Sockets or device indices, which contain commas: ``(S:0,2-3)``, ``(IDX:0-7)``."""
 _COUNT = re.compile(r"([0-9]{1,9})([KMGTP]?)", re.IGNORECASE)
 _UNITS = {unit: 1024**power for power, unit in enumerate(("", "K", "M", "G", "T", "P"))}
 _FLAGS = frozenset({"no_consume"})
 
 
 def gpus_by_type(text: str) -> dict[str, int]:
-    """GPUs of a node by type; ``""`` where they have none. Shards and other Gres are no GPUs.
+    """Return the GPUs of a node by type; ``""`` where they have none. Shards and other Gres are not GPUs.
 
     A type may begin with a digit (``1g.10gb``, a slice), and a count may be missing, which is one.
     """

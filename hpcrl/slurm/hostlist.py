@@ -6,17 +6,15 @@ import itertools
 import re
 from collections.abc import Iterator
 
-__all__ = ["expand_hostlist"]
-
 _NOTHING = frozenset({"", "(null)", "None", "None assigned", "N/A"})
 _MOST = 1 << 16
-"""Names of one list: Slurm refuses a range of more, and has no more nodes."""
+"""Maximum number of names of a list: Slurm refuses a larger range, and does not have more nodes."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Names of the nodes of a list, in its order; empty where Slurm says that there are none.
+    """Return the names of the nodes of a list, in its order; empty where Slurm reports none.
 
     Several brackets in a name multiply: ``r[1-2]n[1-2]`` is four nodes.
 
@@ -35,7 +33,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Parts between commas that stand outside brackets."""
+    """Yield the parts between commas that are outside of brackets."""
     depth, start = 0, 0
     for position, sign in enumerate(text):
         depth += (sign == "[") - (sign == "]")

@@ -1,7 +1,7 @@
-"""Running inside of an allocation that is there before: ``salloc``, then ``hpcrl submit --in-job``.
+"""Run inside an existing allocation: ``salloc``, then ``hpcrl submit --in-job``.
 
-Nothing is submitted. The supervisor is a process of its own beside the shell that called, and its roles are steps of
-the shell's job. That job is the user's: hpcrl does not requeue, cancel or prolong it.
+Nothing is submitted. The supervisor is a separate process next to the calling shell, and its roles are steps of the
+shell's job. That job belongs to the user: hpcrl does not requeue, cancel or extend it.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from hpcrl.slurm.directives import component_options
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.states import JobState
 
-__all__ = ["InJob", "find_allocation", "plan_inside"]
-
 _LEAVE_S = 30.0
-"""Between our own limit and the end of the job: roles are asked to stop, and say why."""
+"""Seconds between the run's limit and the end of the job: roles are asked to stop, and record why."""
 
 
 @dataclass(frozen=True)
 class InJob:
-    """The job that a run is in; ``end_s`` is its end in seconds since the epoch, None where it has none."""
+    """Job in which a run is started; ``end_s`` is its end in seconds since the epoch, None where it has none."""
 
     job_id: int
     end_s: float | None
 
 
 def find_allocation(plan: Plan, environ: Mapping[str, str], client: SlurmClient) -> InJob:
-    """The allocation of the shell that we are called from, which must hold the plan.
+    """Return the existing allocation of the calling shell, which must hold the plan.
 
     Raises
     ------
     UsageError
-        There is none, it is not ours or not running, it is heterogeneous, has too few nodes, or ends too soon.
+        There is none, it belongs to another user, does not run, is heterogeneous, has too few nodes, or ends too soon.
     SlurmError
         Slurm cannot be asked.
     """
     if plan.layout.kind != "single":
         raise UsageError(
-            f"an allocation is there once: its layout is single, this plan's is {plan.layout.kind}\n"
+            f"a run inside an allocation needs the layout single, this plan has {plan.layout.kind}\n"
             "    hint: --set job.layout=single, or leave --in-job out"
         )
     (component,) = plan.layout.components
@@ -52,7 +50,7 @@ def find_allocation(plan: Plan, environ: Mapping[str, str], client: SlurmClient)
     salloc = shlex.join(["salloc", *words, f"--time={_minutes(plan)}"])
     get_one = f"    hint: {salloc}, and the same command in there"
     if not environ.get("SLURM_JOB_ID", "").isdecimal():
-        raise UsageError(f"this shell is in no allocation (SLURM_JOB_ID is not set)\n{get_one}")
+        raise UsageError(f"this shell has no allocation (SLURM_JOB_ID is not set)\n{get_one}")
     job_id = int(environ["SLURM_JOB_ID"])
     if int(environ.get("SLURM_HET_SIZE") or 1) > 1:
         raise UsageError(f"job {job_id} is heterogeneous; a run fits into a plain allocation only\n{get_one}")
@@ -67,14 +65,16 @@ def find_allocation(plan: Plan, environ: Mapping[str, str], client: SlurmClient)
     needed_s = plan.attempts.signal_lead_s + 2 * _LEAVE_S
     if end_s is not None and end_s - time.time() < needed_s:
         raise UsageError(
-            f"job {job_id} ends in {max(0.0, end_s - time.time()):.0f} s; to save and to leave takes {needed_s:g} s "
+            f"job {job_id} ends in {max(0.0, end_s - time.time()):.0f} s; saving and ending takes {needed_s:g} s "
             f"(limits.save_timeout_s of the profile)\n{get_one}"
         )
     return InJob(job_id, end_s)
 
 
 def plan_inside(plan: Plan, job: InJob, *, now_s: float) -> Plan:
-    """The plan of an attempt in an allocation: it ends before the job does, saves by the clock, and is not requeued.
+    """Return the plan of an attempt in an existing allocation.
+
+    It ends before the job does, saves by the clock, and is not requeued.
 
     Parameters
     ----------

@@ -18,29 +18,16 @@ from hpcrl.errors import HpcrlError
 from hpcrl.slurm.command import CLUSTER_VARIABLES
 from hpcrl.slurm.hostlist import expand_hostlist
 
-__all__ = [
-    "Allocation",
-    "Allocations",
-    "Launch",
-    "allocations_from_env",
-    "gpu_options",
-    "launch_on_nodes",
-    "launch_replica",
-    "launch_shell",
-    "outside_environment",
-    "step_environment",
-]
-
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of one job of a component.
+    """Nodes of one job of a component.
 
     Attributes
     ----------
     hosts:
         Node names in Slurm's order. Slurm numbers the tasks of a step in this order whatever ``--nodelist`` says;
-        replicas take neighbouring nodes, so that theirs is the same.
+        replicas take adjacent nodes, so that their order is the same.
     job_id:
         Set where it is another job than the one that launches.
     """
@@ -50,21 +37,21 @@ class Allocation:
 
 
 Allocations = Mapping[tuple[int, int], Allocation]
-"""By component and by job of the component."""
+"""Allocations by component and by job of the component."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a replica is started.
+    """Command that starts a replica.
 
     Attributes
     ----------
     argv:
         The whole command line.
     hosts:
-        Its nodes; the first is where it listens. Empty for a local process.
+        Its nodes; it listens on the first. Empty for a local process.
     tasks:
-        Processes that the command line starts.
+        Number of processes that the command line starts.
     """
 
     argv: tuple[str, ...]
@@ -103,14 +90,14 @@ _ALLOCATION = frozenset(
 has set of those would change a step behind our back.
 """
 _OPTIONS_OF_STEPS = frozenset({"SLURM_JOB_NAME"})
-"""Of ``SLURM_JOB_*`` what is an option all the same."""
+"""Variables ``SLURM_JOB_*`` that are options nevertheless."""
 _SLURMS = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI_", "PMI2_", "PMIX_")
 _OF_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_\d+$")
-"""What a variable of one component of a heterogeneous job ends with."""
+"""Suffix of a variable of one component of a heterogeneous job."""
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for ``srun``: of Slurm's own variables only those that describe the allocation."""
+    """Return the environment for ``srun``: of Slurm's own variables only those that describe the allocation."""
     return {name: value for name, value in environ.items() if not name.startswith(_SLURMS) or _describes(name)}
 
 
@@ -120,9 +107,9 @@ def _describes(name: str) -> bool:
 
 
 def outside_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for ``srun --jobid`` into another job: nothing of Slurm's that is about the job we are in.
+    """Return the environment for ``srun --jobid`` into another job, without Slurm's variables of the current job.
 
-    Without this the step gets that job's node list and counts where its own should be (seen on 22.05).
+    Otherwise the step gets the node list and counts of the current job instead of its own (observed on 22.05).
     """
     return {
         name: value
@@ -131,22 +118,15 @@ def outside_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def allocations_from_env(
-    plan: Plan, environ: Mapping[str, str], *, spare: bool = False
-) -> dict[tuple[int, int], Allocation]:
-    """The allocations that the batch script's environment names.
+def hosts_from_env(plan: Plan, environ: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
+    """Return the nodes by component that the batch script's environment names: those with which the job began.
 
-    For the layout ``elastic`` that is the job we are in, as component 0; engines' jobs are found by their ids.
-
-    Parameters
-    ----------
-    spare:
-        More nodes than the plan has are no error: the first of them are taken.
+    In the layout ``elastic`` this is the current job, as component 0; jobs of engines are found by their ids.
 
     Raises
     ------
     HpcrlError
-        The environment is not that of a job with this plan's layout; names the variable.
+        The environment is not that of a job with this plan's layout; the message names the variable.
     """
     components = plan.layout.components
     if plan.layout.kind == "hetjob" and len(components) > 1:
@@ -156,12 +136,34 @@ def allocations_from_env(
     found = {}
     for i, variable in enumerate(variables):
         if variable not in environ:
-            raise HpcrlError(f"{variable} is not set: this is no job with the layout {plan.layout.kind!r}")
-        hosts = tuple(expand_hostlist(environ[variable]))
-        hosts = hosts[: components[i].nodes] if spare else hosts
-        if len(hosts) != components[i].nodes:
-            raise HpcrlError(f"{variable} has {len(hosts)} nodes, the plan {components[i].nodes}")
-        found[i, 0] = Allocation(hosts)
+            raise HpcrlError(f"{variable} is not set: this is not a job with the layout {plan.layout.kind!r}")
+        found[i] = tuple(expand_hostlist(environ[variable]))
+        if len(found[i]) < components[i].nodes:
+            raise HpcrlError(f"{variable} has {len(found[i])} nodes, the plan {components[i].nodes}")
+    return found
+
+
+def allocations_from_env(
+    plan: Plan, environ: Mapping[str, str], *, spare: bool = False
+) -> dict[tuple[int, int], Allocation]:
+    """Return the allocations that the batch script's environment names (`hosts_from_env`).
+
+    Parameters
+    ----------
+    spare:
+        Accept more nodes than the plan has: the first of them are taken.
+
+    Raises
+    ------
+    HpcrlError
+        The environment is not that of a job with this plan's layout; the message names the variable.
+    """
+    found = {}
+    for i, hosts in hosts_from_env(plan, environ).items():
+        component = plan.layout.components[i]
+        if not spare and len(hosts) != component.asked:
+            raise HpcrlError(f"component {i} of the job has {len(hosts)} nodes, the plan {component.asked}")
+        found[i, 0] = Allocation(hosts[: component.nodes])
     return found
 
 
@@ -173,24 +175,27 @@ def launch_replica(
     command: Sequence[str],
     cwd: Path,
     allocations: Allocations | None = None,
+    overlap: bool = False,
 ) -> Launch:
-    """How to start one replica of a group.
+    """Return the command that starts one replica of a group.
 
     Parameters
     ----------
     plan, group, replica:
-        What is started.
+        The replica to start.
     command:
-        What each task executes, placeholders filled.
+        Command of each task, placeholders filled.
     cwd:
         Working directory, the same on all nodes.
     allocations:
         Nodes at run time; not needed for a local plan.
+    overlap:
+        Start a replica that has whole nodes also where Slurm has not ended an earlier step, or counts it still.
 
     Raises
     ------
     HpcrlError
-        The nodes of the replica are not there.
+        The nodes of the replica are not available.
     """
     if plan.layout.kind == "local":
         return Launch(tuple(command), (), 1)
@@ -205,11 +210,12 @@ def launch_replica(
         f"--ntasks={group.nodes}",
         "--ntasks-per-node=1",
         *_share(component, group),
+        *(["--overlap"] if overlap and not group.beside and group.share is None else []),
         # a task may use all CPUs of its step: threads are set by the plan
         "--cpu-bind=none",
         # trainer ranks and vLLM do their own rendezvous
         "--mpi=none",
-        # a rank that fails takes its replica with it, one that ends well waits for the others
+        # a failed rank ends its replica; one that ends cleanly leaves the others running
         "--kill-on-bad-exit=1",
         "--wait=0",
         "--export=ALL",
@@ -220,16 +226,16 @@ def launch_replica(
 
 
 def launch_on_nodes(plan: Plan, component: int, allocation: Allocation, *, command: Sequence[str]) -> Launch:
-    """How one task of our own is started on each node of an allocation, beside whatever runs there.
+    """Return the command that starts one task on each node of an allocation, concurrently with its other steps.
 
-    It runs on the node itself, also where roles run in a container: it asks about the node.
+    It runs on the node itself, also where roles run in a container: it examines the node.
 
     Parameters
     ----------
     component:
-        Index of the layout's component that the allocation is of.
+        Index of the layout's component that the allocation belongs to.
     command:
-        What each task executes.
+        Command of each task.
     """
     nodes = len(allocation.hosts)
     argv = [
@@ -261,18 +267,19 @@ def launch_shell(
     command: Sequence[str],
     terminal: bool,
 ) -> tuple[str, ...]:
-    """The command line of a person's shell beside a role, from outside of the job.
+    """Return the command line of a person's shell on a role's node, from outside of the job.
 
-    It overlaps with what runs there and sees the same GPUs; of a container it gets one of its own, of the same image.
+    It overlaps with the running steps and sees the same GPUs; with a container it gets one of its own, of the same
+    image.
 
     Parameters
     ----------
     job_id, het_group:
-        The job with the node, and of a heterogeneous one the component that has it.
+        The job with the node, and of a heterogeneous job the component that has it.
     command:
-        What becomes the shell.
+        Command that becomes the shell.
     terminal:
-        Whether the caller has one.
+        Whether the caller has a terminal.
     """
     component = plan.component(group)
     argv = [
@@ -317,25 +324,27 @@ def _which_job(plan: Plan, component: int, allocation: Allocation) -> list[str]:
 
 
 def _beside(component: JobComponent) -> list[str]:
-    """A step without GPUs that may run where another step is."""
+    """Return the options of a step without GPUs that may overlap with other steps."""
     return ["--overlap", *(["--gres=none"] if component.gres != "none" else [])]
 
 
 def _share(component: JobComponent, group: RoleGroup) -> list[str]:
-    """GPUs of the step, and whether it may run where another step is."""
+    """Return options for the GPUs of the step, and for overlapping with other steps."""
     if group.beside:
         return _beside(component)
     if group.share is not None:
-        # CPUs and GPUs of its own, which a restarted engine waits for as well; no memory of its own, because what is
-        # written to /dev/shm and to files is charged to whoever touches it first
-        return ["--exact", f"--cpus-per-task={group.share.cpus}", "--mem=0", *gpu_options(component, group.share.gpus)]
-    # not --exact: without it a step has all CPUs and memory of its nodes, and a second one waits until it is gone,
-    # so that a restarted engine never meets the GPU memory of the one before
+        # exclusive CPUs and GPUs, for which a restarted engine waits as well; no exclusive memory, because pages of
+        # /dev/shm and of files are charged to the step that touches them first
+        memory = 0 if group.share.memory_gib is None else int(group.share.memory_gib * 1024)
+        options = ["--exact", f"--cpus-per-task={group.share.cpus}", f"--mem={memory}"]
+        return [*options, *gpu_options(component, group.share.gpus)]
+    # without --exact a step has all CPUs and memory of its nodes, and a second step waits until it has ended, so that a
+    # restarted engine never finds the GPU memory of the previous one in use
     return gpu_options(component)
 
 
 def gpu_options(component: JobComponent, gpus: int | None = None) -> list[str]:
-    """How GPUs are asked for, the same for jobs and steps; ``gpus`` of each node, None: all."""
+    """Return the options that request GPUs, the same for jobs and steps; ``gpus`` per node, None: all."""
     if component.gres == "none" or component.gpus_per_node == 0:
         return []
     gpus = component.gpus_per_node if gpus is None else gpus
@@ -348,7 +357,7 @@ def gpu_options(component: JobComponent, gpus: int | None = None) -> list[str]:
 
 
 def _seeing(command: Sequence[str], component: JobComponent, group: RoleGroup, replica: int) -> list[str]:
-    """The command of a task, told which GPUs of a shared node are its own where Slurm knows of none."""
+    """Return the command of a task, with its GPUs of a shared node set where Slurm does not manage GPUs."""
     if group.share is None or component.gres != "none" or not component.gpus_per_node:
         return list(command)
     visible = ",".join(map(str, group.share.gpus_of(replica)))
@@ -358,7 +367,7 @@ def _seeing(command: Sequence[str], component: JobComponent, group: RoleGroup, r
 def _contained(
     container: Container | None, group: RoleGroup, component: JobComponent, command: Sequence[str], cwd: Path
 ) -> list[str]:
-    """Container options and command."""
+    """Return container options and command."""
     if container is None:
         return list(command)
     check_working_directory(container, cwd)
@@ -368,7 +377,7 @@ def _contained(
         options = [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
         options += [f"--container-workdir={cwd}"]
         options += ["--container-mount-home" if container.mount_home else "--no-container-mount-home"]
-        # an image's own variables win over those of the step, unless they are named
+        # variables of an image override those of the step, unless they are named here
         names = ["HPCRL_RUN_DIR", *sorted(group.env)]
         return [*options, f"--container-env={','.join(names)}", *command]
     gpus = component.gpus_per_node if group.share is None else group.share.gpus

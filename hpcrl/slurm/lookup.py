@@ -1,4 +1,4 @@
-"""The jobs of many runs by one query: the source of `hpcrl.runs.job_facts`."""
+"""Look up the jobs of many runs by one query: the source of `hpcrl.runs.job_facts`."""
 
 from __future__ import annotations
 
@@ -16,38 +16,36 @@ from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.records import Node
 from hpcrl.slurm.watch import JobView, JobWatcher
 
-__all__ = ["ask_soon", "client_of", "look_up"]
-
 _INTERVAL_S = 2.0
-"""Between two questions of one command that follows a run."""
+"""Minimum seconds between two queries of one command that follows a run."""
 _WAITING_INTERVAL_S = 10.0
-"""The same while all of its jobs wait in the queue."""
+"""Minimum seconds between two queries while all of its jobs wait in the queue."""
 _TIMEOUT_S = 10.0
 _NODES_INTERVAL_S = 20.0
-"""Between two questions about all nodes, where a job waits."""
+"""Minimum seconds between two queries about all nodes, while a job waits."""
 _Place = tuple[str, str | None]
-"""Where to ask: ``slurm.conf``, and the cluster where that is one of several."""
-#: when it was asked about, and the nodes; None where there was no answer
+"""Target of queries: ``slurm.conf``, and the cluster where that is one of several."""
+#: time of the query, and the nodes; None without an answer
 _nodes: dict[_Place, tuple[float, list[Node] | None]] = {}
 _watchers: dict[_Place, JobWatcher] = {}
-#: components by job id, of all jobs that were ever asked about: one question is for all of them
+#: number of components by job id, for all jobs requested so far: one query covers all of them
 _watched: dict[_Place, dict[int, int]] = {}
 
 
 def client_of(submission: Submission, *, timeout_s: float = 30.0) -> SlurmClient:
-    """A client of the Slurm that a run was submitted to, also from a shell that is set up for another one."""
+    """Return a client of the Slurm that a run was submitted to, also from a shell that is set up for another one."""
     conf = Path(submission.slurm_conf) if submission.slurm_conf else None
     return SlurmClient(conf=conf, cluster=submission.slurm_cluster, timeout_s=timeout_s)
 
 
 def ask_soon() -> None:
-    """Let the next look ask Slurm: we have just changed a job."""
+    """Let the next look ask Slurm, because a job was just changed."""
     for watcher in _watchers.values():
         watcher.ask_soon()
 
 
 def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
-    """What Slurm says about each job, by id. A Slurm that does not answer is a warning in each fact."""
+    """Return Slurm's facts about each job, by id. A Slurm that does not answer is a warning in each fact."""
     by_cluster: dict[_Place, list[Submission]] = {}
     for submission in submissions:
         by_cluster.setdefault((submission.slurm_conf, submission.slurm_cluster), []).append(submission)
@@ -76,7 +74,10 @@ def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
 def _with_usable_nodes(
     place: _Place, client: SlurmClient, facts: Mapping[str, JobFact], views: Mapping[int, JobView]
 ) -> dict[str, JobFact]:
-    """The facts, with how many nodes waiting jobs could have; asked now and then, and only where a job waits."""
+    """Return the facts with the number of nodes that waiting jobs could use.
+
+    Slurm is asked at intervals, and only where a job waits.
+    """
     if not any(fact.waiting for fact in facts.values()):
         return dict(facts)
     asked = _nodes.get(place)
@@ -100,11 +101,12 @@ def _with_usable_nodes(
 
 
 def _fact(job_id: int, view: JobView, owner: int | None) -> JobFact:
-    """What became of the job with this id that ``owner`` submitted (None: an old record does not say who)."""
+    """Return the fact about the job of this id that ``owner`` submitted (None: unknown, in an old record)."""
     if view.last is None:
         return JobFact(job_id=str(job_id), state=view.state.value, gone=view.answered, warning=view.warning)
     if None not in (owner, view.last.leader.user_id) and view.last.leader.user_id != owner:
-        # numbers begin again where a site loses its state: this is somebody else's job, and ours is no more
+        # job numbers start again where a site loses its state: this job belongs to another user, and the original one
+        # is gone
         return JobFact(job_id=str(job_id), state="UNKNOWN", gone=view.answered, warning=view.warning)
     return JobFact(
         job_id=str(job_id),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-__all__ = ["jobs_are_lost", "jobs_can_run", "parse_node_state"]
-
 _SIGNS = {
     "*": "NOT_RESPONDING",
     "~": "POWERED_DOWN",
@@ -42,23 +40,23 @@ _OTHER_NAMES = {
     "RESV": "RESERVED",
     "UNK": "UNKNOWN",
 }
-"""Shorter and older names."""
+"""Shorter and older names of states."""
 
 _WORKS = frozenset({"IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVED", "PLANNED", "MAINTENANCE"})
-"""Words of a node that takes jobs, now or when others have ended. What a reservation holds is given to its jobs."""
+"""States of a node that accepts jobs, now or when others have ended. A reserved node accepts the reservation's jobs."""
 
 _BROKEN = frozenset({"DOWN", "ERROR", "FAIL", "FAILING"})
-"""Somebody has to look at it; what ran on it is lost."""
+"""States in which an administrator must act and jobs on the node are lost."""
 
 _KEPT_AWAY = frozenset({"DRAIN", "DRAINING", "DRAINED", "INVALID", "UNKNOWN", "FUTURE", "REBOOT_REQUESTED"})
-"""No job starts there until somebody, or the node itself, has done something."""
+"""States in which no job starts until an administrator, or the node itself, has acted."""
 
 _SILENT_BY_ORDER = frozenset({"POWERED_DOWN", "POWERING_UP", "POWERING_DOWN", "REBOOT_ISSUED"})
-"""A node in such a state does not respond, and is expected not to: Slurm has switched it off, or starts it."""
+"""States in which a node is expected not to respond: Slurm has switched it off, or starts it."""
 
 
 def parse_node_state(text: str) -> frozenset[str]:
-    """Words and flags of a state as ``scontrol`` or ``sinfo`` writes it, signs as the flags that they stand for."""
+    """Return the words and flags of a state as ``scontrol`` or ``sinfo`` writes it, signs as their flags."""
     states: set[str] = set()
     for part in text.strip().upper().split("+"):
         word = part.rstrip("".join(_SIGNS))
@@ -67,15 +65,15 @@ def parse_node_state(text: str) -> frozenset[str]:
 
 
 def jobs_can_run(states: Set[str]) -> bool:
-    """Whether jobs run on a node of these states, or can start there by and by without anybody's help.
+    """Return whether jobs run on a node of these states, or can start there later without an administrator.
 
-    A node that Slurm has switched off, and one that it is switching on or off, is one of them.
+    A node that Slurm has powered down, or that it is powering up or down, is one of them.
     """
     return bool(states & _WORKS) and not states & (_BROKEN | _KEPT_AWAY) and not _silent(states)
 
 
 def jobs_are_lost(states: Set[str]) -> bool:
-    """Whether what ran on a node of these states is lost. A drained node goes on until its jobs end."""
+    """Return whether jobs on a node of these states are lost. A drained node continues until its jobs end."""
     return bool(states & _BROKEN) or _silent(states)
 
 

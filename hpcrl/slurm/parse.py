@@ -18,22 +18,8 @@ from hpcrl.slurm.node_states import parse_node_state
 from hpcrl.slurm.records import ExitStatus, HetComponent, Node, StartEstimate
 from hpcrl.slurm.states import JobState, parse_state
 
-__all__ = [
-    "SACCT_FORMAT",
-    "SEPARATOR",
-    "SQUEUE_FORMAT",
-    "parse_config",
-    "parse_node",
-    "parse_oneliner",
-    "parse_sacct",
-    "parse_squeue",
-    "parse_squeue_json",
-    "parse_start_estimate",
-    "parse_version",
-]
-
 SEPARATOR = "\x1f"
-"""Between columns: nothing that stands in a name or a comment."""
+"""Separator of columns: a character that does not occur in names and comments."""
 
 _SQUEUE_COLUMNS = {
     # name for --Format: width. Longer values are cut, so widths are generous
@@ -80,7 +66,7 @@ _NOTHING = frozenset({"", "N/A", "NONE", "(NULL)", "UNKNOWN", "INVALID", "NOT_SE
 
 
 def parse_squeue(text: str) -> list[HetComponent]:
-    """Rows of ``squeue --noheader --Format`` with `SQUEUE_FORMAT`; rows of job arrays are left out."""
+    """Return the rows of ``squeue --noheader --Format`` with `SQUEUE_FORMAT`; job arrays are left out."""
     return [c for row in _rows(text, tuple(_SQUEUE_COLUMNS)) if (c := _squeue_component(row)) is not None]
 
 
@@ -99,7 +85,7 @@ def _squeue_component(row: Mapping[str, str]) -> HetComponent | None:
         comment=_word(row["Comment"]),
         partition=row["Partition"],
         reason=_word(row["Reason"]),
-        # a list that was cut names other nodes, or none
+        # a truncated list could name other nodes
         nodes=_word(row["NodeList"]) if len(row["NodeList"]) < _SQUEUE_COLUMNS["NodeList"] else "",
         submit_time_s=_time(row["SubmitTime"]),
         start_time_s=_time(row["StartTime"]),
@@ -112,8 +98,12 @@ def _squeue_component(row: Mapping[str, str]) -> HetComponent | None:
 
 
 def parse_sacct(text: str) -> list[HetComponent]:
-    """Rows of ``sacct --parsable2 --noheader --allocations`` with `SACCT_FORMAT`; steps and arrays are left out."""
-    return [c for row in _rows(text, _SACCT_COLUMNS) if (c := _sacct_component(row)) is not None]
+    """Return rows of ``sacct --parsable2 --noheader --allocations`` with `SACCT_FORMAT`, without steps and arrays.
+
+    A job that lost a node (``--no-kill``) has a row for the time before, which says nothing about its end.
+    """
+    rows = [row for row in _rows(text, _SACCT_COLUMNS) if not row["State"].startswith("RESIZING")]
+    return [c for row in rows if (c := _sacct_component(row)) is not None]
 
 
 def _sacct_component(row: Mapping[str, str]) -> HetComponent | None:
@@ -145,8 +135,8 @@ def _sacct_component(row: Mapping[str, str]) -> HetComponent | None:
 def _rows(text: str, columns: tuple[str, ...]) -> Iterable[dict[str, str]]:
     for line in text.split("\n"):
         cells = [cell.strip() for cell in line.split(SEPARATOR)]
-        # squeue ends each row with a separator, sacct does not. A row of another shape (somebody's name with a
-        # line break) is no row: its job stays unknown
+        # squeue ends each row with a separator, sacct does not. A row of another shape (a job name with a line break)
+        # is ignored: its job stays unknown
         if len(cells) - (cells[-1] == "") == len(columns) or len(cells) == len(columns):
             yield dict(zip(columns, cells, strict=False))
 
@@ -155,17 +145,17 @@ def _rows(text: str, columns: tuple[str, ...]) -> Iterable[dict[str, str]]:
 
 
 def parse_squeue_json(text: str) -> list[HetComponent]:
-    """Jobs of ``squeue --json``, any data version.
+    """Return the jobs of ``squeue --json``, any data version.
 
     Raises
     ------
     SlurmAnswerError
-        It is no JSON, or not of a shape that has jobs.
+        The text is not JSON, or has no list of jobs.
     """
     try:
         jobs = msgspec.json.decode(text)["jobs"]
         return [_json_component(job) for job in jobs or () if not _number(job.get("array_job_id"))]
-    # also numbers that no integer is made of, nesting without an end, and half of a surrogate pair
+    # this includes numbers too long for an integer, excessive nesting, and half of a surrogate pair
     except (
         msgspec.DecodeError,
         KeyError,
@@ -186,7 +176,7 @@ def _json_component(job: Mapping[str, Any]) -> HetComponent:
     minutes = _number(job.get("time_limit"))
     restarts = _number(job.get("restart_cnt"))
     state = parse_state(job.get("job_state"))
-    # of a job that runs without a time limit Slurm says that it ends in a year
+    # for a running job without a time limit Slurm reports an end in a year
     has_end = minutes is not None or state is not JobState.RUNNING
     user_id = _number(job.get("user_id"))
     return HetComponent(
@@ -211,7 +201,7 @@ def _json_component(job: Mapping[str, Any]) -> HetComponent:
 
 
 def _number(value: Any) -> float | None:
-    """A plain number or ``{"set", "infinite", "number"}``; None for unset, infinite and everything else."""
+    """Return a plain number or ``{"set", "infinite", "number"}``; None for unset, infinite and everything else."""
     if isinstance(value, Mapping):
         if value.get("infinite") or not value.get("set", True):
             return None
@@ -222,7 +212,7 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """A string; sacct and some versions nest comments as ``{"job": …}``."""
+    """Return a string; sacct and some versions nest comments as ``{"job": …}``."""
     if isinstance(value, Mapping):
         value = value.get("job")
     return value if isinstance(value, str) else ""
@@ -241,20 +231,20 @@ def _json_exit(value: Any) -> ExitStatus | None:
 
 
 _RECORD = re.compile(r"(JobId|NodeName|PartitionName|ReservationName|StepId|FrontendName|LicenseName)=")
-"""How a line begins that is a record."""
+"""Beginning of a line that is a record."""
 _KEY = re.compile(r"(?:^| +)([A-Z][A-Za-z0-9_/:]*)=")
 _BEHIND_NAME = re.compile(r" +(?=UserId=\S+\(\d+\) +GroupId=\S+\(\d+\) +MCS_label=)")
-"""What follows the name of a job, which is anybody's text and may look like keys and values: the last place counts."""
+"""Text after the name of a job. A name is free text that may look like keys and values: the last match counts."""
 _NODE_REASON = re.compile(r" +Reason=(.*\[[^\s\[\]]+@[^\s\[\]]+\])")
-"""Why a node is out of use, in anybody's words, up to who said it and when."""
+"""Reason why a node is out of use, in free text, up to the user and time of the entry."""
 
 
 def parse_oneliner(text: str) -> list[dict[str, str]]:
-    """Records of ``scontrol --oneliner show …``: one a line, ``Key=Value`` with spaces allowed in values.
+    """Return the records of ``scontrol --oneliner show …``: one a line, ``Key=Value`` with spaces allowed in values.
 
-    Reasons, comments and names are free text. What stands in one may look like a key, or like a new line: the first
-    value of a key counts, as free text stands behind what is read here, but for the name of a job; and a line that
-    begins no record goes on with the one before.
+    Reasons, comments and names are free text, which may look like a key or like a new line. The first value of a key
+    counts, because free text, except for the name of a job, follows the keys that are read here. A line that does not
+    begin a record continues the line before.
     """
     lines: list[str] = []
     for line in text.split("\n"):
@@ -281,7 +271,7 @@ def _record(line: str) -> dict[str, str]:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Settings of ``scontrol show config``; ``(null)`` becomes the empty string. The first value of a key counts."""
+    """Return the settings of ``scontrol show config``; ``(null)`` becomes "". The first value of a key counts."""
     config: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -291,7 +281,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_node(record: Mapping[str, str]) -> Node:
-    """A node from its record of ``scontrol --oneliner show node``."""
+    """Return a node from its record of ``scontrol --oneliner show node``."""
     return Node(
         name=record["NodeName"],
         address=record.get("NodeAddr", record["NodeName"]),
@@ -306,19 +296,22 @@ def parse_node(record: Mapping[str, str]) -> Node:
 
 
 def parse_start_estimate(text: str) -> StartEstimate:
-    """The lines of ``sbatch --test-only``; the time is that of the last one (they may be one a component)."""
+    """Return the estimate in the lines of ``sbatch --test-only``.
+
+    The time is that of the last line; there may be one line per component.
+    """
     times = re.findall(r"to start at (\S+)", text)
     words = "; ".join(line.removeprefix("sbatch: ") for line in text.strip().splitlines())
     return StartEstimate(_time(times[-1]) if times else None, words)
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """Major version of ``sbatch -V``: ``slurm-wlm 22.05.8`` is (22, 5).
+    """Return the major version of ``sbatch -V``: ``slurm-wlm 22.05.8`` is (22, 5).
 
     Raises
     ------
     SlurmAnswerError
-        There is no version in it.
+        The text contains no version.
     """
     match = re.search(r"([0-9]{1,9})\.([0-9]{1,9})", text)
     if match is None:
@@ -334,7 +327,7 @@ def _word(text: str) -> str:
 
 
 _DIGITS = re.compile(r"[0-9]{1,18}")
-"""A number as Slurm has them. What is longer is none of its own, and Python refuses to read it at some length."""
+"""A number of Slurm. A longer one is invalid, and Python refuses to read very long ones."""
 
 
 def _int(text: str) -> int | None:
@@ -342,12 +335,12 @@ def _int(text: str) -> int | None:
 
 
 def _time(text: str) -> float | None:
-    """Seconds since the epoch (we ask for them by ``SLURM_TIME_FORMAT=%s``)."""
+    """Return seconds since the epoch (requested by ``SLURM_TIME_FORMAT=%s``)."""
     return float(seconds) if (seconds := _int(text)) else None
 
 
 def parse_duration(text: str) -> float | None:
-    """``[days-]hours:minutes:seconds`` or ``minutes:seconds`` in seconds; None for no limit."""
+    """Return ``[days-]hours:minutes:seconds`` or ``minutes:seconds`` in seconds; None for no limit."""
     match = re.fullmatch(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,9})", text)
     if match is None:
         return None
@@ -356,7 +349,7 @@ def parse_duration(text: str) -> float | None:
 
 
 def _exit(text: str) -> ExitStatus | None:
-    """``code:signal``, or a wait status."""
+    """Return the exit status in ``code:signal`` or in a wait status."""
     code, colon, signal = text.partition(":")
     if (number := _int(code)) is None:
         return None

@@ -1,8 +1,7 @@
-"""What Slurm knows of jobs and nodes.
+"""Queries about jobs and nodes.
 
-Everything is asked for many jobs at once, and what Slurm does not say is UNKNOWN: never ended. The controller
-being away is `hpcrl.slurm.errors.SlurmUnavailableError`; whoever watches a job takes it as a warning
-(`hpcrl.slurm.watch`).
+Each query covers many jobs, and a job about which Slurm gives no answer is UNKNOWN, never ended. A controller that does
+not answer raises `hpcrl.slurm.errors.SlurmUnavailableError`; a watcher treats it as a warning (`hpcrl.slurm.watch`).
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from hpcrl.slurm.errors import (
 )
 from hpcrl.slurm.records import HetComponent, Job, Node
 
-__all__ = ["SlurmQueries", "job_comment"]
-
 COMMENT_PREFIX = "hpcrl:"
 
 
 def job_comment(token: str) -> str:
-    """The comment by which the job of a submission is found again.
+    """Return the comment by which the job of a submission is found again.
 
-    Everybody can read it in ``squeue``, and write the same into a job: only jobs of our own user count.
+    Every user can read it in ``squeue``, and give a job the same comment: only jobs of the current user count.
     """
     return f"{COMMENT_PREFIX}{token}"
 
@@ -49,7 +46,7 @@ class SlurmQueries:
     conf:
         ``slurm.conf`` of the cluster; None for the one that Slurm finds by itself.
     cluster:
-        Which of several clusters is asked (see `hpcrl.slurm.command.command_environment`).
+        Cluster that is asked, of several (see `hpcrl.slurm.command.command_environment`).
     run:
         Runs the commands; tests put a fake here.
     timeout_s:
@@ -76,15 +73,16 @@ class SlurmQueries:
         self._accounting = True
 
     def jobs(self, job_ids: Iterable[int], *, expected: Mapping[int, int] | None = None) -> dict[int, Job]:
-        """What Slurm knows about jobs: one ``squeue``, and one ``sacct`` for those that are no longer there.
+        """Return the jobs that Slurm knows: one ``squeue``, and one ``sacct`` for those that it does not list any more.
 
         Parameters
         ----------
         job_ids:
             Ids of jobs; of heterogeneous ones the leader's.
         expected:
-            Number of components by job id, where known: fewer ended ones do not make an ended job. Give it: right
-            after the end, ``sacct`` shows a heterogeneous job as a plain one for a second or two (seen on 22.05).
+            Number of components by job id, where known: a job with fewer ended components has not ended. Pass it where
+            you can: right after the end, ``sacct`` shows a heterogeneous job as a plain one for a second or two
+            (observed on 22.05).
 
         Returns
         -------
@@ -101,20 +99,23 @@ class SlurmQueries:
         return _by_job(found, wanted, expected or {})
 
     def find(self, *, name: str, token: str) -> list[Job]:
-        """Our own user's jobs of one submission (see `submit`), newest last, ended ones as long as the controller
-        keeps them. A job of somebody else with our name and comment is none of them."""
+        """Return the user's jobs of one submission (see `submit`), newest last.
+
+        Ended jobs are included as long as the controller keeps them. Jobs of other users with this name and comment are
+        not.
+        """
         found = self._own([f"--name={name}"])
         leaders = {c.leader_id for c in found if c.offset == 0 and c.comment == job_comment(token)}
         return list(_by_job(found, sorted(leaders), {}).values())
 
     def of_run(self, run_id: str) -> dict[int, tuple[str, Job]]:
-        """All jobs of a run that the controller knows, with their tokens: one ``squeue`` of our own jobs."""
+        """Return all jobs of a run that the controller knows, with their tokens: one ``squeue`` of the user's jobs."""
         found = [c for c in self._own([]) if c.comment.startswith(job_comment(run_id))]
         tokens = {c.leader_id: c.comment.removeprefix(COMMENT_PREFIX) for c in found}
         return {job_id: (tokens[job_id], job) for job_id, job in _by_job(found, sorted(tokens), {}).items()}
 
     def details(self, job_id: int) -> list[dict[str, str]]:
-        """All that ``scontrol show job`` says, one record a component; times are seconds since the epoch.
+        """Return the records of ``scontrol show job``, one per component; times are seconds since the epoch.
 
         Works without accounting, as long as the controller keeps the job (``MinJobAge`` after its end).
 
@@ -126,7 +127,7 @@ class SlurmQueries:
         return self.show("job", str(job_id))
 
     def nodes(self, names: Collection[str] | None = None) -> list[Node]:
-        """The nodes of these names; None: all nodes of the site.
+        """Return the nodes of these names; None: all nodes of the site.
 
         A name that Slurm does not know (any more) is left out.
         """
@@ -143,21 +144,21 @@ class SlurmQueries:
         return [parse.parse_node(record) for record in records if record.get("NodeName") in names]
 
     def show(self, kind: str, name: str | None = None) -> list[dict[str, str]]:
-        """Records of ``scontrol show KIND [NAME]`` as Slurm's keys and words."""
+        """Return the records of ``scontrol show KIND [NAME]`` with Slurm's keys and values."""
         name_argument = [] if name is None else [name]
         result = self._run(["scontrol", "--oneliner", "show", kind, *name_argument])
         return parse.parse_oneliner(result.stdout)
 
     def config(self) -> dict[str, str]:
-        """The controller's configuration (``scontrol show config``)."""
+        """Return the controller's configuration (``scontrol show config``)."""
         return parse.parse_config(self._run(["scontrol", "show", "config"]).stdout)
 
     def version(self, *, program: str = "sbatch") -> tuple[int, int]:
-        """Major version of Slurm here, for example (22, 5); a daemon's program tells it without a cluster, too."""
+        """Return the major version of Slurm here, for example (22, 5); a daemon's program works without a cluster."""
         return parse.parse_version(self._run([program, "-V"]).stdout)
 
     def answers(self) -> bool:
-        """Whether a controller answers now."""
+        """Return whether a controller answers now."""
         try:
             return " is UP" in self._run(["scontrol", "ping"]).stdout
         except (SlurmUnavailableError, SlurmRejectedError):
@@ -179,15 +180,15 @@ class SlurmQueries:
                     self._json_squeue = True
             return parse.parse_squeue_json(self._run([*argv, "--json"]).stdout)
         except NoSuchJobError:
-            return []  # what squeue says where the only job asked for is gone
+            return []  # squeue's answer where the only requested job is gone
 
     def _own(self, selection: Sequence[str]) -> list[HetComponent]:
-        """Jobs of the user that we are; what says that it is somebody else's is left out, whoever let it through."""
+        """Return the jobs of the current user; jobs of others in the answer are left out."""
         me = os.getuid()
         return [c for c in self._squeue(["--me", *selection]) if c.user_id is None or c.user_id == me]
 
     def _sacct(self, job_ids: Sequence[int]) -> list[HetComponent]:
-        """History; nothing where the cluster keeps none, or it cannot be read now."""
+        """Return ended jobs; none where the cluster keeps no history, or it cannot be read now."""
         if not self._accounting:
             return []
         argv = ["sacct", "--noheader", "--allocations", "--whole-hetjob=yes", "--parsable2"]
@@ -199,7 +200,7 @@ class SlurmQueries:
         except (NoAccountingError, SlurmMissingError):
             self._accounting = False
         except (SlurmUnavailableError, SlurmRejectedError):
-            pass  # the database is away: these jobs stay unknown, the others are known
+            pass  # the database does not answer: these jobs stay unknown, the others are known
         return []
 
     def _cluster_name(self) -> str:
@@ -210,7 +211,7 @@ class SlurmQueries:
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         result = self._run_command(argv, env=env, timeout_s=wait_s)
         if reading and result.exit_code == -signal.SIGTERM:
-            # Slurm ends a job by SIGTERM to all of its processes, also to the command by which we ask about that
+            # Slurm ends a job by SIGTERM to all of its processes, also to this query command
             result = self._run_command(argv, env=env, timeout_s=wait_s)
         if result.exit_code:
             raise classify(argv, result.exit_code, f"{result.stderr}\n{result.stdout}")
@@ -222,7 +223,7 @@ def _join(job_ids: Sequence[int]) -> str:
 
 
 def _by_job(found: Sequence[HetComponent], wanted: Sequence[int], expected: Mapping[int, int]) -> dict[int, Job]:
-    """Jobs of the wanted ids; where two sources know a component, the first one counts."""
+    """Return the jobs of the wanted ids; where two sources know a component, the first one counts."""
     groups: dict[int, dict[int, HetComponent]] = {job_id: {} for job_id in wanted}
     for component in found:
         if component.leader_id in groups:

@@ -11,8 +11,6 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import check_configuration
 from hpcrl.slurm.lookup import client_of
 
-__all__ = ["reach_slurm_of", "reachable_slurm"]
-
 
 def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
     """Return a client whose controller has just answered ``scontrol ping``, which answers at once.
@@ -35,14 +33,14 @@ def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
         conf = client.conf or os.environ.get("SLURM_CONF")
         raise UsageError(
             "Slurm's controller does not answer; nothing was changed\n"
-            "    hint: try again later; scontrol ping says whether it is up, and where it was looked for"
-            + (f"\n    hint: it was asked with SLURM_CONF={conf}: is that your cluster's?" if conf else "")
+            "    hint: try again later; scontrol ping shows the controller's host and state"
+            + (f"\n    hint: SLURM_CONF is {conf}: check that this file is of your cluster" if conf else "")
         )
     return client
 
 
 def reach_slurm_of(run: RunDir) -> None:
-    """See that the Slurm answers which alone can say what becomes of a run; nothing where it has no open job.
+    """Check that the Slurm answers which alone knows the state of a run; do nothing where it has no open job.
 
     Raises what `reachable_slurm` does.
     """

@@ -1,4 +1,4 @@
-"""What Slurm knows about jobs and nodes, as plain data, the same whichever command it came from."""
+"""Records of jobs and nodes as plain data, the same for every Slurm command that they come from."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.node_states import jobs_are_lost, jobs_can_run
 from hpcrl.slurm.states import JobState, fold_states
 
-__all__ = ["ExitStatus", "HetComponent", "Job", "Node", "StartEstimate", "Submitted"]
-
 
 class ExitStatus(msgspec.Struct, frozen=True):
-    """How a batch script ended: exit code and signal number, 0 where there was none."""
+    """Exit code and signal number of a batch script, 0 where there was none."""
 
     code: int
     signal: int
 
 
 class HetComponent(msgspec.Struct, frozen=True, kw_only=True):
-    """One component of a heterogeneous job, or a whole plain job.
+    """Component of a heterogeneous job, or a whole plain job.
 
     Attributes
     ----------
@@ -40,9 +38,9 @@ class HetComponent(msgspec.Struct, frozen=True, kw_only=True):
     time_limit_s:
         None where there is no limit.
     restarts:
-        Requeues so far; None where the source does not say (sacct).
+        Requeues so far; None where the source does not have them (sacct).
     user_id:
-        Whose job it is; None where the source does not say.
+        Owner of the job; None where the source does not have it.
     """
 
     job_id: int
@@ -65,7 +63,7 @@ class HetComponent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job with all components that Slurm told us of, in order."""
+    """Job with all components that Slurm reported, in order."""
 
     job_id: int
     state: JobState
@@ -80,17 +78,17 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def leader(self) -> HetComponent:
-        """The first component; the batch script runs there."""
+        """Return the first component, in which the batch script runs."""
         return self.components[0]
 
     @property
     def reason(self) -> str:
-        """Why it waits or ended, from the first component that has a reason."""
+        """Return why the job waits or ended, from the first component that has a reason."""
         return next((c.reason for c in self.components if c.reason), "")
 
     @property
     def nodes(self) -> list[str]:
-        """Names of all its nodes; none of a component whose list cannot be read."""
+        """Return the names of all its nodes; none of a component whose node list cannot be read."""
         names: list[str] = []
         for component in self.components:
             with contextlib.suppress(ValueError):
@@ -99,20 +97,20 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """One node of the cluster.
+    """Node of the cluster.
 
     Attributes
     ----------
     address:
-        What to connect to; the name itself on most sites.
+        Address to connect to; the name itself on most sites.
     states:
         Slurm's words, for example ``IDLE`` or ``DOWN`` and ``NOT_RESPONDING``.
     memory_mib:
         Configured memory.
     gres:
-        As configured, for example ``gpu:h200:8``.
+        Configured resources, for example ``gpu:h200:8``.
     daemon_since_s:
-        Start of its slurmd, in seconds since the epoch; None where Slurm does not say.
+        Start of its slurmd, in seconds since the epoch; None where Slurm does not report it.
     """
 
     name: str
@@ -127,26 +125,26 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def down(self) -> bool:
-        """Whether jobs on it are lost."""
+        """Return whether jobs on the node are lost."""
         return jobs_are_lost(self.states)
 
     @property
     def usable(self) -> bool:
-        """Whether jobs run on it, or could start there by and by."""
+        """Return whether jobs run on the node, or could start there later without an administrator."""
         return jobs_can_run(self.states)
 
 
 class StartEstimate(msgspec.Struct, frozen=True):
-    """What ``sbatch --test-only`` says: when (seconds since the epoch; None where it cannot be read) and its words."""
+    """Result of ``sbatch --test-only``: start in seconds since the epoch (None where unreadable), and its text."""
 
     start_time_s: float | None
     text: str
 
 
 class Submitted(msgspec.Struct, frozen=True):
-    """A job in the queue; ``recovered`` where it was there already, from a submission whose answer got lost."""
+    """Job in the queue; ``recovered`` where it existed already, from a submission whose answer was lost."""
 
     job_id: int
     recovered: bool
     cluster: str = ""
-    """The cluster that it went to, as ``sbatch`` names it where there are several."""
+    """Cluster of the job, as ``sbatch`` names it where there are several."""

@@ -20,18 +20,16 @@ from hpcrl.config.resources import template_dirs
 from hpcrl.errors import UsageError
 from hpcrl.slurm.directives import JobIdentity, component_options, directive, job_options, repeated_options
 
-__all__ = ["Script", "ScriptPart", "planned_parts", "render_jobs", "render_part", "render_script", "replica_part"]
-
-#: what of the submitter's environment a job keeps; patterns of the shell's `case`
+#: variables of the submitter's environment that a job keeps, as patterns of the shell's `case`
 _KEPT = ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "SLURM_*", "SLURMD_*")
 _SYSTEM_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 Command = Callable[[str], Sequence[str]]
-"""The command line of the batch process, by part of the run."""
+"""Returns the command line of the batch process for a part of the run."""
 
 
 class ScriptPart(NamedTuple):
-    """What one script is for: its name, the components whose nodes it brings, and which job of the last it is."""
+    """Part of a plan that one script submits: its name, the components, and the job of the last component."""
 
     name: str
     components: tuple[int, ...]
@@ -40,16 +38,16 @@ class ScriptPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """One job of a run.
+    """Script of one job of a run.
 
     Attributes
     ----------
     part:
         ``main``, or ``<role>-<replica>`` for the job of one replica (layout ``elastic``).
     component, job:
-        Which nodes it brings.
+        Component and job of its nodes.
     text:
-        The script.
+        Text of the script.
     """
 
     part: str
@@ -59,7 +57,7 @@ class Script:
 
     @property
     def file_name(self) -> str:
-        """``job.sbatch`` for the main job."""
+        """Return the file name, ``job.sbatch`` for the main job."""
         return "job.sbatch" if self.part == "main" else f"{self.part}.sbatch"
 
 
@@ -80,7 +78,7 @@ def render_jobs(
     Parameters
     ----------
     plan, cluster:
-        What the jobs are and where.
+        The jobs and where they run.
     run_id:
         Goes into the comment of each job, so that it can be found when the answer of a submit was lost.
     command:
@@ -94,7 +92,7 @@ def render_jobs(
     templates:
         A directory that is searched before all others.
     parts:
-        Which of the jobs; by default those that the plan has at its start.
+        Jobs to render; by default those that the plan has at its start.
 
     Raises
     ------
@@ -163,7 +161,7 @@ def render_script(
     kind:
         Name of the template.
     site:
-        For the environment of the job.
+        Profile that has the environment of the job.
     options:
         sbatch's options, by component.
     command:
@@ -171,7 +169,7 @@ def render_script(
     templates:
         A directory that is searched before all others.
     context:
-        What the template shows beside.
+        Further values of the template.
 
     Raises
     ------
@@ -194,7 +192,7 @@ def render_script(
 
 
 def planned_parts(plan: Plan) -> list[ScriptPart]:
-    """The jobs that a plan has at its start, the main one first."""
+    """Return the jobs that a plan has at its start, the main one first."""
     indices = tuple(range(len(plan.layout.components)))
     if plan.layout.kind != "elastic":
         return [ScriptPart("main", indices, 0)]
@@ -204,12 +202,12 @@ def planned_parts(plan: Plan) -> list[ScriptPart]:
 
 
 def replica_part(group: RoleGroup, replica: int) -> ScriptPart:
-    """The job of one replica in the layout ``elastic``; there may be more of them than the plan began with."""
+    """Return the job of one replica in the layout ``elastic``; there may be more of them than the plan began with."""
     return ScriptPart(f"{group.role.value}-{replica}", (group.component,), replica)
 
 
 def _shares(plan: Plan) -> list[str]:
-    """What each role has, for the head of the script."""
+    """Return a line for each role's share of nodes, for the head of the script."""
     shares = []
     for group in sorted(plan.groups, key=lambda group: (group.component, group.first_node, group.beside)):
         if group.beside:
@@ -218,6 +216,8 @@ def _shares(plan: Plan) -> list[str]:
             shares.append(f"{group.role.value} {group.replicas} x {group.share.text} of a node")
         else:
             shares.append(f"{group.role.value} {group.replicas} x {_count(group.nodes, 'node')}")
+    if plan.layout.spares:
+        shares.append(_count(plan.layout.spares, "spare node"))
     return shares
 
 
@@ -227,7 +227,7 @@ def _count(number: int, what: str) -> str:
 
 def _environment(templates: Path | None) -> jinja2.Environment:
     if templates is not None and not templates.is_dir():
-        raise UsageError(f"{templates} is no directory of templates")
+        raise UsageError(f"{templates} is not a directory of templates")
     directories = [*([templates] if templates is not None else []), *template_dirs()]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([str(directory) for directory in directories]),

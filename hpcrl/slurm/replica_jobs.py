@@ -1,10 +1,10 @@
-"""The jobs of single replicas (layout ``elastic``): submit one, see all, cancel.
+"""Jobs of single replicas (layout ``elastic``): submit one, list all, cancel.
 
-Which of them exist is Slurm's to say: each carries the run id, the number of the submission and its replica in its
-comment, so that no file can be wrong about it. Submitting a replica that has a living job changes nothing.
+Slurm is the only source about which of them exist: each has the run id, the number of the submission and its replica in
+its comment, so that no file can contradict it. Submitting a replica that has a job which has not ended changes nothing.
 
-These jobs are not handed over by submitit, as the main one is: their batch process (`hpcrl.supervisor.elastic.holder`)
-has no state to pickle, to save at a signal or to take up after a requeue, and the supervisor submits it from a node.
+These jobs are not submitted by submitit, as the main one is: their batch process (`hpcrl.supervisor.elastic.holder`)
+has no state to pickle, to save at a signal or to restore after a requeue, and the supervisor submits it from a node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan, RoleGroup
-from hpcrl.fs import atomic_write
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
@@ -24,14 +23,13 @@ from hpcrl.slurm.exclude import nodes_to_exclude
 from hpcrl.slurm.records import Job
 from hpcrl.slurm.render import replica_part
 from hpcrl.slurm.scripts import run_scripts, submission_id
-
-__all__ = ["LivingJob", "ReplicaJobs", "cancel_all", "cancel_replicas"]
+from hpcrl.storage.files import atomic_write
 
 _log = logging.getLogger(__name__)
 
 
 class LivingJob(NamedTuple):
-    """A job of the run that has not ended; ``part`` is ``main`` or ``<role>-<replica>``."""
+    """Job of the run that has not ended; ``part`` is ``main`` or ``<role>-<replica>``."""
 
     submission: str
     part: str
@@ -44,7 +42,7 @@ class ReplicaJobs:
     Parameters
     ----------
     number:
-        Of the submission, from 1.
+        Number of the submission, from 1.
     """
 
     def __init__(self, run: RunDir, *, plan: Plan, client: SlurmClient, number: int) -> None:
@@ -55,12 +53,12 @@ class ReplicaJobs:
         self.number = number
 
     def submit(self, group: RoleGroup, replica: int, *, after: int | None = None) -> int:
-        """Submit the job of a replica, or find the living one; returns its id (`hpcrl.slurm.errors.SlurmError`).
+        """Submit the job of a replica unless it has a job that has not ended; return the id of the job.
 
         Parameters
         ----------
         after:
-            The run's main job, where that has not begun yet: the replica must not take the nodes that it waits for.
+            Main job of the run, where that has not begun yet: the replica must not take the nodes that it waits for.
         """
         token = submission_id(self._run_id, self.number)
         (script,) = run_scripts(
@@ -80,7 +78,7 @@ class ReplicaJobs:
         return submitted.job_id
 
     def let_main_go_first(self, main: int) -> None:
-        """Let those that wait start only after the main job, which waits, too; Slurm lets them go by itself then.
+        """Make waiting replica jobs start only after the main job, which waits as well; Slurm releases them itself.
 
         Raises
         ------
@@ -92,7 +90,7 @@ class ReplicaJobs:
             self._client.start_after(waiting, main)
 
     def living(self) -> list[LivingJob]:
-        """All jobs of the run that have not ended, of all submissions, oldest first."""
+        """Return all jobs of the run that have not ended, of all submissions, oldest first."""
         return _living(self._client, self._run_id)
 
     def cancel(self, living: LivingJob) -> None:
@@ -100,17 +98,17 @@ class ReplicaJobs:
         self._client.cancel(living.job.job_id)
 
     def last_word(self, job_id: int) -> str:
-        """How Slurm calls the end of a job; empty where it does not say (any more)."""
+        """Return a sentence with Slurm's final state of a job; empty where Slurm does not know it (any more)."""
         job = self._client.jobs([job_id]).get(job_id)
         return f"Slurm says that job {job_id} is {job.state}" if job is not None and job.state.ended else ""
 
     def ours(self, living: LivingJob) -> bool:
-        """Whether a job is of this submission."""
+        """Return whether a job belongs to this submission."""
         return living.submission == submission_id(self._run_id, self.number)
 
 
 def cancel_all(client: SlurmClient, run_id: str, *, keep_main: bool = False) -> list[int]:
-    """Cancel all living jobs of a run, of all its submissions, but for the main one with ``keep_main``.
+    """Cancel all jobs of a run that have not ended, of all its submissions, except the main one with ``keep_main``.
 
     Returns
     -------
@@ -120,7 +118,7 @@ def cancel_all(client: SlurmClient, run_id: str, *, keep_main: bool = False) -> 
     Raises
     ------
     SlurmError
-        Slurm does not say which jobs there are, or one could not be cancelled; those after it were not tried.
+        Slurm does not list the jobs, or one could not be cancelled; those after it were not tried.
     """
     found = [living for living in _living(client, run_id) if not (keep_main and living.part == "main")]
     for living in found:
@@ -129,8 +127,7 @@ def cancel_all(client: SlurmClient, run_id: str, *, keep_main: bool = False) -> 
 
 
 def cancel_replicas(client: SlurmClient, run_id: str) -> None:
-    """At the end of a run: free the nodes of its replicas at once. Where Slurm is away, their holders end by
-    themselves."""
+    """Free the nodes of a run's replicas at its end. Where Slurm does not answer, their holders end by themselves."""
     try:
         cancel_all(client, run_id, keep_main=True)
     except SlurmError as error:

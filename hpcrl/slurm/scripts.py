@@ -1,6 +1,6 @@
-"""The scripts of a run, as a submit sends them: what `hpcrl render` shows, and what a resume and elastic replicas use.
+"""Scripts of a run, for `hpcrl render`, a submit, a resume and elastic replicas.
 
-One function makes them all, so that nobody looks at another script than Slurm gets.
+One function makes them all, so that the rendered script is the one that Slurm gets.
 """
 
 from __future__ import annotations
@@ -12,25 +12,23 @@ from pathlib import Path
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.mounts import check_working_directory
 from hpcrl.config.plan import Plan
-from hpcrl.interpreter import module_command
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.interpreter import module_command
 from hpcrl.slurm.render import Script, ScriptPart, planned_parts, render_jobs, render_part
-
-__all__ = ["JOB_FOLDER", "STAND_IN_ID", "batch_process", "in_job_script", "run_scripts", "submission_id"]
 
 JOB_FOLDER = "submitit"
 """Logs of batch processes, and submitit's pickles."""
 STAND_IN_ID = "0" * 32
-"""In scripts that are only looked at; a run id is random."""
+"""Run id in scripts that are only shown; a real run id is random."""
 
 
 def batch_process(folder: Path | str) -> list[str]:
-    """What runs the supervisor that submitit has pickled into ``folder``."""
+    """Return the command that runs the supervisor which submitit has pickled into ``folder``."""
     return module_command(sys.executable, "hpcrl.slurm.batch", str(folder), unbuffered=True)
 
 
 def submission_id(run_id: str, number: int) -> str:
-    """The run id, with a number from the second submission on: an ended job of the first must not be found."""
+    """Return the run id, with a number from the second submission on, so that ended jobs of the first are not found."""
     return run_id if number == 1 else f"{run_id}-{number}"
 
 
@@ -45,18 +43,18 @@ def run_scripts(
     templates: Path | None = None,
     parts: Sequence[ScriptPart] | None = None,
 ) -> list[Script]:
-    """The scripts of one submission of a run, called from the working directory that its roles will have.
+    """Return the scripts of one submission of a run; called from the working directory that its roles will have.
 
     Parameters
     ----------
     plan, cluster:
-        What the jobs are and where.
+        The jobs and where they run.
     run_id, number:
-        Of the run, and of the submission, from 1.
+        Id of the run, and number of the submission, from 1.
     run_dir:
-        Where the run is now; where the plan has it by default.
+        Present directory of the run; that of the plan by default.
     exclude, templates, parts:
-        See `hpcrl.slurm.render.render_jobs`, as are the errors.
+        See `hpcrl.slurm.render.render_jobs`, also for the errors.
     """
     check_working_directory(plan.container, Path.cwd())
     run_dir = plan.run_dir if run_dir is None else run_dir
@@ -85,9 +83,9 @@ def run_scripts(
 
 
 def in_job_script(plan: Plan, cluster: SlurmCluster, *, run_id: str, run_dir: Path) -> str:
-    """What starts the supervisor inside of an allocation that is there: the environment of a job, nothing for sbatch.
+    """Return the script that starts the supervisor inside an existing allocation: a job's environment without options.
 
-    It keeps submitit's variables, by which the process finds what was handed over to it.
+    It keeps submitit's variables, by which the process finds its pickled arguments.
     """
     check_working_directory(plan.container, Path.cwd())
     site = cluster.model_copy(
@@ -100,5 +98,5 @@ def in_job_script(plan: Plan, cluster: SlurmCluster, *, run_id: str, run_dir: Pa
 
 
 def _with_variables(variables: dict[str, str], command: Sequence[str]) -> list[str]:
-    """A command with variables set for it alone, as the script's last line: ``env`` becomes the command."""
+    """Return a command with variables set for it alone, as the script's last line: ``env`` becomes the command."""
     return ["env", *(f"{name}={value}" for name, value in variables.items()), *command]

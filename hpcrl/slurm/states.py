@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-__all__ = ["JobState", "fold_states", "parse_state"]
-
 
 class JobState(StrEnum):
     """State of a job, by Slurm's names; `UNKNOWN` where Slurm did not say. Missing never means completed."""
@@ -37,17 +35,17 @@ class JobState(StrEnum):
 
     @property
     def waiting(self) -> bool:
-        """Whether a job is in the queue without nodes."""
+        """Return whether a job is in the queue without nodes."""
         return self in _WAITING
 
     @property
     def holding(self) -> bool:
-        """Whether a job has nodes."""
+        """Return whether a job has nodes."""
         return self in _HOLDING
 
     @property
     def ended(self) -> bool:
-        """Slurm said that it is over. Not the opposite of alive: an unknown job is neither."""
+        """Return whether Slurm reported that it is over. An unknown job is neither over nor alive."""
         return self in _ENDED
 
 
@@ -80,7 +78,7 @@ _FLAGS = (
     JobState.CONFIGURING,
     JobState.STOPPED,
 )
-"""What wins where several are given together: a job that is ``COMPLETED,COMPLETING`` still holds its nodes."""
+"""States that take precedence over others given with them: a ``COMPLETED,COMPLETING`` job still holds its nodes."""
 
 _LIVE_ORDER = (
     JobState.RUNNING,
@@ -105,13 +103,13 @@ _CAUSE_ORDER = (
     JobState.CANCELLED,
     JobState.COMPLETED,
 )
-"""Of the ends of components, the one nearest to the cause: what the machine did before what programs then did."""
+"""Ends of components ordered by closeness to the cause: failures of the machine before those of programs."""
 
 
 def parse_state(words: str | Iterable[object] | None) -> JobState:
-    """A state from one word, words with ``,`` or ``+`` between them, or a list (JSON since 23.11).
+    """Return a state from one word, words with ``,`` or ``+`` between them, or a list (JSON since 23.11).
 
-    ``CANCELLED by 1000`` (sacct) is CANCELLED. What is not known here is UNKNOWN.
+    ``CANCELLED by 1000`` (sacct) is CANCELLED. An unrecognized word is UNKNOWN.
     """
     if words is None:
         return JobState.UNKNOWN
@@ -125,7 +123,7 @@ def parse_state(words: str | Iterable[object] | None) -> JobState:
     known = [state for state in states if state is not JobState.UNKNOWN]
     if alive := [state for state in known if not state.ended]:
         return alive[0]  # COMPLETED,SIGNALING is not over
-    # COMPLETED,LAUNCH_FAILED is no success
+    # COMPLETED,LAUNCH_FAILED is not a success
     return next((state for state in _CAUSE_ORDER if state in known), JobState.UNKNOWN)
 
 
@@ -137,10 +135,10 @@ def _parse_word(word: str) -> JobState:
 
 
 def fold_states(states: Sequence[JobState], *, expected: int | None = None) -> JobState:
-    """One state of a job from the states of its components.
+    """Return the state of a job from the states of its components.
 
-    A component that is alive makes the job alive. An end is only said when all components have ended; then it is
-    the one nearest to the cause. With ``expected`` components, fewer than that are no end either.
+    A component that is alive makes the job alive. A job has ended only when all components have ended; its state is
+    then the one nearest to the cause. Where ``expected`` is given, fewer components than that are not an end either.
     """
     for state in _LIVE_ORDER:
         if state in states:

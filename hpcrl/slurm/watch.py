@@ -12,28 +12,25 @@ from hpcrl.slurm.errors import SlurmUnavailableError
 from hpcrl.slurm.records import Job
 from hpcrl.slurm.states import JobState
 
-__all__ = ["JobView", "JobWatcher"]
-
-
 _REQUEUED_ENDS = frozenset({JobState.NODE_FAIL, JobState.PREEMPTED, JobState.BOOT_FAIL})
-"""Ends after which Slurm may start the job again by itself: true only as long as it still says so."""
+"""Ends after which Slurm may start the job again by itself: such an end holds only as long as Slurm reports it."""
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """A job as far as it is known.
+    """Known state of a job.
 
     Attributes
     ----------
     state:
-        State now; UNKNOWN where Slurm did not answer the last time, or did not know the job.
+        Present state; UNKNOWN where Slurm did not answer the last time, or did not know the job.
     last:
-        What was last known; None where nothing ever was.
+        Last known job; None where it was never known.
     age_s:
-        Seconds since that was true.
+        Age of ``last`` in seconds.
     warning:
-        Why ``state`` is unknown; empty where it is known.
+        Reason why ``state`` is unknown; empty where it is known.
     answered:
-        Slurm answered the last time; where ``state`` is unknown all the same, it does not know the job.
+        Slurm answered the last time; where ``state`` is unknown nevertheless, it does not know the job.
     """
 
     state: JobState
@@ -44,15 +41,15 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 class JobWatcher:
-    """Polls many jobs by one query an interval, and never takes silence for an end.
+    """Polls many jobs by one query per interval, and never treats a missing answer as an end.
 
     Parameters
     ----------
     interval_s:
-        Least time between the end of a query, whether it was answered or not, and the next one, whoever asks: load on
-        the controller is bounded.
+        Minimum seconds between the end of a query, answered or not, and the next one of any caller, which bounds the
+        load on the controller.
     waiting_interval_s:
-        The same while every job that is asked about waits in the queue: nothing is missed by asking more seldom.
+        The same while all of these jobs wait in the queue, where fewer queries suffice.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class JobWatcher:
         self._away = ""
 
     def poll(self, job_ids: Iterable[int], *, expected: Mapping[int, int] | None = None) -> dict[int, JobView]:
-        """A view of each job. Asks Slurm where the last answer is older than the interval, or a job is new."""
+        """Return a view of each job; ask Slurm where the last answer is older than the interval, or a job is new."""
         wanted = frozenset(job_ids)
         since_s = None if self._asked_at is None else self._clock() - self._asked_at
         if since_s is None or since_s >= self._pause_s(wanted) or not wanted <= self._asked:
@@ -83,7 +80,7 @@ class JobWatcher:
         return {job_id: self._view(job_id, now) for job_id in sorted(wanted)}
 
     def ask_soon(self) -> None:
-        """Let the next `poll` ask: somebody has just changed a job."""
+        """Let the next `poll` ask Slurm, because a job was just changed."""
         self._asked_at = None
 
     def _pause_s(self, wanted: frozenset[int]) -> float:
@@ -100,7 +97,7 @@ class JobWatcher:
             self._away = str(error).partition("\n")[0]  # without the hint
             return
         finally:
-            # a question may take as long as a silent controller lets us wait
+            # measured after the query, which may take as long as its timeout
             self._asked_at = now = self._clock()
         self._away, self._answered_at = "", now
         self._known |= {job_id: (job, now) for job_id, job in jobs.items()}
@@ -108,7 +105,7 @@ class JobWatcher:
     def _view(self, job_id: int, now: float) -> JobView:
         last, known_at = self._known.get(job_id, (None, now))
         if last is not None and last.state.ended and last.state not in _REQUEUED_ENDS:
-            return JobView(last.state, last, now - known_at, "")  # an end that Slurm has said stays true
+            return JobView(last.state, last, now - known_at, "")  # a reported end stays valid
         if self._away:
             silent = "yet" if self._answered_at is None else f"for {now - self._answered_at:.0f} s"
             return JobView(

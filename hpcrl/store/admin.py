@@ -8,11 +8,9 @@ import urllib.request
 
 import msgspec
 
-from hpcrl.decoding import decode_json
 from hpcrl.errors import HpcrlError
-from hpcrl.http_body import read_body
-
-__all__ = ["PoolSegment", "PoolStatus", "StoreAdmin"]
+from hpcrl.network.http_body import read_body
+from hpcrl.storage.msgspec_types import decode_json
 
 _MAX_BYTES = 64 << 20
 """Maximum size of an answer of the master."""
@@ -81,18 +79,18 @@ class StoreAdmin:
 
     def __init__(self, url: str, *, timeout_s: float = 5.0) -> None:
         self.url, self._timeout_s = url, timeout_s
-        # proxies are for the world outside
+        # proxies are for external addresses
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def healthy(self) -> bool:
-        """Whether the master serves. A client's own health check says yes for ever: it is of no use."""
+        """Return whether the master serves. A client's own health check always succeeds and cannot be used."""
         try:
             return bool(decode_json(self._get("/health")).get("service_ready"))
         except (HpcrlError, msgspec.DecodeError, AttributeError):
             return False
 
     def status(self) -> PoolStatus:
-        """Segments, keys and metrics.
+        """Return the segments, keys and metrics.
 
         Raises
         ------

@@ -13,17 +13,15 @@ from hpcrl.errors import HpcrlError
 from hpcrl.mooncake import load_client
 from hpcrl.store.endpoints import StoreEndpoints
 
-__all__ = ["CANARY_SEGMENT_BYTES", "CanaryResult", "run_canary"]
-
 CANARY_SEGMENT_BYTES = 16 << 20
-"""What a canary gives to the pool for as long as it sings; no engine gives so little."""
+"""Bytes that a canary gives to the pool while it runs; engines give more."""
 _BUFFER_BYTES = 16 << 20
 _PAYLOAD_BYTES = 1 << 20
 _RETRY_S = 0.5
 
 
 class CanaryResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one node fared.
+    """Result of one node.
 
     Attributes
     ----------
@@ -77,7 +75,7 @@ def run_canary(
             put_s = time.monotonic() - started
             if code == 0:
                 break
-            # a master that was just restarted takes a moment until segments are back
+            # after a restart of the master segments need a moment to register again
             if time.monotonic() > deadline:
                 raise HpcrlError(f"{where}: put failed with code {code} for {timeout_s:g} s")
             time.sleep(_RETRY_S)

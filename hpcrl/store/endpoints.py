@@ -1,4 +1,4 @@
-"""Where the master of a run's pool is, and what engines are told about it."""
+"""Address of the master of a run's pool, and the settings of engines for it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError
-from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["StoreEndpoints", "engine_settings"]
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 
 class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,11 +18,11 @@ class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     host:
-        Where all three listen.
+        Host on which all three listen.
     rpc_port, metadata_port, admin_port:
         For clients; for the metadata of transfers; health, metrics and lists over HTTP.
     etcd, cluster:
-        Where the master is elected, endpoints separated by semicolons, and under which name; empty without etcd.
+        Endpoints at which the master is elected, separated by semicolons, and its name there; empty without etcd.
     """
 
     host: str
@@ -36,27 +34,27 @@ class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def master(self) -> str:
-        """What clients are told: ``host:port``, or where they ask for it."""
+        """Return the master's address for clients: ``host:port``, or the place where clients look it up."""
         return f"etcd://{self.etcd}" if self.etcd else f"{self.host}:{self.rpc_port}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """What clients read from their environment."""
+        """Return the variables that clients read from their environment."""
         return {"MC_STORE_CLUSTER_ID": self.cluster} if self.cluster else {}
 
     @property
     def metadata(self) -> str:
-        """URL of the metadata server."""
+        """Return the URL of the metadata server."""
         return f"http://{self.host}:{self.metadata_port}/metadata"
 
     @property
     def admin(self) -> str:
-        """Base URL of health, metrics and lists."""
+        """Return the base URL of health, metrics and lists."""
         return f"http://{self.host}:{self.admin_port}"
 
     @staticmethod
     def path(run: RunDir, attempt: int) -> Path:
-        """Where the endpoints of an attempt stand."""
+        """Return the path of the endpoints of an attempt."""
         return run.attempt_dir(attempt) / "store.json"
 
     def write(self, run: RunDir, attempt: int) -> None:
@@ -65,7 +63,7 @@ class StoreEndpoints(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> StoreEndpoints:
-        """Endpoints of an attempt.
+        """Read the endpoints of an attempt.
 
         Raises
         ------
@@ -92,18 +90,18 @@ def engine_settings(
     local_buffer_bytes: int,
     disk: bool,
 ) -> dict[str, object]:
-    """What ``MOONCAKE_CONFIG_PATH`` of an engine names: one rank's share of the pool.
+    """Return the settings for ``MOONCAKE_CONFIG_PATH`` of an engine: one rank's share of the pool.
 
     Parameters
     ----------
     run_id:
-        Keys are kept apart by it (``tenant_id``), also where two runs should ever meet one master.
+        Separates keys (``tenant_id``), also where two runs use the same master.
     protocol, devices:
         ``rdma`` with adapters by name, or ``tcp``.
     segment_bytes, local_buffer_bytes:
-        Of this rank.
+        Sizes of this rank, in bytes.
     disk:
-        Whether blocks move on to disk when memory is full.
+        Whether blocks move to disk when memory is full.
     """
     return {
         "metadata_server": endpoints.metadata,

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import HpcrlError
-from hpcrl.fs import write_json
-from hpcrl.interfaces import address_towards
+from hpcrl.network.interfaces import address_towards
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import RoleContext, run_role
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.files import write_json
 from hpcrl.store.canary import CanaryResult, run_canary
 from hpcrl.store.endpoints import StoreEndpoints, engine_settings
-
-__all__ = ["config_path"]
 
 _CANARY_S = 60.0
 _SLACK_S = 30.0
@@ -34,17 +32,19 @@ _SLACK_S = 30.0
 
 
 def config_path(run: RunDir, attempt: int, role: str, replica: int, node: int) -> Path:
-    """What ``MOONCAKE_CONFIG_PATH`` of the engines on one node of a replica is."""
+    """Return the path for ``MOONCAKE_CONFIG_PATH`` of the engines on one node of a replica."""
     return run.attempt_dir(attempt) / "store" / f"{role}-{replica}-{node}.json"
 
 
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcrl.store.join")
     parser.add_argument("--protocol", choices=("rdma", "tcp"), required=True)
-    parser.add_argument("--host", default="", help="address of this node, where the plan knows it")
+    parser.add_argument("--host", default="", help="address of this node, if the plan knows it")
     parser.add_argument("--devices", default="", help="adapters by name, separated by commas")
     parser.add_argument("--segment-bytes", type=int, required=True, help="memory that each rank gives to the pool")
-    parser.add_argument("--local-buffer-bytes", type=int, required=True, help="of each rank")
+    parser.add_argument(
+        "--local-buffer-bytes", type=int, required=True, help="size of the transfer buffer of each rank"
+    )
     parser.add_argument("--node", type=int, default=0, help="index of this node in the replica")
     parser.add_argument("--disk", action="store_true")
     parser.add_argument("command", nargs="+")
@@ -75,7 +75,7 @@ def main(context: RoleContext) -> None:
     )
     write_json(path, value)
     os.environ |= {"MOONCAKE_CONFIG_PATH": str(path), **endpoints.variables}
-    # by default vLLM takes the address of the default route, which need not be the network of the others
+    # by default vLLM uses the address of the default route, which may be another network than that of the other nodes
     os.environ.setdefault("VLLM_HOST_IP", result.host)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,9 +83,9 @@ def main(context: RoleContext) -> None:
 
 
 def _own_address(given: str, endpoints: StoreEndpoints) -> str:
-    """What the others connect to: the address that Slurm has of this node, else the one on the way to the master.
+    """Return the address for other nodes: Slurm's address of this node, else the one on the route to the master.
 
-    A name will not do: mooncake and vLLM want addresses, and nodes often know their own name as 127.0.1.1.
+    A name is not sufficient: mooncake and vLLM need addresses, and nodes often resolve their own name to 127.0.1.1.
     """
     try:
         return str(ipaddress.ip_address(given))
@@ -96,7 +96,7 @@ def _own_address(given: str, endpoints: StoreEndpoints) -> str:
 def _canary_apart(
     endpoints: StoreEndpoints, *, host: str, run_id: str, protocol: str, devices: tuple[str, ...]
 ) -> CanaryResult:
-    """The canary in a process of its own: its calls cannot be interrupted, and its threads must not be ours.
+    """Run the canary in its own process, because its calls cannot be interrupted and its threads must not stay.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""``python -m hpcrl.store.master``: the role ``store``. Runs Mooncake's master beside the metadata server of the pool,
-and says what happens to it.
+"""``python -m hpcrl.store.master``: the role ``store``. Runs Mooncake's master and the metadata server of the pool, and
+reports events of the master.
 
-When the master dies, engines go on without the pool: a request then computes its prompt anew, after a few seconds
-of waiting. We end with it, and the supervisor starts us again on the same ports; segments then register again by
-themselves. What was in the pool is lost, which costs time and nothing else.
+When the master dies, engines continue without the pool: a request then computes its prompt anew, after a few seconds of
+waiting. This process ends with it, and the supervisor starts it again on the same ports; segments then register again
+by themselves. The contents of the pool are lost, which costs only time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from hpcrl.store.canary import CANARY_SEGMENT_BYTES
 from hpcrl.store.endpoints import StoreEndpoints
 from hpcrl.store.metadata import MetadataServer
 
-__all__ = ["master_command"]
-
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _LOOK_S = 2.0
@@ -39,7 +37,7 @@ _STOP_S = 5.0
 
 
 def master_command(program: str, endpoints: StoreEndpoints, settings: argparse.Namespace) -> list[str]:
-    """Command line of Mooncake's master."""
+    """Return the command line of Mooncake's master."""
     flags = {
         "rpc_port": endpoints.rpc_port,
         "rpc_address": endpoints.host,
@@ -61,18 +59,22 @@ def master_command(program: str, endpoints: StoreEndpoints, settings: argparse.N
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcrl.store.master")
     parser.add_argument("--host", required=True)
-    parser.add_argument("--port", type=int, required=True, help="for clients; the two above it are ours, too")
+    parser.add_argument(
+        "--port", type=int, required=True, help="port for clients; the master also uses the two ports above it"
+    )
     parser.add_argument("--client-ttl-s", type=float, required=True)
     parser.add_argument("--lease-ttl-s", type=float, required=True)
     parser.add_argument("--eviction-high-watermark", type=float, required=True)
     parser.add_argument("--eviction-ratio", type=float, required=True)
     parser.add_argument("--disk", action="store_true")
-    parser.add_argument("--etcd", default="", help="endpoints of etcd, separated by semicolons: it is elected there")
+    parser.add_argument(
+        "--etcd", default="", help="endpoints of etcd, separated by semicolons: the master is elected there"
+    )
     return parser.parse_args(argv)
 
 
 def _endpoints(context: RoleContext, settings: argparse.Namespace) -> StoreEndpoints:
-    """The same for each start in an attempt: engines know them."""
+    """Return the endpoints, equal for each start in an attempt, because engines know them."""
     port = settings.port
     endpoints = StoreEndpoints(
         host=settings.host,
@@ -100,13 +102,13 @@ class _Watch:
         for name in sorted(now - self._segments):
             self._events.emit("store.segment_joined", segment=name, segments=len(now))
         for name in sorted(self._segments - now):
-            # its node, or its engine, went away: blocks that were only there are computed anew
+            # its node or engine is gone: blocks that were only there are computed again
             self._events.emit("store.segment_lost", segment=name, segments=len(now))
         self._segments = now
 
 
 def main(context: RoleContext) -> None:
-    """Run the master until it ends or we are told to stop."""
+    """Run the master until it ends or a signal asks to stop."""
     settings = _parse()
     endpoints, events = _endpoints(context, settings), context.events()
     command = master_command(program_of_master(), endpoints, settings)
@@ -130,7 +132,7 @@ def main(context: RoleContext) -> None:
         _end(process)
         metadata.close()
     if not stopping:
-        raise HpcrlError(f"mooncake_master ended with exit code {process.returncode}; its words are in this log")
+        raise HpcrlError(f"mooncake_master ended with exit code {process.returncode}; its output is in this log")
 
 
 def _wait_ready(process: subprocess.Popen[bytes], admin: StoreAdmin) -> None:
@@ -153,7 +155,7 @@ def _follow(process: subprocess.Popen[bytes], admin: StoreAdmin, watch: _Watch, 
             silent_s = time.monotonic() - answered
             _log.warning("%s (for %.0f s)", error, silent_s)
             if silent_s > _SILENT_S and process.poll() is None:
-                raise DeadlineError(f"mooncake_master lives, but has not answered for {silent_s:.0f} s") from error
+                raise DeadlineError(f"mooncake_master runs, but has not answered for {silent_s:.0f} s") from error
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LOOK_S)
 

@@ -1,11 +1,11 @@
-"""The metadata server of the KV pool: where Mooncake's clients tell each other how memory of theirs is reached.
+"""Metadata server of the KV pool, through which Mooncake's clients exchange the addresses of their memory.
 
-Mooncake's master has one of its own, which listens on all addresses of the node whatever it is told
+Mooncake's master has one of its own, which listens on all addresses of the node whatever its setting is
 (``--http_metadata_server_host`` of 0.3.13). This one speaks the same three calls, ``GET``, ``PUT`` and ``DELETE`` of
 ``/metadata?key=…``, and listens on the address of the run. Like that one it forgets all when it ends.
 
-Mooncake's clients send no token, so everybody who reaches the address is answered. That is why everything that one
-caller can take is bounded: memory, connections, time.
+Mooncake's clients send no token, so every caller that reaches the address is answered. Therefore all resources of one
+caller are bounded: memory, connections, time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
-from hpcrl.daemon_threads import run_process
-from hpcrl.pending_connections import PendingConnections
-from hpcrl.serving import listen, make_runner, stop_serving
+from hpcrl.network.connection_limits import PendingConnections
+from hpcrl.network.http_server import listen, make_runner, stop_serving
+from hpcrl.processes.daemon_threads import run_process
 
 if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.typedefs import Handler
-
-__all__ = ["MetadataServer"]
 
 _MAX_VALUE_BYTES = 16 << 20
 """Maximum size of one value in bytes: a segment's description with all of its buffers is some KiB."""
@@ -39,12 +37,12 @@ _START_S = 30.0
 
 
 class MetadataServer:
-    """Serves in a thread until it is closed.
+    """Server that runs in a thread until it is closed.
 
     Parameters
     ----------
     host, port:
-        Where it listens, and nowhere else.
+        The only address on which it listens.
 
     Raises
     ------
@@ -68,7 +66,7 @@ class MetadataServer:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
+        """Return the port on which it listens."""
         return self._server.server_address[1]
 
     def close(self) -> None:
@@ -98,7 +96,7 @@ class MetadataServer:
 
 
 class _Server:
-    """What the clients of one pool know of each other."""
+    """Directory of the clients of one pool."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -153,7 +151,7 @@ class _Server:
         total = self._bytes + len(key) + len(value) - self._size(key)
         if total > _MAX_TOTAL_BYTES:
             return _answer(507, b"the metadata of the pool is full")
-        # a client that was started again on the same address describes itself anew
+        # a client that was restarted on the same address registers itself again
         self.values[key], self._bytes = value, total
         return _answer(200, b"metadata updated")
 

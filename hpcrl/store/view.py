@@ -9,15 +9,13 @@ from rich.text import Text
 from hpcrl.store.admin import PoolStatus
 from hpcrl.store.endpoints import StoreEndpoints
 
-__all__ = ["CANARY_SCHEMA", "STORE_SCHEMA", "pool_view"]
-
 STORE_SCHEMA = "hpcrl.store/1"
 CANARY_SCHEMA = "hpcrl.store.canary/1"
 _GIB = 1 << 30
 
 
 def pool_view(endpoints: StoreEndpoints, pool: PoolStatus) -> RenderableType:
-    """Head and a line a segment."""
+    """Return a heading and a line for each segment."""
     used, capacity = pool.used_bytes / _GIB, pool.capacity_bytes / _GIB
     share = f" ({pool.used_bytes / pool.capacity_bytes:.0%})" if pool.capacity_bytes else ""
     head = Text.assemble(

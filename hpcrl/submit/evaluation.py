@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config.environments import trained_on
 from hpcrl.config.load import load_recipe
@@ -15,14 +16,12 @@ from hpcrl.config.resources import find_recipe
 from hpcrl.errors import ConfigError
 from hpcrl.jobplan import default_run_name
 
-__all__ = ["EvaluationRequest", "evaluation_name", "evaluation_settings", "is_model", "is_recipe"]
-
 _SET = "eval"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What is to be evaluated of a recipe; None: what the recipe says.
+    """Selection of an evaluation of a recipe; None: the value of the recipe.
 
     Attributes
     ----------
@@ -63,25 +62,29 @@ def evaluation_settings(recipe: str, overrides: Sequence[str], request: Evaluati
         The recipe cannot be read.
     """
     value = load_recipe(recipe, overrides).value
-    chosen = len(request.environments or trained_on(value.environments))
-    own = value.evaluation.sampling.temperature
-    usual = own if own > 0 or request.samples == 1 else value.rollouts.sampling.temperature
-    config = {
-        "name": _SET,
-        "environments": list(request.environments) or None,
-        "prompts": max(value.evaluation.prompts, chosen) if request.prompts is None else request.prompts,
-        "samples": request.samples,
-        "sampling": {"temperature": usual if request.temperature is None else request.temperature},
-        "pass_reward": request.pass_reward,
-    }
-    settings = ["job.payload=evaluation", f"evaluation.sets={json.dumps([config])}"]
+    settings = ["job.payload=evaluation", f"evaluation.sets={json.dumps([evaluation_set(value, request)])}"]
     if request.seed is not None:
         settings.append(f"seed={request.seed}")
     return settings + _own_nodes(value)
 
 
+def evaluation_set(recipe: Recipe, request: EvaluationRequest) -> dict[str, Any]:
+    """Return the set of held-out prompts that a request is for, as a recipe has it."""
+    chosen = len(request.environments or trained_on(recipe.environments))
+    own = recipe.evaluation.sampling.temperature
+    usual = own if own > 0 or request.samples == 1 else recipe.rollouts.sampling.temperature
+    return {
+        "name": _SET,
+        "environments": list(request.environments) or None,
+        "prompts": max(recipe.evaluation.prompts, chosen) if request.prompts is None else request.prompts,
+        "samples": request.samples,
+        "sampling": {"temperature": usual if request.temperature is None else request.temperature},
+        "pass_reward": request.pass_reward,
+    }
+
+
 def _own_nodes(recipe: Recipe) -> list[str]:
-    """There is no trainer whose nodes engines could share, and no engine that comes later."""
+    """Return settings against shared nodes and later engines, because an evaluation has no trainer."""
     found = [] if recipe.engine.placement == "apart" else ["engine.placement=apart"]
     if recipe.job.layout == "elastic":
         found += ["job.layout=auto", "job.min_replicas=1"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.errors import MissingExtraError
 from hpcrl.installing import extra_of
-from hpcrl.runs.job_facts import use_source
+from hpcrl.runs.job_facts import set_job_query
 from hpcrl.runs.locate import locate_run
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import RunView, observe
@@ -23,8 +23,6 @@ from hpcrl.submit.submission import cancel as cancel_run
 if TYPE_CHECKING:
     from hpcrl.runs.views.rollouts import RolloutItem
 
-__all__ = ["Run"]
-
 
 class Run:
     """A run, by its name, id, job number or directory.
@@ -32,18 +30,18 @@ class Run:
     Parameters
     ----------
     run:
-        Which one; None: the newest.
+        Reference of the run; None: the newest.
     root:
         Only this directory of runs. By default all that are known are searched.
 
     Raises
     ------
     RunDirError
-        There is no such run, or there are several.
+        No run, or more than one, matches.
     """
 
     def __init__(self, run: str | Path | None = None, *, root: str | Path | None = None) -> None:
-        use_source(look_up)
+        set_job_query(look_up)
         self.directory: RunDir = locate_run(None if run is None else str(run), None if root is None else str(root))
 
     def __repr__(self) -> str:
@@ -51,12 +49,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run."""
+        """Return the name of the run."""
         return self.directory.name
 
     @property
     def path(self) -> Path:
-        """The run directory."""
+        """Return the run directory."""
         return self.directory.path
 
     def status(self) -> RunView:
@@ -85,7 +83,7 @@ class Run:
         Raises
         ------
         UsageError
-            There is no such role or attempt, or ``grep`` or ``since`` cannot be read.
+            The role or attempt does not exist, or ``grep`` or ``since`` cannot be read.
         """
         wanted = LogFilter.make(self.directory, role=role, replica=replica, attempt=attempt, grep=grep, since=since)
         return iterate_logs(self.directory, wanted, lines=lines)
@@ -107,7 +105,7 @@ class Run:
         Raises
         ------
         UsageError
-            The run has no ledger yet, or there is no such state or environment.
+            The run has no ledger yet, or the state or environment does not exist.
         MissingExtraError
             numpy is not installed.
         """

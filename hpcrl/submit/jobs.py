@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.errors import HpcrlError, RunDirError
-from hpcrl.fs import atomic_write
-from hpcrl.passing import patiently
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.copies import original_of
 from hpcrl.runs.elastic import wanted_replicas
@@ -17,6 +16,7 @@ from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission, this_process
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import ProcessId, RunStatus
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.errors import NoSuchJobError, SlurmRejectedError
@@ -28,36 +28,30 @@ from hpcrl.slurm.render import Script, planned_parts
 from hpcrl.slurm.replica_jobs import ReplicaJobs, cancel_all
 from hpcrl.slurm.scripts import JOB_FOLDER, run_scripts, submission_id
 from hpcrl.slurm.states import parse_state
+from hpcrl.storage.files import atomic_write
+from hpcrl.storage.retry import retry_transient
 from hpcrl.submit.slurm_executor import SlurmExecutor
 from hpcrl.supervisor.job import Supervise
-from hpcrl.supervisor.policy.attempts import with_measured_lead
-
-__all__ = [
-    "cancel_jobs",
-    "cancel_replica_jobs",
-    "find_unrecorded",
-    "hidden_job",
-    "signal_job",
-    "submit_jobs",
-    "write_submission",
-]
+from hpcrl.supervisor.process.sweep import find_leftovers
+from hpcrl.supervisor.recovery.attempts import with_measured_lead
 
 _CANCEL_POLL_S = 0.5
 _RECORD_S = 5.0
-"""How long a filesystem that refuses the record is asked again."""
+"""Maximum seconds of retries of a filesystem that refuses the record."""
 _KILL_DEADLINE_S = 60.0
 
 
-def submit_jobs(contents: RunContents) -> Submission:
+def submit_jobs(contents: RunContents, after: Sequence[int] = ()) -> Submission:
     """Hand the next attempt of a run to Slurm, and write down which jobs it got.
 
     The main job comes first, then the record, then jobs of replicas (layout ``elastic``). If we die after the first,
     calling again finds it: a job is named by the run id and by the number of the submission. If we die later, the
-    supervisor submits what is missing when it runs, and a cancel finds all of them.
+    supervisor submits what is missing when it runs, and a cancel finds all of them. Slurm starts the main job once the
+    jobs ``after`` have ended, and those of replicas once the main job has started.
     """
     client, run = SlurmClient(), contents.run
     plan = with_measured_lead(run, contents.plan)
-    submission = _submit_main(contents._replace(plan=plan), client)
+    submission = _submit_main(contents._replace(plan=plan), client, after)
     record = contents.record.with_submission(submission)
     write_submission(run, record)
     if plan.layout.kind == "elastic":
@@ -70,25 +64,25 @@ def submit_jobs(contents: RunContents) -> Submission:
 
 
 def write_submission(run: RunDir, record: RunRecord) -> None:
-    """Write down whom an attempt was handed to, which has happened.
+    """Record the job that an attempt was handed to, after it has been.
 
     Raises
     ------
     HpcrlError
-        The filesystem refuses; the attempt goes on all the same.
+        The filesystem refuses; the attempt continues nevertheless.
     """
     try:
-        patiently(lambda: record.write(run), limit_s=_RECORD_S, what="the record of the run")
+        retry_transient(lambda: record.write(run), limit_s=_RECORD_S, what="the record of the run")
     except OSError as error:
         submission = record.submissions[-1]
         raise HpcrlError(
-            f"the run {run.name} was handed over (job {submission.job_id}) and goes on, but that cannot be "
-            f"written down: {run.record_path}: {error.strerror}\n"
-            f"    hint: make the filesystem take it again; `hpcrl status {reference(run)}` shows the run all the same"
+            f"the run {run.name} was handed over (job {submission.job_id}) and continues, but this cannot be "
+            f"recorded: {run.record_path}: {error.strerror}\n"
+            f"    hint: make the filesystem writable again; `hpcrl status {reference(run)}` shows the run anyway"
         ) from error
 
 
-def _submit_main(contents: RunContents, client: SlurmClient) -> Submission:
+def _submit_main(contents: RunContents, client: SlurmClient, after: Sequence[int]) -> Submission:
     run, cluster, plan, record = contents
     assert isinstance(cluster, SlurmCluster)
     number = len(record.submissions) + 1
@@ -101,7 +95,7 @@ def _submit_main(contents: RunContents, client: SlurmClient) -> Submission:
         (script,) = run_scripts(
             plan, cluster, run_id=record.run_id, run_dir=run.path, number=number, exclude=excluded, parts=parts
         )
-        submitted.append(_submit_script(client, run, script, submission_id(record.run_id, number)))
+        submitted.append(_submit_script(client, run, script, submission_id(record.run_id, number), after))
         return submitted[-1].job_id
 
     after_attempt = (run.attempts() or [0])[-1]
@@ -120,7 +114,7 @@ def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int, cluste
         components=1 if plan.layout.kind == "elastic" else len(plan.layout.components),
         requeues=plan.attempts.requeue,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
-        # a job that was found again does not say where; of several names the shell does not say either
+        # a job that was found again has no record of its place; of several names the shell's is unknown, too
         slurm_cluster=cluster or (asked if (asked := os.environ.get("SLURM_CLUSTERS", "")).count(",") == 0 else None),
         submitted_by=this_process(),
         user_id=os.getuid(),
@@ -128,11 +122,16 @@ def _submission(run: RunDir, plan: Plan, job_id: int, after_attempt: int, cluste
 
 
 def find_unrecorded(run: RunDir) -> RunRecord:
-    """The record of a run, with its first submission where the submitter died before it wrote it down."""
+    """Return the record of a run, with its first submission where the submitter died before it recorded it.
+
+    A job is found by its name and comment, a local run by its processes, or by the status that its supervisor wrote.
+    """
     record = RunRecord.read(run)
-    plan = run.plan()
-    if plan.layout.kind == "local" or record.submissions or original_of(run, record) is not None:
+    if record.submissions or original_of(run, record) is not None:
         return record
+    plan = run.plan()
+    if plan.layout.kind == "local":
+        return _with_local_start(run, record)
     identity = JobIdentity(run.name, submission_id(record.run_id, 1))
     jobs = [job for job in SlurmClient().find(name=identity.name, token=identity.token) if not job.state.ended]
     if jobs:
@@ -141,8 +140,27 @@ def find_unrecorded(run: RunDir) -> RunRecord:
     return record
 
 
+def _with_local_start(run: RunDir, record: RunRecord) -> RunRecord:
+    processes = find_leftovers(record.run_id, kinds=("launch",), run_dir=run.path)
+    status = RunStatus.read(run)
+    if not processes and status is None:
+        return record
+    first = min(processes, key=lambda process: process.start_ticks, default=None)
+    submission = Submission(
+        submitted_at_s=time.time() if status is None else status.started_at_s,
+        executor="local",
+        job_id="" if first is None else str(first.pid),
+        folder=str(run.path / JOB_FOLDER),
+        after_attempt=0,
+        process=None if first is None else ProcessId.of(first.pid),
+    )
+    record = record.with_submission(submission)
+    record.write(run)
+    return record
+
+
 def hidden_job(record: RunRecord) -> str:
-    """The state of the newest job of a run where ``squeue`` does not know it and the controller does; else empty.
+    """Return the state of a run's newest job where the controller knows it and ``squeue`` does not; else empty.
 
     A site's ``squeue`` may answer from a cache, or from a backup that is behind; ``scontrol`` asks the controller.
     """
@@ -154,15 +172,19 @@ def hidden_job(record: RunRecord) -> str:
         return ""
     ours = [each for each in records if comment in each.get("Comment", "")]
     states = [each.get("JobState", "") for each in ours if not parse_state(each.get("JobState")).ended]
-    # a state that it does not say is no end
+    # an unknown state is not an end
     return states[0] or "UNKNOWN" if states else ""
 
 
-def _submit_script(client: SlurmClient, run: RunDir, script: Script, submission_id: str) -> Submitted:
+def _submit_script(
+    client: SlurmClient, run: RunDir, script: Script, submission_id: str, after: Sequence[int]
+) -> Submitted:
     path = run.path / script.file_name
     atomic_write(path, script.text.encode())
     identity = JobIdentity(run.name, submission_id, script.part)
-    return client.submit(path, name=identity.name, token=identity.token)
+    # afterany: a run that failed, or was cancelled, makes room as well
+    options = [f"--dependency=afterany:{':'.join(map(str, after))}"] if after else []
+    return client.submit(path, name=identity.name, token=identity.token, options=options)
 
 
 def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
@@ -185,7 +207,7 @@ def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
     SlurmError
         Slurm refused, or does not answer.
     """
-    # a job that waits has no supervisor that would take its time
+    # a waiting job has no supervisor that would take time to stop
     killed = signal_job(run, kill=False)
     deadline = time.monotonic() + (_KILL_DEADLINE_S if killed else deadline_s)
     while not (view := observe(run)).state.ended:
@@ -195,7 +217,7 @@ def cancel_jobs(run: RunDir, *, deadline_s: float) -> RunView:
             signal_job(run, kill=True)
             killed, deadline = True, time.monotonic() + _KILL_DEADLINE_S
         time.sleep(_CANCEL_POLL_S)
-    # the main job is about to end by itself, with the last word in its log
+    # the main job is about to end by itself, and writes the last line of its log
     cancel_replica_jobs(run)
     return view
 
@@ -212,7 +234,7 @@ def cancel_replica_jobs(run: RunDir) -> list[int]:
 
 
 def signal_job(run: RunDir, *, kill: bool) -> bool:
-    """SIGTERM to the supervisor; or cancel the job, which is also what a job without a supervisor gets.
+    """Send SIGTERM to the supervisor; or cancel the job, which also happens to a job without a supervisor.
 
     Returns whether the job was cancelled.
     """

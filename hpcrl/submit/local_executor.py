@@ -12,10 +12,8 @@ from typing import Any
 
 from submitit.local.local import LocalExecutor, LocalJob
 
-from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.processes.interpreter import module_command, with_safe_path
 from hpcrl.slurm.scripts import batch_process
-
-__all__ = ["DetachedLocalExecutor"]
 
 #: keeps controllers that we started from being collected while they run; also collects them when they end
 _controllers: list[subprocess.Popen[bytes]] = []
@@ -25,24 +23,24 @@ _MARGIN_S = 120
 
 
 class DetachedLocalExecutor(LocalExecutor):
-    """submitit's local executor, with a controller that outlives the terminal.
+    """Local executor of submitit, with a controller that outlives the terminal.
 
     It differs from the stock executor in five things. The controller is in a session of its own, so that a
     terminal's Ctrl-C or hang-up does not reach it (the stock one then kills the job after a second). Its output
-    goes to a file, not to a pipe that somebody waits on. Its time limit is the plan's. And
-    ``CUDA_VISIBLE_DEVICES`` stays what the caller has: the stock one hides all GPUs unless told otherwise. Nothing is
+    goes to a file, not to a pipe that a reader waits on. Its time limit is the plan's. And
+    ``CUDA_VISIBLE_DEVICES`` stays what the caller has: the stock one hides all GPUs by default. Nothing is
     imported from the working directory.
 
     Parameters
     ----------
     folder:
-        Where submitit keeps its files.
+        Directory of submitit's files.
     time_limit_s:
         Limit of the run; submitit's is a little later.
     environment:
         Additional variables of the job.
     command:
-        What becomes `batch_process` of the folder, where that needs something around it.
+        Command that replaces `batch_process` of the folder, where that needs a wrapper.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Sequence
 
-from hpcrl import lost_answers
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.known import forget
 from hpcrl.runs.record import Submission
@@ -21,13 +21,12 @@ from hpcrl.slurm.errors import (
 )
 from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.replica_jobs import cancel_all
+from hpcrl.storage import lost_replies
 from hpcrl.submit.submission import submit_attempt
 
-__all__ = ["submit_new"]
 
-
-def submit_new(contents: RunContents, *, in_job: InJob | None = None) -> Submission:
-    """As `hpcrl.submit.submission.submit_attempt`, for a run that nobody has submitted yet.
+def submit_new(contents: RunContents, *, in_job: InJob | None = None, after: Sequence[int] = ()) -> Submission:
+    """Submit a run that was not submitted yet, like `hpcrl.submit.submission.submit_attempt`.
 
     Raises
     ------
@@ -37,7 +36,7 @@ def submit_new(contents: RunContents, *, in_job: InJob | None = None) -> Submiss
         of it: then the run is kept, and the message says how to go on.
     """
     try:
-        return submit_attempt(contents, in_job=in_job)
+        return submit_attempt(contents, in_job=in_job, after=after)
     except SlurmError as error:
         unclear = isinstance(error, SubmitUnclearError | SlurmAnswerError)
         if not unclear and _withdraw(contents):
@@ -51,14 +50,14 @@ def _withdraw(contents: RunContents) -> bool:
     try:
         cancel_all(SlurmClient(), contents.record.run_id)
     except (SlurmMissingError, NoClusterError):
-        pass  # where there are no commands, nothing was submitted
+        pass  # without commands nothing was submitted
     except SlurmError:
         return False
     run = contents.run
     forget(run)
-    # the name is free at once, whatever takes its time to be removed
+    # the name is free at once, however long the removal takes
     doomed = run.path.with_name(f".removed-{run.name}-{uuid.uuid4().hex}")
-    lost_answers.rename(run.path, doomed)
+    lost_replies.rename(run.path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
     return True
 
@@ -68,5 +67,5 @@ def _how_to_go_on(run: RunDir, error: SlurmError) -> str:
     return (
         f"{error}\n"
         f"    hint: the run is kept in {run.path}; when Slurm answers: hpcrl resume {named} (it finds its jobs)\n"
-        f"    hint: or end what Slurm has of it: hpcrl cancel {named}"
+        f"    hint: or cancel its jobs: hpcrl cancel {named}"
     )

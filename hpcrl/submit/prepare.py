@@ -21,6 +21,7 @@ from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_cluster, check_rules
 from hpcrl.config.runs_root import resolve_runs_root
+from hpcrl.config.user_file import with_user_notifiers
 from hpcrl.errors import ConfigError, ExitCode, Finding, UsageError
 from hpcrl.jobplan import (
     absolute_paths,
@@ -39,27 +40,26 @@ from hpcrl.jobplan import (
 from hpcrl.jobplan.chat_trial import check_chat_format
 from hpcrl.jobplan.conversation_trial import ConversationReport, check_conversations, with_steps
 from hpcrl.jobplan.environment_trial import check_environments
+from hpcrl.jobplan.extension_trial import check_extensions
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
 from hpcrl.jobplan.start_model import ModelReport, report_model
 from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
 from hpcrl.runs.start.privacy import check_root
 
-__all__ = ["PreparedRun", "RunPlace", "examine", "examine_attempt", "prepare", "prepare_site", "try_programs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlace:
-    """Where and as what a run would be.
+    """Directories and name of a new run.
 
     Attributes
     ----------
     cwd:
-        Relative paths begin here.
+        Directory to which relative paths refer.
     name:
-        Of the run; by default the recipe's with the time.
+        Name of the run; by default the recipe's with the time.
     root:
-        Directory of runs; by default what the environment or the profile says.
+        Directory of runs; by default that of the environment or the profile.
     source:
         The run whose weights it begins with.
     """
@@ -72,7 +72,7 @@ class RunPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A recipe on a cluster as it would be submitted, with everything that speaks against it.
+    """Recipe on a cluster as it would be submitted, with all reasons against a submit.
 
     Attributes
     ----------
@@ -81,15 +81,15 @@ class PreparedRun:
     resolved, profile:
         The same with absolute paths.
     place:
-        Where and as what the run would be.
+        Directories and name of the run.
     plan:
         None where rules do not hold.
     problems:
-        Why ``hpcrl submit`` refuses it; empty where it does not.
+        Reasons why ``hpcrl submit`` refuses it; empty where it does not.
     unmade:
         The start model is not there yet, and the recipe's warm-up makes it. One of the problems.
     notes:
-        What could not be seen from here, and keys of the model's ``config.json`` that nothing reads; a sentence each.
+        Checks that were impossible from here, and unread keys of the model's ``config.json``; a sentence each.
     exists:
         The run is there, and this is its next attempt: its weights come from its versions and checkpoints.
     """
@@ -107,17 +107,17 @@ class PreparedRun:
 
     @property
     def source(self) -> ModelOrigin | None:
-        """The run whose weights it begins with."""
+        """Return the run whose weights it begins with."""
         return self.place.source
 
     @property
     def starts(self) -> bool:
-        """Return whether ``hpcrl submit`` would start it, by everything that was looked at."""
+        """Return whether ``hpcrl submit`` would start it, by all checks."""
         return not self.problems
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of ``hpcrl submit``: 0, or that of the refusal."""
+        """Return the exit code of ``hpcrl submit``: 0, or that of the refusal."""
         return ExitCode.OK if self.starts else ConfigError.exit_code
 
     def planned(self) -> Plan:
@@ -132,7 +132,7 @@ class PreparedRun:
         Parameters
         ----------
         allow_unmade:
-            A start model that the warm-up makes later is no problem.
+            Ignore that the start model is only made by the warm-up later.
         """
         wanted = [each for each in self.problems if not (allow_unmade and each is self.unmade)]
         if wanted:
@@ -179,7 +179,7 @@ def prepare(
     cwd:
         Relative paths begin here.
     name:
-        Of the run, or a function that names it by its recipe; by default the recipe's name with the time.
+        Name of the run, or a function that names it by its recipe; by default the recipe's name with the time.
     root:
         The directory of runs on a profile; by default what the environment or the profile says.
     from_run, roots:
@@ -190,7 +190,7 @@ def prepare(
     Raises
     ------
     ConfigError
-        Recipe or profile cannot be read: nothing can be said about a run.
+        Recipe or profile cannot be read: a run cannot be prepared.
     UsageError
         The run of ``from_run``, or the name, cannot be used.
     """
@@ -250,7 +250,7 @@ def examine(loaded: Loaded[Recipe], site: Loaded[ClusterProfile], place: RunPlac
 def examine_attempt(recipe: Loaded[Recipe], site: Loaded[ClusterProfile], plan: Plan) -> PreparedRun:
     """Find out whether the next attempt of a run that exists would start, with the programs of its roles.
 
-    Of its model the configuration and the tokenizer are looked at: weights come from its versions and checkpoints.
+    Only configuration and tokenizer of its model are checked: weights come from its versions and checkpoints.
     """
     problems = _Problems(recipe)
     problems.of(lambda: check_secrets(plan, site))
@@ -304,9 +304,11 @@ def _try_roles(problems: _Problems, loaded: Loaded[Recipe], site: Loaded[Cluster
     packages = problems.of(lambda: check_role_packages(loaded, plan, site))
     yield from packages or ()
     yield from problems.of(lambda: check_environments(loaded, plan, site.value)) or ()
+    if packages is not None:  # an interpreter without what its role imports could only say that once more
+        yield from problems.of(lambda: check_extensions(loaded, plan, site.value)) or ()
     yield from problems.of(lambda: check_packages(loaded, plan)) or ()
     yield from problems.of(lambda: check_compiler(loaded, plan, site.value)) or ()
-    if packages is not None:  # the same interpreter could only say the same once more
+    if packages is not None:  # the same interpreter would only repeat the error
         yield from problems.of(lambda: check_engine_flags(loaded, plan)) or ()
 
 
@@ -325,12 +327,12 @@ def _conversations(
 
 
 def _model(loaded: Loaded[Recipe], resolved: Recipe, place: RunPlace, site: Loaded[ClusterProfile]) -> ModelReport:
-    """What is wrong with the start model; a job of small programs needs none."""
+    """Return the report on the start model; a job of small programs needs none."""
     if loaded.value.job.payload == "probe":
         return ModelReport()
     directory = _model_dir(resolved, place)
     if place.source is not None:
-        # its weights were looked at where the run was found
+        # its weights were checked when the run was found
         report = report_model(loaded, directory, weights=False)
         return replace(report, findings=(*report.findings, *_lost_tower(loaded, place.source)))
     # commands take the profile `local` where none is named
@@ -361,7 +363,7 @@ def _planned(prepared: PreparedRun) -> tuple[Recipe, Plan]:
     if place.source is not None:
         model = resolved.model.model_copy(update={"path": str(run_dir / START_MODEL)})
         resolved = resolved.model_copy(update={"model": model})
-    return resolved, make_plan(resolved, prepared.profile, name, run_dir)
+    return resolved, with_user_notifiers(make_plan(resolved, prepared.profile, name, run_dir))
 
 
 class _Problems:

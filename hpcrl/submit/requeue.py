@@ -12,20 +12,18 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.slurm.lookup import ask_soon, client_of
 
-__all__ = ["check_requeue", "requeue"]
-
 _POLL_S = 0.5
 _SLACK_S = 120.0
 """Beyond the time to save: for draining the roles, and for Slurm to take the job back."""
 
 
 def check_requeue(run: RunDir) -> RunView:
-    """Whether a run can be requeued now. Changes nothing.
+    """Check that a run can be requeued now, and return its state. Nothing is changed.
 
     Raises
     ------
     RunDirError
-        It has ended, waits already, is no Slurm job, or may not be requeued; says what to do instead.
+        It has ended, waits already, is not a Slurm job, or may not be requeued; the message names the alternative.
     """
     view, record = observe(run), RunRecord.read(run)
     submission = record.submissions[-1] if record.submissions else None
@@ -33,7 +31,7 @@ def check_requeue(run: RunDir) -> RunView:
         raise RunDirError(f"the run {run.name} has ended ({view.state})\n    hint: hpcrl resume {reference(run)}")
     if submission is None or submission.executor != "slurm":
         raise RunDirError(
-            f"the run {run.name} is no Slurm job, so nobody would start it again\n"
+            f"the run {run.name} is not a Slurm job, so it would not be started again\n"
             f"    hint: hpcrl cancel {reference(run)}, then hpcrl resume {reference(run)}"
         )
     if view.state in (RunState.SUBMITTED, RunState.REQUEUED):
@@ -78,7 +76,7 @@ def requeue(run: RunDir) -> RunView:
 
 
 def _wait(run: RunDir, attempt: int, timeout_s: float) -> RunView | None:
-    """The view once the attempt is over; None where that did not come in time."""
+    """Return the view once the attempt is over; None where that took longer than ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         view = observe(run)

@@ -13,16 +13,17 @@ from hpcrl.config.load import Loaded
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_rules
-from hpcrl.credentials import TOKEN_FILE
+from hpcrl.config.user_file import with_user_notifiers
 from hpcrl.errors import RunDirError, UsageError
 from hpcrl.jobplan import change_recipe, make_plan
+from hpcrl.network.credentials import TOKEN_FILE
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.copies import original_of
 from hpcrl.runs.record import user_name
 from hpcrl.runs.registry import reference
+from hpcrl.runs.resume_request import ResumePoint
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.claim import claimed
-from hpcrl.runs.start.restart import ResumePoint
 from hpcrl.runs.start.resume import ResumeFrom, request_restart
 from hpcrl.runs.start.snapshot import changes_since_submit, keep_snapshot, take_snapshot
 from hpcrl.slurm.client import SlurmClient
@@ -31,19 +32,17 @@ from hpcrl.slurm.reach import reach_slurm_of, reachable_slurm
 from hpcrl.submit.prepare import examine_attempt
 from hpcrl.submit.submission import end_leftovers, prepare_resume, submit_attempt
 
-__all__ = ["NextAttempt", "plan_attempt", "resume"]
-
-_RENEWED = "plan: servers of the run answer those alone who bring its token"
+_RENEWED = "plan: servers of the run accept only requests with its token"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextAttempt:
-    """The configuration that a run goes on with.
+    """Configuration with which a run continues.
 
     Attributes
     ----------
     changes:
-        What differs from the files in the run directory, a line each; None: nothing, and nothing is to be written.
+        Differences from the files in the run directory, a line each; None: no difference, and nothing is written.
     """
 
     recipe: Loaded[Recipe]
@@ -74,7 +73,7 @@ def plan_attempt(run: RunDir, overrides: Sequence[str] = ()) -> NextAttempt:
     loaded, lines = change_recipe(run.recipe_path, overrides)
     site = for_job(loaded, cluster)
     check_rules(loaded, site)
-    plan = make_plan(loaded.value, site.value, run.name, run.path)
+    plan = with_user_notifiers(make_plan(loaded.value, site.value, run.name, run.path))
     return NextAttempt(recipe=loaded, site=site, plan=plan, changes=tuple(lines) if overrides else (_RENEWED,))
 
 
@@ -85,6 +84,7 @@ def resume(
     *,
     accept_changes: bool = False,
     in_job: bool = False,
+    after: Sequence[int] = (),
     say: Callable[[str], None] = lambda text: None,
     working: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> ResumePoint:
@@ -93,15 +93,17 @@ def resume(
     Parameters
     ----------
     begin:
-        Where it goes on; the newest good checkpoint by default.
+        Checkpoint from which it continues; the newest good one by default.
     overrides:
         Changes of its recipe, ``key=value``.
     accept_changes:
         With ``job.on_change: stop``, run what is there now all the same.
     in_job:
         Inside of the allocation of this shell.
+    after:
+        Slurm jobs that it waits for.
     say:
-        Told what is found and done, a sentence each.
+        Called with reports of findings and actions, a sentence each.
     working:
         Entered while programs of roles are tried, with what is done.
 
@@ -128,12 +130,12 @@ def resume(
             attempt = plan_attempt(run, overrides)
             allocation = find_allocation(attempt.plan, os.environ, SlurmClient()) if in_job else None
             if not in_job and attempt.plan.layout.kind != "local":
-                reachable_slurm()  # which need not be the one that had the run before
+                reachable_slurm()  # this site may differ from the one that had the run before
             point = prepare_resume(run, begin, steps=attempt.recipe.value.trainer.steps if overrides else None)
             for step, reason in point.skipped:
                 say(f"checkpoint of step {step} is skipped: {reason}")
             _say_changes(run, accept=accept_changes, say=say)
-            with working("looking whether it would start"):
+            with working("checking whether it would start"):
                 prepared = examine_attempt(attempt.recipe, attempt.site, attempt.plan)
             prepared.refuse()
             for note in prepared.notes:
@@ -143,12 +145,12 @@ def resume(
                 say(f"changed {line}")
             contents = RunContents.read(run)
             if (original := original_of(run, contents.record)) is not None:
-                say(f"{run.name} is a copy of {original}: it goes on as a run of its own")
-            keep_snapshot(run, take_snapshot(run, run.recipe(), contents.plan))
+                say(f"{run.name} is a copy of {original}: it continues as a separate run")
+            keep_snapshot(run, take_snapshot(run, run.recipe(), contents.plan, with_data=True))
             request_restart(run, begin)
             if swept := end_leftovers(run):
-                say(f"ended {swept} processes that an earlier attempt had left behind")
-            submit_attempt(contents, in_job=allocation)
+                say(f"ended {swept} leftover processes of an earlier attempt")
+            submit_attempt(contents, in_job=allocation, after=after)
     except RunDirError as error:
         if not overrides:
             raise
@@ -161,9 +163,10 @@ def _say_changes(run: RunDir, *, accept: bool, say: Callable[[str], None]) -> No
     changes = changes_since_submit(run)
     if changes and run.recipe().job.on_change == "stop" and not accept:
         raise RunDirError(
-            f"{run.name} would run something else than before, and job.on_change is stop; nothing was changed\n"
+            f"{run.name} would run other code or environments than before, and job.on_change is stop; nothing "
+            "was changed\n"
             + "".join(f"  {change}\n" for change in changes)
-            + f"    hint: bring back what it was (copies and the diff are in {run.snapshots_dir})\n"
+            + f"    hint: restore the previous state (copies and the diff are in {run.snapshots_dir})\n"
             f"    hint: hpcrl resume {reference(run)} --accept-changes"
         )
     for change in changes:

@@ -1,4 +1,4 @@
-"""A shell beside a role of a run: on its node, in its environment (`hpcrl.supervisor.launch.role_shell`)."""
+"""Shell in the place of a role of a run: on its node, in its environment (`hpcrl.supervisor.launch.role_shell`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl import procfs
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError, RunDirError, UsageError
-from hpcrl.interpreter import module_command
+from hpcrl.processes import procfs
+from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.registry import reference
@@ -21,8 +21,6 @@ from hpcrl.slurm.command import command_environment
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.launch_arguments import launch_shell
 from hpcrl.slurm.lookup import client_of
-
-__all__ = ["RoleShell", "shell_in"]
 
 _MODULE = "hpcrl.supervisor.launch.role_shell"
 
@@ -47,7 +45,7 @@ class RoleShell:
 def shell_in(
     run: RunDir, role: str, *, node: str | None = None, command: Sequence[str] = (), terminal: bool = True
 ) -> RoleShell:
-    """How a shell beside a replica is started.
+    """Return the command of a shell in the place of a replica.
 
     Parameters
     ----------
@@ -58,18 +56,18 @@ def shell_in(
     command:
         Executed in place of a shell.
     terminal:
-        Whether there is one.
+        Whether there is a terminal.
 
     Raises
     ------
     UsageError
-        There is no such role, replica or node, or no terminal for a shell.
+        The role, replica or node does not exist, or a shell has no terminal.
     RunDirError
-        The run, or the replica, does not run.
+        The run, or the replica, is not running.
     """
-    name, replica = _parse(run, role)
+    name, replica = parse_replica(run, role)
     view = observe(run)
-    component = _running(view, run, name, replica)
+    component = running_replica(view, run, name, replica)
     if not terminal and not command:
         raise UsageError(
             "there is no terminal for a shell here\n"
@@ -98,8 +96,8 @@ def shell_in(
     )
 
 
-def _parse(run: RunDir, text: str) -> tuple[str, int]:
-    """Role and replica (UsageError where the run has no such)."""
+def parse_replica(run: RunDir, text: str) -> tuple[str, int]:
+    """Return the role and the replica that ``engine/1`` names (UsageError where the run has no such role)."""
     name, slash, number = text.partition("/")
     groups = {group.role.value: group for group in run.plan().groups}
     if name not in groups:
@@ -109,13 +107,13 @@ def _parse(run: RunDir, text: str) -> tuple[str, int]:
     return name, int(number or 0)
 
 
-def _running(view: RunView, run: RunDir, role: str, replica: int) -> ComponentStatus:
-    """A replica that has a process (RunDirError where it has none)."""
+def running_replica(view: RunView, run: RunDir, role: str, replica: int) -> ComponentStatus:
+    """Return a replica that has a process (RunDirError where it has none)."""
     named = reference(run)
     if view.state.ended:
         raise RunDirError(
-            f"{run.name} has ended ({view.state}): nothing of it runs any more\n"
-            f"    hint: what it said: hpcrl logs {named} --role {role}\n    hint: go on with it: hpcrl resume {named}"
+            f"{run.name} has ended ({view.state}): it has no running processes\n"
+            f"    hint: its output: hpcrl logs {named} --role {role}\n    hint: continue it: hpcrl resume {named}"
         )
     of_role = [component for component in view.components if component.role == role]
     found = next((component for component in of_role if component.replica == replica), None)
@@ -131,7 +129,7 @@ def _running(view: RunView, run: RunDir, role: str, replica: int) -> ComponentSt
 
 
 def _job_on(node: str, component: ComponentStatus, submission: Submission) -> tuple[int, int | None]:
-    """The job with a node; of a heterogeneous one its number and that of the component."""
+    """Return the job with a node; of a heterogeneous one its number and that of the component."""
     if component.job is not None and component.job.job_id is not None:
         return component.job.job_id, None
     job_id = int(submission.in_job or submission.job_id)

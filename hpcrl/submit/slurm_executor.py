@@ -24,19 +24,18 @@ from submitit.core.core import Executor, Job
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.slurm.slurm import SlurmJob
 
-__all__ = ["SlurmExecutor"]
-
 _ANY_NUMBER_OF_TIMES = 1 << 30
-"""A requeue at the time limit is no failure: how many there may be is for the supervisor to say."""
+"""Maximum number of requeues for submitit: a requeue at the time limit is not a failure, and the supervisor decides how
+many there may be."""
 
 
 class SlurmExecutor(Executor):
-    """submitit's part of a submit: the pickle of the supervisor's call, where the job's batch process looks for it.
+    """Executor for submitit's part of a submit: the pickle of the supervisor's call, for the job's batch process.
 
     Parameters
     ----------
     folder:
-        Where submitit keeps its files; visible from the nodes.
+        Directory of submitit's files; visible from the nodes.
     submit:
         Submits the job whose batch process is `hpcrl.slurm.scripts.batch_process` of the folder; returns the id of the
         (leading) job.
@@ -52,7 +51,7 @@ class SlurmExecutor(Executor):
         self._limit_min = max(1, int(time_limit_s // 60))
 
     def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
-        """One job a call. It may begin before the pickle has its name: submitit's process waits for it."""
+        """Submit one job a call. It may begin before the pickle has its name: submitit's process waits for it."""
         return [self._hand_over(delayed) for delayed in delayed_submissions]
 
     def _hand_over(self, delayed: DelayedSubmission) -> SlurmJob[Any]:

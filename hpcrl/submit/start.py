@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.errors import Finding, HpcrlError
+from hpcrl.runs.contents import RunContents
+from hpcrl.runs.record import Labels
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.admission import check_admission, obstacles
 from hpcrl.slurm.client import SlurmClient
@@ -15,24 +18,32 @@ from hpcrl.submit.new_run import submit_new
 from hpcrl.submit.prepare import PreparedRun
 from hpcrl.submit.submission import check_vacant, create_run
 
-__all__ = ["admit", "make_and_submit", "submit", "with_admission"]
-
 _HINT = "ask for less, or for another partition; hpcrl submit --queue-anyway submits it all the same"
 
 
 def submit(
-    prepared: PreparedRun, *, from_run: str | None = None, in_job: InJob | None = None, queue_anyway: bool = False
+    prepared: PreparedRun,
+    *,
+    from_run: str | None = None,
+    in_job: InJob | None = None,
+    queue_anyway: bool = False,
+    tags: Sequence[str] = (),
+    after: Sequence[int] = (),
 ) -> RunDir:
     """Start a prepared run: ask Slurm whether it could run, make its directory, and hand it over.
 
     Parameters
     ----------
     from_run:
-        How the user named the run whose weights it begins with, for the record.
+        The user's name for the run whose weights it begins with, for the record.
     in_job:
         The allocation to run in; None: jobs of its own.
     queue_anyway:
-        Submit also what Slurm could not start as things are.
+        Submit even if Slurm could not start the job now.
+    tags:
+        Words by which the user finds the run.
+    after:
+        Slurm jobs whose end it waits for.
 
     Raises
     ------
@@ -46,7 +57,7 @@ def submit(
         Slurm does not answer, or refuses a job; see `hpcrl.submit.new_run.submit_new`.
     """
     admit(prepared, in_job=in_job is not None, queue_anyway=queue_anyway)
-    return make_and_submit(prepared, from_run=from_run, in_job=in_job)
+    return make_and_submit(prepared, from_run=from_run, in_job=in_job, tags=tags, after=after)
 
 
 def admit(
@@ -62,15 +73,29 @@ def admit(
             check_admission(plan, prepared.profile, reached)
 
 
-def make_and_submit(prepared: PreparedRun, *, from_run: str | None = None, in_job: InJob | None = None) -> RunDir:
+def make_and_submit(
+    prepared: PreparedRun,
+    *,
+    from_run: str | None = None,
+    in_job: InJob | None = None,
+    tags: Sequence[str] = (),
+    after: Sequence[int] = (),
+) -> RunDir:
     """Make the directory of an admitted run and hand it over; parameters and errors as of `submit`."""
+    made = make_run_directory(prepared, Labels(tuple(tags)), from_run=from_run)
+    submit_new(made, in_job=in_job, after=after)
+    return made.run
+
+
+def make_run_directory(prepared: PreparedRun, labels: Labels, *, from_run: str | None = None) -> RunContents:
+    """Make the directory of an admitted run and start nothing; parameters and errors as of `submit`."""
     plan = prepared.planned()
     provenance = {".".join(map(str, path)): origin for path, origin in prepared.recipe.origins.items()}
     if prepared.source is not None:
         provenance["model.path"] = f"--from {from_run or prepared.source.origin}"
-    made = create_run(prepared.resolved, prepared.profile, plan, provenance=provenance, source=prepared.source)
-    submit_new(made, in_job=in_job)
-    return made.run
+    return create_run(
+        prepared.resolved, prepared.profile, plan, provenance=provenance, source=prepared.source, labels=labels
+    )
 
 
 def with_admission(prepared: PreparedRun) -> PreparedRun:
@@ -90,4 +115,4 @@ def with_admission(prepared: PreparedRun) -> PreparedRun:
 def _needs_slurm(prepared: PreparedRun) -> bool:
     """Return whether the run takes jobs of its own."""
     plan = prepared.plan
-    return isinstance(prepared.profile, SlurmCluster) and plan is not None and bool(plan.layout.components)
+    return prepared.profile.uses_slurm and plan is not None and bool(plan.layout.components)

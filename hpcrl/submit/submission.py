@@ -6,34 +6,38 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcrl import procfs
+import msgspec
+
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
-from hpcrl.credentials import ensure_token
 from hpcrl.errors import RunDirError
-from hpcrl.fs import StagedDirectory, atomic_write
-from hpcrl.marks import KIND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_ID_VARIABLE
-from hpcrl.ours import CLOSED_UMASK, files_as, umask_of
+from hpcrl.network.credentials import ensure_token
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import KIND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.copies import original_of, with_own_identity
 from hpcrl.runs.known import remember
 from hpcrl.runs.observe import RunView, observe
-from hpcrl.runs.record import RunRecord, Submission, this_process
+from hpcrl.runs.record import Labels, RunRecord, Submission, Withdrawal, this_process
 from hpcrl.runs.registry import reference
 from hpcrl.runs.reserve import keep_start_reserve, release_reserve
+from hpcrl.runs.resume_request import ResumePoint
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, make_start_model
+from hpcrl.runs.sharing.group_access import shared_group
+from hpcrl.runs.start.claim import claimed
+from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, write_start_model
 from hpcrl.runs.start.privacy import check_root, protect
-from hpcrl.runs.start.restart import ResumePoint
 from hpcrl.runs.start.resume import ResumeFrom, plan_resume
 from hpcrl.runs.start.snapshot import keep_snapshot, take_snapshot
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.slurm.in_job import InJob
 from hpcrl.slurm.scripts import JOB_FOLDER, in_job_script
+from hpcrl.storage.files import StagedDirectory, atomic_write
+from hpcrl.storage.trusted_paths import CLOSED_UMASK, files_as, umask_of
 from hpcrl.submit.jobs import (
     cancel_jobs,
     cancel_replica_jobs,
@@ -47,18 +51,6 @@ from hpcrl.submit.local_executor import DetachedLocalExecutor
 from hpcrl.supervisor.job import Supervise
 from hpcrl.supervisor.process.sweep import find_leftovers, sweep
 
-__all__ = [
-    "cancel",
-    "check_vacant",
-    "create_run",
-    "end_leftovers",
-    "interrupt",
-    "kill_launch",
-    "prepare_resume",
-    "request_stop",
-    "submit_attempt",
-]
-
 _log = logging.getLogger(__name__)
 _IN_JOB_SCRIPT = "in-job.sh"
 _CANCEL_POLL_S = 0.1
@@ -71,16 +63,19 @@ def create_run(
     *,
     provenance: Mapping[str, str] | None = None,
     source: ModelOrigin | None = None,
+    labels: Labels | None = None,
 ) -> RunContents:
     """Make the directory of a new run: complete at once, or not at all. Starts nothing.
 
     Parameters
     ----------
     provenance:
-        Where values of the recipe come from, by key.
+        Sources of the recipe's values, by key.
     source:
-        Whose weights it begins with; the recipe's ``model.path`` is then `hpcrl.runs.start.origin.START_MODEL` in the
-        run.
+        Run whose weights it begins with; the recipe's ``model.path`` is then `hpcrl.runs.start.origin.START_MODEL` in
+        the run.
+    labels:
+        Tags, and its place in a sweep.
 
     Raises
     ------
@@ -101,13 +96,15 @@ def create_run(
         run.write_configuration(recipe, cluster, plan)
         ensure_token(run.path)
         origin = None if source is None else source.origin
-        record = RunRecord.new(run, name=plan.run, provenance=provenance or {}, origin=origin, run_dir=target)
+        record = RunRecord.new(
+            run, name=plan.run, provenance=provenance or {}, origin=origin, run_dir=target, labels=labels
+        )
         record.write(run)
         if source is not None:
-            make_start_model(source, run.path / START_MODEL)
-        keep_snapshot(run, take_snapshot(run, recipe, plan))
+            write_start_model(source, run.path / START_MODEL)
+        keep_snapshot(run, take_snapshot(run, recipe, plan, with_data=True))
         stage.commit()
-    except FileExistsError:  # somebody else took the name meanwhile
+    except FileExistsError:  # another process took the name meanwhile
         raise RunDirError(_occupied(target)) from None
     finally:
         os.umask(previous)
@@ -126,25 +123,25 @@ def check_vacant(target: Path) -> None:
 def _occupied(target: Path) -> str:
     run = RunDir(target)
     if not run.record_path.is_file():
-        return f"{target} exists and is no run\n    hint: --name with another name"
+        return f"{target} exists and is not a run\n    hint: --name with another name"
     view, named = observe(run), reference(run)
     ways = ["--name with another name"]
     if view.state is RunState.COMPLETED:
-        ways.append(f"it did all its steps; look at it: hpcrl report {named}")
-        ways.append(f"go on with it: hpcrl resume {named} --set trainer.steps=...")
+        ways.append(f"it completed all its steps; see its report: hpcrl report {named}")
+        ways.append(f"continue it: hpcrl resume {named} --set trainer.steps=...")
     elif view.state.ended:
-        ways.append(f"go on with it: hpcrl resume {named}")
+        ways.append(f"continue it: hpcrl resume {named}")
     else:
         ways.append(f"watch it: hpcrl status {named} --watch")
         ways.append(f"end it: hpcrl cancel {named}")
     return f"the run {run.name} exists ({view.state}) in {target}\n" + "\n".join(f"    hint: {way}" for way in ways)
 
 
-def submit_attempt(contents: RunContents, *, in_job: InJob | None = None) -> Submission:
+def submit_attempt(contents: RunContents, *, in_job: InJob | None = None, after: Sequence[int] = ()) -> Submission:
     """Hand the next attempt of a run to submitit, and write down whom it was handed to (under Slurm: `submit_jobs`).
 
     Inside of an allocation that is there (`hpcrl.slurm.in_job.find_allocation`), the supervisor is a process of this
-    machine, as in a local run.
+    machine, as in a local run. Its (main) job waits for the end of the jobs ``after``, of whatever kind that is.
 
     If we die between the two, the supervisor still runs and says so in ``status.json``; a second hand-over is
     refused by `prepare_resume` and by the second supervisor itself.
@@ -152,10 +149,10 @@ def submit_attempt(contents: RunContents, *, in_job: InJob | None = None) -> Sub
     with files_as(contents.run.path):  # submitit's files, and those of its controller and of the job
         keep_start_reserve(contents.run)
         record = with_own_identity(contents.run, contents.record)
-        return _submit_attempt(contents._replace(record=record), in_job)
+        return _submit_attempt(contents._replace(record=record), in_job, after)
 
 
-def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
+def _submit_attempt(contents: RunContents, in_job: InJob | None, after: Sequence[int]) -> Submission:
     run, cluster, plan, record = contents
     command = None
     if in_job is not None:
@@ -164,7 +161,7 @@ def _submit_attempt(contents: RunContents, in_job: InJob | None) -> Submission:
         atomic_write(script, in_job_script(plan, cluster, run_id=record.run_id, run_dir=run.path).encode())
         command = ["/bin/bash", str(script)]
     elif plan.layout.kind != "local":
-        return submit_jobs(contents)
+        return submit_jobs(contents, after)
     executor = DetachedLocalExecutor(
         run.path / JOB_FOLDER,
         time_limit_s=plan.time_limit_s,
@@ -197,7 +194,7 @@ def prepare_resume(run: RunDir, begin: ResumeFrom | None = None, *, steps: int |
     Parameters
     ----------
     begin:
-        Where it is to go on; the newest good checkpoint by default.
+        Checkpoint from which it continues; the newest good one by default.
     steps:
         Optimizer steps of the recipe that it will go on with; those of the run by default.
 
@@ -208,7 +205,7 @@ def prepare_resume(run: RunDir, begin: ResumeFrom | None = None, *, steps: int |
     NothingToRestoreError
         It has saved checkpoints, and none is there any more whose files have their sizes.
     """
-    protect(run, run.cluster().files.group)
+    protect(run, shared_group(run) or run.cluster().files.group)
     record = find_unrecorded(run)
     view = observe(run)
     if not view.state.ended:
@@ -217,8 +214,10 @@ def prepare_resume(run: RunDir, begin: ResumeFrom | None = None, *, steps: int |
             facts.append(f"supervisor pid {view.pid} on {view.host}")
         if record.submissions and (who := record.submissions[-1].submitted_by):
             facts.append(f"started by {who}")
-        if not record.submissions:
-            facts.append("a submit has just made it, and no job or process of it is known; ask again in a minute")
+        if record.queued and record.sweep is not None:
+            facts.append(f"its sweep {record.sweep.sweep} starts it: hpcrl sweep status {record.sweep.sweep}")
+        elif not record.submissions:
+            facts.append("it has just been created, and no job or process of it is known; try again in a minute")
         raise RunDirError(
             f"the run {run.name} is alive ({', '.join(facts)}); nothing was changed\n"
             f"    hint: watch it: hpcrl status {reference(run)} --watch\n"
@@ -250,7 +249,7 @@ def cancel(run: RunDir, *, user: str) -> RunView:
     run:
         The run.
     user:
-        Who asks.
+        User who asks.
 
     Raises
     ------
@@ -265,11 +264,15 @@ def cancel(run: RunDir, *, user: str) -> RunView:
             f"    hint: end that run: hpcrl cancel {original}\n"
             f"    hint: make the copy a run of its own: hpcrl resume {run.path}; or remove it: hpcrl rm {run.path}"
         )
+    if record.queued:
+        _withdraw(run, user)
     view = observe(run)
+    if view.state is RunState.CANCELLED and not record.submissions:
+        return view
     if view.state.ended:
         count, jobs = end_leftovers(run), cancel_replica_jobs(run)
-        ended = f"; {count} processes that it had left behind were ended" if count else ""
-        ended += f"; jobs that it had left behind were cancelled: {', '.join(map(str, jobs))}" if jobs else ""
+        ended = f"; {count} leftover processes were ended" if count else ""
+        ended += f"; leftover jobs were cancelled: {', '.join(map(str, jobs))}" if jobs else ""
         raise RunDirError(f"the run {run.name} has ended already ({view.state}){ended}")
     _put_on_record(run, record.with_cancel(user, time.time()))
     if record.submissions and record.submissions[-1].executor == "slurm":
@@ -291,8 +294,17 @@ def cancel(run: RunDir, *, user: str) -> RunView:
     return observe(run)
 
 
+def _withdraw(run: RunDir, user: str) -> None:
+    """Cancel a member that its sweep has not started, unless it is started at this moment (RunDirError)."""
+    with claimed(run, user=user):
+        record = RunRecord.read(run)
+        if record.queued:
+            withdrawal = Withdrawal(user=user, time_s=time.time())
+            msgspec.structs.replace(record, withdrawn=withdrawal).write(run)
+
+
 def _put_on_record(run: RunDir, record: RunRecord) -> None:
-    """Write who cancels; a full disk keeps nobody from it."""
+    """Record the user who cancels; a full disk does not prevent a cancellation."""
     try:
         record.write(run)
     except OSError:
@@ -300,7 +312,7 @@ def _put_on_record(run: RunDir, record: RunRecord) -> None:
         try:
             record.write(run)
         except OSError as error:
-            _log.warning("who cancels %s could not be written down: %s", run.name, error)
+            _log.warning("the user who cancelled %s could not be recorded: %s", run.name, error)
 
 
 def _stop_deadline_s(run: RunDir) -> float:
@@ -308,33 +320,33 @@ def _stop_deadline_s(run: RunDir) -> float:
 
 
 def _whom_to_ask(run: RunDir, record: RunRecord, view: RunView) -> ProcessId:
-    """The supervisor; before it has written, submitit's controller, which passes signals on."""
+    """Return the supervisor's process; before it has registered, submitit's controller, which passes signals on."""
     if view.supervisor is not None and view.supervisor.alive() is not False:
         return view.supervisor
     if record.submissions and record.submissions[-1].process is not None:
         return record.submissions[-1].process
     raise RunDirError(
-        f"the run {run.name} was made and never submitted, as far as can be seen; there is nothing to cancel\n"
-        f"    hint: go on with it: hpcrl resume {reference(run)}\n"
-        f"    hint: or begin anew under its name, once {run.path} is removed"
+        f"the run {run.name} was created and apparently never submitted; there is nothing to cancel\n"
+        f"    hint: continue it: hpcrl resume {reference(run)}\n"
+        f"    hint: or submit again under its name after removing {run.path}"
     )
 
 
 def request_stop(process: ProcessId) -> None:
-    """SIGTERM to a process of this machine, if it is still the one we mean."""
+    """Send SIGTERM to a process of this machine, if it is still the same one."""
     found = procfs.read_process(process.pid)
     if found is not None and found.start_ticks == process.start_ticks:
         procfs.send_signal([found], signal.SIGTERM)
 
 
 def kill_launch(run_id: str, run: RunDir | None = None) -> None:
-    """SIGKILL supervisor and controller; the guards see their pipes close and end the roles."""
+    """Send SIGKILL to supervisor and controller; the guards see their pipes close and end the roles."""
     found = find_leftovers(run_id, kinds=("launch",), run_dir=None if run is None else run.path)
     procfs.send_signal(found, signal.SIGKILL)
 
 
 def interrupt(run: RunDir, count: int) -> str:
-    """Answer the ``count``-th Ctrl-C of somebody who follows the run; returns what to tell.
+    """Handle the ``count``-th Ctrl-C of a user who follows the run; return the message.
 
     The first asks the supervisor to stop in order, the second to kill the roles at once, the third kills the
     supervisor itself (the guards then end the roles).

@@ -1,2 +1,4 @@
-"""The process that starts the roles of a run and owns their fate. Importing this package imports nothing else:
-the guards start from here and must be quick."""
+"""The process that starts, watches and ends the roles of a run.
+
+Importing this package imports nothing else: the guards start from here and must be quick.
+"""

@@ -1,4 +1,4 @@
-"""What submitit runs: one callable with plain arguments, the same on this machine and under Slurm."""
+"""The callable that submitit runs, with plain arguments: the same on this machine and under Slurm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from submitit.core.utils import DelayedSubmission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.in_job import InJob
 
-__all__ = ["Supervise"]
-
 
 @dataclass(frozen=True)
 class Supervise:
@@ -24,7 +22,7 @@ class Supervise:
 
     run_dir: str
     submission: int = 1
-    """Number of the submission of the run, which the record may not have yet when we begin."""
+    """Number of the submission of the run, which the record may not have yet at the start."""
     in_job: InJob | None = None
     """The allocation that was there before; None: the job is the run's own."""
 
@@ -36,18 +34,21 @@ class Supervise:
         RunFailedError
             The run failed or was cancelled; the message is the cause.
         RunDirError
-            The directory is no run, or another supervisor works in it.
+            The directory is not a run, or another supervisor works in it.
         """
-        # who only hands this over need not wait for all that a supervisor imports
+        # late: a process that only submits this object does not need the supervisor's imports
         from hpcrl.supervisor.supervise import supervise  # noqa: PLC0415
 
         return supervise(RunDir(Path(self.run_dir)), self.submission, self.in_job)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Import the supervisor where this was handed to, before submitit takes the signals that come meanwhile."""
+        """Import the supervisor on unpickling, before submitit handles signals that arrive meanwhile."""
         import_module("hpcrl.supervisor.supervise")
         self.__dict__.update(state)
 
     def checkpoint(self) -> DelayedSubmission:
-        """What submitit hands to the next attempt where Slurm's warning comes before we listen to it ourselves."""
+        """Return the submission that submitit runs next.
+
+        submitit calls it if Slurm's warning arrives before hpcrl handles signals itself.
+        """
         return DelayedSubmission(self)

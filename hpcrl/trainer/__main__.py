@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 from hpcrl.errors import MissingExtraError
-from hpcrl.interpreter import bound_kernel_caches, lasting_imports
+from hpcrl.processes.interpreter import bound_kernel_caches, lasting_imports
 from hpcrl.runs.role import RoleContext, run_role
 
 
@@ -32,8 +32,8 @@ if __name__ == "__main__":
     try:
         run_role(main)
     except SystemExit as end:
-        # Not through the end of the interpreter: threads of groups of ranks may still let go of a tensor there, and
-        # the process would abort after a good end ("terminate called without an active exception")
+        # Skip the interpreter's own exit: threads of process groups may still release a tensor there, and the process
+        # would abort after a good end ("terminate called without an active exception")
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

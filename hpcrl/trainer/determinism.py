@@ -1,4 +1,4 @@
-"""The same numbers from the same batches: what torch is told, and what it needs."""
+"""Settings with which torch computes the same numbers from the same batches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch.utils.deterministic
 
 from hpcrl.errors import UsageError
 
-__all__ = ["settle_determinism"]
-
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _EQUAL_EACH_TIME = (":4096:8", ":16:8")
-"""Of these torch knows that cuBLAS computes the same each time; with others products are refused."""
+"""Workspaces with which torch trusts cuBLAS to compute the same each time; with others it refuses products."""
 
 
 def settle_determinism(device: torch.device, *, wanted: bool) -> None:
@@ -31,8 +29,8 @@ def settle_determinism(device: torch.device, *, wanted: bool) -> None:
     found = os.environ.get(_WORKSPACE)
     if device.type == "cuda" and found not in _EQUAL_EACH_TIME:
         raise UsageError(
-            f"trainer.deterministic: cuBLAS computes the same each time with {_WORKSPACE}={_EQUAL_EACH_TIME[0]} alone, "
-            f"and here it is {found or 'not set'}\n    hint: set it where this trainer is started; hpcrl submit does"
+            f"trainer.deterministic: cuBLAS is deterministic only with {_WORKSPACE}={_EQUAL_EACH_TIME[0]}, and the "
+            f"variable is {found or 'not set'}\n    hint: set it for the trainer; hpcrl submit does so"
         )
     torch.use_deterministic_algorithms(True)
     # a check for bugs, at the price of writing every new tensor twice

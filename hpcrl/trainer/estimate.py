@@ -25,19 +25,17 @@ from torch.distributed._tools.mem_tracker import MemTracker, _State
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcrl.config.recipe import TrainerMemoryConfig
-from hpcrl.modeling import sparse_attention
+from hpcrl.modeling.attention import sparse
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.compile.saved_ops import register_op
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.kept import as_operator
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, arch_from_config
 from hpcrl.trainer.batch import tensors
-from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.memory.tools import apply_memory_tools
+from hpcrl.trainer.step.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.step.losses import PolicyLoss
-
-__all__ = ["PassMemory", "estimate_model", "estimate_pass"]
 
 _CPU = torch.device("cpu")
 
@@ -49,10 +47,10 @@ class PassMemory:
     Attributes
     ----------
     parameters:
-        Of the model, in the dtype of the pass.
+        Memory of the model in bytes, in the dtype of the pass.
     head:
-        The most tensors beside parameters, their gradients and the optimizer until the backward pass of the head is
-        done: what layers keep, and logits.
+        Maximum bytes of tensors other than parameters, their gradients and the optimizer until the backward pass of
+        the head is done: what layers keep, and logits.
     whole:
         The same of the whole pass; more than ``head`` where the backward pass of some layer takes more.
     """
@@ -70,7 +68,7 @@ def estimate_model(
     memory: TrainerMemoryConfig | None = None,
     loss_of_rollouts: bool = False,
 ) -> PassMemory:
-    """`estimate_pass` of a model of many layers, from two of a few.
+    """Extrapolate `estimate_pass` to a model of many layers, from two models of a few.
 
     A layer takes about half a second. Where all layers behind the first ones are equal, each adds the same.
     """
@@ -78,7 +76,7 @@ def estimate_model(
     first = len(layers)
     while first > 0 and layers[first - 1] == layers[-1]:
         first -= 1
-    # what is the same again and again: a layer, or as many as one is checkpointed of
+    # period of the layers: one layer, or as many as one checkpoint spans
     every = 1 if memory is None else memory.checkpoint_every_layers
     few = first + 2 + (len(layers) - first - 2) % every
     estimate = partial(estimate_pass, lengths=lengths, dtype=dtype, memory=memory, loss_of_rollouts=loss_of_rollouts)
@@ -94,7 +92,7 @@ def estimate_model(
 
 
 def _with_layers(arch: ModelArch, count: int) -> ModelArch:
-    """The first layers; what a config says of each layer is cut, too."""
+    """Return ``arch`` with its first ``count`` layers; per-layer settings of the config are cut, too."""
     named = {field.name: getattr(arch, field.name) for field in fields(arch)}
     each: dict[str, Any] = {
         k: v[:count] for k, v in named.items() if isinstance(v, tuple) and len(v) == arch.num_hidden_layers
@@ -110,18 +108,18 @@ def estimate_pass(
     memory: TrainerMemoryConfig | None = None,
     loss_of_rollouts: bool = False,
 ) -> PassMemory:
-    """The highest points of one micro-batch on the processor, without sharding: each rank holds these activations.
+    """Estimate the memory peaks of one micro-batch on the CPU, without sharding: each rank holds these activations.
 
     Parameters
     ----------
     lengths:
-        Tokens of the sequences of the micro-batch; all but the first token of each is trained.
+        Tokens of the sequences of the micro-batch; all but the first token of each are trained.
     dtype:
-        Of parameters and activations.
+        Dtype of parameters and activations.
     memory:
-        What saves memory; None: nothing does.
+        Settings that save memory; None for none.
     loss_of_rollouts:
-        The loss wants all log-probabilities first, as ``gspo`` does: logits in pieces are made twice then.
+        Whether the loss needs all log-probabilities first, as ``gspo`` does: logits in pieces are then computed twice.
     """
     memory = memory or TrainerMemoryConfig()
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -134,7 +132,7 @@ def estimate_pass(
     # each piece of logits takes time here, whatever its size: a few hundred at most, unless they are as on a GPU then
     piece_bytes = max(tensors.PIECE_BYTES["cpu"], min(64 << 20, 4 * trained * arch.vocab_size // 256))
     with fake, _known_without_numbers(piece_bytes, opaque=opaque), warnings.catch_warnings():
-        # of gradients that are None: that is what they are to be
+        # torch warns about gradients that are None, which is intended here
         warnings.filterwarnings("ignore", message="Expected a tensor or a traceable wrapper-subclass")
         model.materialise(_CPU)
         # of layers that are compiled the kernels are not known
@@ -144,7 +142,7 @@ def estimate_pass(
                 setattr(attention, name, fake.from_tensor(value))
         ids, select = torch.zeros(tokens, dtype=torch.long), torch.zeros(trained, dtype=torch.long)
         for parameter in model.parameters():
-            # as where they are sharded: a layer's gradients go when they are reduced
+            # as with sharding: a layer's gradients are freed once they are reduced
             parameter.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
         tracker, at_head = _Tracker(), []
         model.norm.register_full_backward_hook(lambda *_: at_head.append(_beside_weights(tracker)))
@@ -158,7 +156,7 @@ def estimate_pass(
 
 
 class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
-    """Without the peaks of each module, which nobody asks for: looking at all of them takes as long as all else."""
+    """Tracker without the peaks of each module, which are not used and take as long to find as everything else."""
 
     def _update_peak_stats(self, peak_state: _State) -> None:
         modules, self.memory_tracking = self.memory_tracking, WeakIdKeyDictionary()
@@ -169,7 +167,7 @@ class _Tracker(MemTracker):  # type: ignore[no-untyped-call]
 def _loss(
     model: Decoder, ids: Tensor, context: BatchContext, chunk: int | str | None, *, loss_of_rollouts: bool
 ) -> Tensor:
-    """A sum over tokens, made in the way of the loss."""
+    """Return a sum over tokens that is computed in the same way as the loss."""
     assert context.select is not None
     targets = torch.zeros(len(context.select), dtype=torch.long)
     tokens = chunk if isinstance(chunk, int) else None
@@ -191,21 +189,21 @@ def _forget(parameter: Tensor) -> None:
 
 
 def _beside_weights(tracker: MemTracker) -> int:
-    """The most activations so far: whatever backward passes hold in between is among them."""
+    """Return the peak bytes of activations and temporary tensors so far, including those of backward passes."""
     peak = tracker.get_tracker_snapshot("peak")[_CPU]
     return sum(size for kind, size in peak.items() if getattr(kind, "name", "") in ("ACT", "TEMP"))
 
 
 @contextmanager
 def _known_without_numbers(piece_bytes: int, *, opaque: bool = False) -> Iterator[None]:
-    """Results whose shapes torch finds from numbers, or of dtypes for which it has kernels and no shapes.
+    """Patch operators whose output shapes depend on values, or that have no fake kernels for a dtype.
 
     Logits are worked on in pieces of ``piece_bytes``. With ``opaque`` sparse attention is one operator, as selective
     checkpointing wants it; else what its pieces hold for a moment is counted too.
     """
 
     def grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
-        # the same of one matrix: what is kept for the backward pass is the same, and so are shapes
+        # like the product with one matrix: the shapes and what is kept for the backward pass are equal
         return _GroupedProduct.apply(x, weights, offs)  # type: ignore[no-any-return, no-untyped-call]
 
     def largest(scores: Tensor, visible: Tensor, width: int) -> Tensor:
@@ -214,18 +212,18 @@ def _known_without_numbers(piece_bytes: int, *, opaque: bool = False) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(tensors.PIECE_BYTES, cpu=piece_bytes))
         stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
-        stack.enter_context(mock.patch.object(sparse_attention, "_largest", largest))
+        stack.enter_context(mock.patch.object(sparse, "_largest", largest))
         for name in ("_choose", "_attend"):
-            operator = getattr(sparse_attention, name)
+            operator = getattr(sparse, name)
             plain = operator._init_fn
             if opaque:
                 operator.register_fake(plain)
             else:
-                stack.enter_context(mock.patch.object(sparse_attention, name, plain))
+                stack.enter_context(mock.patch.object(sparse, name, plain))
         yield
 
 
-@as_operator("(Tensor x, Tensor weights) -> Tensor")
+@register_op("(Tensor x, Tensor weights) -> Tensor")
 def _product(x: Tensor, weights: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weights.shape[2])
 
@@ -248,7 +246,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def main() -> None:
-    """Read ``config`` (a ``config.json``) and what `estimate_model` takes beside it; write a `PassMemory`."""
+    """Read ``config`` (a ``config.json``) and other arguments of `estimate_model`; write a `PassMemory`."""
     asked = json.load(sys.stdin)
     found = estimate_model(
         arch_from_config(asked["config"]),

@@ -1,4 +1,4 @@
-"""Which kernels a recipe wants, found on this rank's device and put to work in a model."""
+"""Finds the kernels that a recipe selects on this rank's device, and installs them in a model."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from hpcrl.modeling.sparse_kernels.find import find_sparse_kernel
 from hpcrl.modeling.sparse_kernels.kernel import SparseKernel, SparseShape
 from hpcrl.models.arch import GlmMoeDsaArch, ModelArch
 
-__all__ = ["TrainerKernels", "apply_kernels", "find_kernels"]
-
 
 class TrainerKernels(NamedTuple):
-    """What computes attention: of dense layers by name; None where the model has no sparse attention."""
+    """Kernels for attention: the name of that of dense layers; None for sparse attention if the model has none."""
 
     attention: str
     sparse_attention: SparseKernel | None
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of kernels by setting of ``trainer.kernels``, for the record of the run."""
+        """Return the names of kernels by setting of ``trainer.kernels``, for the record of the run."""
         if self.sparse_attention is None:
             return {"attention": self.attention}
         return {"sparse_attention": self.sparse_attention.name}
 
 
 def find_kernels(config: TrainerConfig, arch: ModelArch, device: torch.device) -> TrainerKernels:
-    """What the recipe wants for a model of ``arch`` on ``device``; on a GPU kernels that are not torch's are tried.
+    """Return the kernels that the recipe selects for ``arch`` on ``device``.
+
+    On a GPU, kernels other than torch's are tried before.
 
     Raises
     ------
     UsageError
-        It cannot be used here (see `find_sparse_kernel` and `use_flash_attention_3`).
+        A kernel cannot be used here (see `find_sparse_kernel` and `use_flash_attention_3`).
     """
     dtype = getattr(torch, config.dtype)
     sparse = None

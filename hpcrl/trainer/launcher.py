@@ -1,4 +1,4 @@
-"""What starts the trainer's ranks of one node: ``python -m hpcrl.trainer.launcher --ranks 8 …``.
+"""Starts the trainer's ranks of one node: ``python -m hpcrl.trainer.launcher --ranks 8 …``.
 
 It imports torch and the trainer once and forks the ranks, which share these pages until they write to them; then it
 waits for them. Each rank runs ``python -m hpcrl.trainer`` from there, as it would by itself, with the variables that
@@ -8,7 +8,7 @@ A fork copies one thread. Where an import has started another, opened a socket o
 the copy would do is not known: then each rank begins as a fresh interpreter that imports for itself, and the log says
 why.
 
-Where a rank fails, the launcher ends the others of its node and says in its log which one died of what;
+If a rank fails, the launcher ends the others of its node and logs which rank died and why;
 `hpcrl.runs.cause` reads that line. Ranks on other nodes end with the step (`hpcrl.supervisor.process.guard`). Where the
 launcher itself is killed, the kernel kills its ranks.
 """
@@ -30,31 +30,29 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from hpcrl import procfs
-from hpcrl.interpreter import bound_kernel_caches, lasting_imports, module_command
-from hpcrl.log_format import start_logging
+from hpcrl.processes import procfs
+from hpcrl.processes.interpreter import bound_kernel_caches, lasting_imports, module_command
+from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.cause import describe_end
 
-__all__ = ["RANK_NAME", "NodeRanks", "main"]
-
 RANK_NAME = "hpcrl rank {}"
-"""What ``ps`` and ``top`` call a rank: its command line and ``/proc/PID/environ`` are those of the launcher."""
+"""Name of a rank in ``ps`` and ``top``: its command line and ``/proc/PID/environ`` are those of the launcher."""
 
 _log = logging.getLogger("hpcrl.trainer.launcher")
 _IMPORTS = ("hpcrl.trainer.loop",)
 _WHILE_IMPORTING = {
     # numpy would start threads for products, which no rank makes with it
     "OPENBLAS_NUM_THREADS": "1",
-    # whoever asks at import whether there is a GPU must not initialise CUDA, which no fork survives
+    # an import that asks whether there is a GPU must not initialise CUDA, which no fork survives
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""In the environment until the ranks are forked, where it says nothing else."""
+"""Defaults for the environment until the ranks are forked."""
 _LAST_WORD_S = 1.0
-"""How long the others may say what they have to, after a rank that ended by itself."""
+"""Seconds for other ranks to write their reports after a rank ended by itself."""
 _GRACE_S = 30.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _GIVE_UP_S = 5.0
-"""After this long under SIGKILL a rank hangs in the kernel; the guard above says so."""
+"""Seconds after SIGKILL after which a rank counts as hanging in the kernel; the guard above reports it."""
 _HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -65,11 +63,11 @@ class NodeRanks:
     Attributes
     ----------
     ranks:
-        On this node, and as many on each other.
+        Number of ranks on this node, and on each other node.
     node_rank, nodes:
-        Which node this is, from 0, of how many.
+        Number of this node, from 0, and number of nodes.
     host, port:
-        Where rank 0 serves the TCPStore.
+        Address at which rank 0 serves the TCPStore.
     """
 
     ranks: int
@@ -79,11 +77,11 @@ class NodeRanks:
     port: int
 
     def rank(self, local_rank: int) -> int:
-        """The number among all ranks: in the order of nodes."""
+        """Return the global rank of a local rank; ranks are numbered in the order of nodes."""
         return self.node_rank * self.ranks + local_rank
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """The environment of a rank: names that torch and libraries above it read, as torchrun sets them."""
+        """Return the environment variables of a rank that torch and libraries read, as torchrun sets them."""
         return {
             "RANK": str(self.rank(local_rank)),
             "LOCAL_RANK": str(local_rank),
@@ -99,15 +97,15 @@ class NodeRanks:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the ranks and wait for them. Does not return in the launcher; in a rank, after its program."""
     parser = argparse.ArgumentParser(prog="hpcrl.trainer.launcher", description="Start the ranks of one node.")
-    parser.add_argument("--ranks", type=int, required=True, help="on this node")
-    parser.add_argument("--nodes", type=int, default=1, help="that have as many each")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="of rank 0")
-    parser.add_argument("--master-port", type=int, default=0, metavar="PORT", help="where it listens; 0: a free one")
-    parser.add_argument("--grace-s", type=float, default=_GRACE_S, help="between SIGTERM and SIGKILL")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes, with the same number of ranks each")
+    parser.add_argument("--node-rank", type=int, default=0, help="index of this node")
+    parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="host of rank 0")
+    parser.add_argument("--master-port", type=int, default=0, metavar="PORT", help="port of rank 0; 0 takes a free one")
+    parser.add_argument("--grace-s", type=float, default=_GRACE_S, help="time between SIGTERM and SIGKILL")
     parser.add_argument("--imports", default=",".join(_IMPORTS), help="modules that are imported before the fork")
-    parser.add_argument("module", nargs="?", default="hpcrl.trainer", help="what each rank runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of that module")
+    parser.add_argument("module", nargs="?", default="hpcrl.trainer", help="module that each rank runs")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of that module")
     given = parser.parse_args(arguments)
     if not (given.ranks >= 1 and 0 <= given.node_rank < given.nodes):
         parser.error(f"{given.ranks} ranks on node {given.node_rank} of {given.nodes} nodes")
@@ -144,7 +142,7 @@ def _import_all(modules: Sequence[str]) -> str:
         with lasting_imports():
             for module in modules:
                 import_module(module)
-    except Exception as error:  # noqa: BLE001 - each rank meets it, and says so where `hpcrl why` reads it
+    except Exception as error:  # noqa: BLE001 - each rank fails alike, and reports it where `hpcrl why` reads it
         return f"{type(error).__name__}: {error}"
     finally:
         for name in guarded:
@@ -153,7 +151,7 @@ def _import_all(modules: Sequence[str]) -> str:
 
 
 def _why_not_fork(before: dict[str, str]) -> str:
-    """What an import has begun that a fork would break; empty where there is nothing."""
+    """Return what an import has started that a fork would break; empty if nothing."""
     if threads := [name for name in os.listdir("/proc/self/task") if int(name) != os.getpid()]:
         return f"an import has started {len(threads)} thread{'s' * (len(threads) > 1)}"
     opened = [what for fd, what in _open_files().items() if before.get(fd) != what]
@@ -176,17 +174,17 @@ def _open_files() -> dict[str, str]:
 
 
 def _knows_cuda_is_lost() -> bool:
-    """Whether torch says in a rank that CUDA had been asked for before the fork, and cannot be used any more."""
+    """Return whether CUDA was initialised before the fork, so that torch in this rank cannot use it any more."""
     torch = sys.modules.get("torch")
     lost = torch is not None and torch.cuda._is_in_bad_fork()
     if lost:
-        print("CUDA was asked for before this rank was forked: it begins anew", file=sys.stderr)
+        print("CUDA was initialised before this rank was forked: it starts as a new interpreter", file=sys.stderr)
     return lost
 
 
 def _fork_ranks(node: NodeRanks, *, grace_s: float, problem: str) -> None:
     """Start the ranks. Returns in each of them; the launcher itself waits for them and exits."""
-    # what is to be waited for is never delivered: no handler, and nothing is missed
+    # blocked signals are not delivered but waited for: no handler runs, and none is missed
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_HANDED_ON})
     launcher, ranks, failure = os.getpid(), {}, ""
     sys.stdout.flush()
@@ -212,7 +210,7 @@ def _become_rank(node: NodeRanks, local_rank: int, launcher: int) -> None:
     procfs.die_with_parent()
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)
-    os.setsid()  # what a rank starts gets the launcher's signals too
+    os.setsid()  # child processes of a rank get the launcher's signals, too
     Path("/proc/self/comm").write_text(RANK_NAME.format(node.rank(local_rank)))
     os.environ.update(node.variables(local_rank))
 
@@ -224,7 +222,7 @@ class _Watch:
         self._ranks, self._grace_s = ranks, grace_s
         self._exit_code = 0
         self._sent: set[int] = set()
-        #: the next step to the end, and when: a signal to send, or None to give up
+        #: time and signal of the next step towards the end; None as signal: give up
         self._next: tuple[float, int | None] | None = None
 
     def wait(self, failure: str) -> int:
@@ -247,7 +245,7 @@ class _Watch:
 
     def _hand_on(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        _log.info("%s is handed on to %s", name, self._names())
+        _log.info("%s is forwarded to %s", name, self._names())
         self._exit_code = self._exit_code or 128 + signum
         self._send(signum)
         if self._next is None or self._next[1] == signal.SIGTERM:
@@ -265,7 +263,7 @@ class _Watch:
                 self._fail(f"rank {rank} (pid {pid}) {describe_end(code, None)}", code, wait_s=_LAST_WORD_S)
 
     def _fail(self, what: str, exit_code: int, *, wait_s: float) -> None:
-        """A rank ended that was not asked to."""
+        """Handle an unrequested end of a rank: record the exit code and schedule SIGTERM for the other ranks."""
         _log.error("%s", what)
         self._exit_code = self._exit_code or exit_code
         at = time.monotonic() + wait_s
@@ -277,7 +275,7 @@ class _Watch:
         assert self._next is not None
         signum = self._next[1]
         if signum is None:
-            _log.error("%s hang in the kernel and are left", self._names())
+            _log.error("%s hang in the kernel and cannot be ended", self._names())
             return False
         _log.warning("%s to %s", signal.Signals(signum).name, self._names())
         self._send(signum)
@@ -289,7 +287,7 @@ class _Watch:
 
     def _send(self, signum: int) -> None:
         self._sent.add(signum)
-        for pid in self._ranks:  # our own unreaped children: the pids cannot be others'
+        for pid in self._ranks:  # unreaped child processes: their pids cannot be reused
             try:
                 os.killpg(pid, signum)
             except ProcessLookupError:  # it has no group of its own yet
@@ -301,7 +299,7 @@ class _Watch:
 
 
 def _wait_signal(at: float | None) -> int:
-    """The next signal that is not delivered; 0 when the time has come."""
+    """Return the next blocked signal; 0 if the time ``at`` has passed."""
     signals = {signal.SIGCHLD, *_HANDED_ON}
     if at is None:
         return signal.sigwaitinfo(signals).si_signo

@@ -20,44 +20,44 @@ from hpcrl.config.rules.parallel import refuse_planned_settings
 from hpcrl.dock.ahead import BatchFetcher
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.warehouse.sharing import Sharing
-from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import HandoffError, PeerLostError
 from hpcrl.models.arch import load_arch
 from hpcrl.mooncake import load_client
-from hpcrl.reporting import ReportedFile
+from hpcrl.reporting.reports import ReportedFile
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.progress import ProgressReporter
-from hpcrl.runs.role import RoleContext, save_answer_path, save_request_path
-from hpcrl.trainer.batch.source import Batches, OtherSide
+from hpcrl.runs.role import RoleContext, save_answer_path
+from hpcrl.trainer.batch.source import Batches, OtherSide, check_shard
 from hpcrl.trainer.determinism import settle_determinism
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
-from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.publish.adapters import AdapterPublisher
 from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
+from hpcrl.trainer.publish.custom_sync import SyncParts, make_custom_sync
+from hpcrl.trainer.publish.fabric_serving import FabricPlace, fabric_place
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.publish.swap_sync import SwapSync
-from hpcrl.trainer.publish.sync import FileSync, WeightSync
+from hpcrl.trainer.publish.sync import DurableVersions, FileSync, WeightSync
+from hpcrl.trainer.state.attempt_requests import RequestReader
 from hpcrl.trainer.state.checkpoint import load_checkpoint
-from hpcrl.trainer.state.restart import decide_restore
+from hpcrl.trainer.state.restart import choose_restored_checkpoint
 from hpcrl.trainer.state.saver import CheckpointSaver
 from hpcrl.trainer.step.canary import CanaryMaker
 from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps, skipped_in_a_row
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.trainer.step.record import Update, step_record
+from hpcrl.trainer.step.step_profiler import StepProfiler
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.store import HandoffStore
-
-__all__ = ["Trainer", "run_trainer", "train"]
 
 _log = logging.getLogger(__name__)
 
 _LEAVE_S = 60.0
-"""How long a trainer that fails lets a save end that began before."""
+"""Timeout in seconds of the wait of a failing trainer for a save that has begun."""
 _ON_RECORD_S = 2.0
-"""How long a save waits for the record of its step: a filesystem that takes no report may still take a checkpoint."""
+"""Timeout in seconds of a save's wait for its step's record: the filesystem may still accept a checkpoint."""
 
 
 def train(context: RoleContext) -> None:
@@ -84,7 +84,7 @@ def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
         The run cannot go on; the last published version and the last checkpoint are whole.
     """
     recipe = context.run.recipe()
-    # whoever starts this role by hand has not been asked by `hpcrl submit`
+    # a role that was started by hand has not been checked by `hpcrl submit`
     refuse_planned_settings(recipe, str(context.run.recipe_path))
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
@@ -94,7 +94,7 @@ def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
             kind(context, recipe, parallel).run()
         except RuntimeError as error:
             if is_lost_rank(error):
-                raise PeerLostError(f"another rank of the trainer went away: {error}") from error
+                raise PeerLostError(f"another rank of the trainer was lost: {error}") from error
             raise
 
 
@@ -109,10 +109,14 @@ class Trainer:
         self.store = HandoffStore(context.run.weights_dir)
         self.dock, self.batches = self._batch_source()
         self._readers = ReaderWatch(self.store.root, expiry_s=recipe.handoff.lease_timeout_s)
+        self._durable = DurableVersions(recipe.handoff.durable_every)
         self.sync = self._weight_sync()
         self._events: EventWriter | None = None
         self._progress: ProgressReporter | None = None
-        self._saved_on_request = False
+        self._requests = RequestReader(context)
+        self._profiler = StepProfiler(
+            context, parallel.world.rank, parallel.device, emit=self._emit_on_any_rank, on_work=self._profile_is_made
+        )
         claim = partial(CheckpointWriter.claim, context.run.checkpoints_dir, context.attempt)
         self.checkpoints = parallel.world.on_leader(claim, "claiming the ledger of checkpoints")
         self.saver = CheckpointSaver(self.checkpoints, parallel.world, recipe.checkpoint, self._emit)
@@ -143,9 +147,16 @@ class Trainer:
                 on_wait=self._still_waiting,
             )
             return SwapSync(self.parallel, engines, dtype=getattr(torch, recipe.engine.dtype), emit=self._emit)
-        return FileSync(self._publisher(), self.parallel.world, self._emit)
+        publisher = self._publisher(fabric_place(recipe.handoff, self.context))
+        files, custom = FileSync(publisher, self.parallel.world, self._emit, self._durable), recipe.handoff.sync
+        if custom is None:
+            return files
+        made: list[WeightSync] = []
+        parts = SyncParts(files, self.parallel.world, self._emit, recipe, self.context.run.path)
+        self.parallel.world.all_succeed(lambda: made.append(make_custom_sync(custom, parts)), "making handoff.sync")
+        return made[0]
 
-    def _publisher(self) -> Publisher:
+    def _publisher(self, fabric: FabricPlace | None = None) -> Publisher:
         recipe, lora = self.recipe, self.recipe.trainer.lora
         new_publisher: Callable[..., Publisher] = Publisher
         if lora is not None:
@@ -161,8 +172,10 @@ class Trainer:
             settings=recipe.handoff,
             quantised=quantised_modules(recipe.trainer.precision.fp8),
             acknowledged=self._acknowledged,
+            wanted=self._readers.wanted_version,
             on_wait=self._still_waiting,
             on_refused=lambda words: self._emit("trainer.version_refused", what=words),
+            fabric=fabric,
         )
 
     def run(self) -> None:
@@ -196,6 +209,7 @@ class Trainer:
             while step < self.recipe.trainer.steps:
                 step += 1
                 self._step(policy, step, metrics)
+            self._profiler.end()
             self.sync.wait()
             if self.leader:
                 assert self._progress is not None
@@ -203,7 +217,7 @@ class Trainer:
                     self.dock.finish(step)
             self._finish_saving()
         except BaseException:
-            # what was copied before this failure is good: let it get on disk
+            # the copy was made before this failure and is valid: finish writing it
             self.saver.leave(_LEAVE_S)
             raise
         self._emit("trainer.finished", version=step)
@@ -234,9 +248,16 @@ class Trainer:
         if self._progress is not None:
             self._progress.again()
 
+    def _profile_is_made(self) -> None:
+        if self._progress is not None:
+            self._progress.beat("profile")
+
     def _read_from_disk(self, step: int, rollouts: int, why: str) -> None:
+        self._emit_on_any_rank("rollouts.read_from_disk", step=step, rollouts=rollouts, why=why)
+
+    def _emit_on_any_rank(self, kind: str, **data: Any) -> None:
         events = self._events or self.context.events()  # of rank 0 alone there is one that stays open
-        events.emit("rollouts.read_from_disk", step=step, rollouts=rollouts, why=why)
+        events.emit(kind, **data)
         if events is not self._events:
             events.close()
 
@@ -245,9 +266,9 @@ class Trainer:
             self._events.emit(kind, **data)
 
     def _restore(self) -> tuple[TrainerPolicy, int]:
-        """The policy of the newest good checkpoint, or of the start model; and its step."""
+        """Return the policy of the newest intact checkpoint, or of the start model; and its step."""
         config = self.recipe.checkpoint
-        step = decide_restore(self.context, self.checkpoints, self.parallel.world, config, self._emit).step
+        step = choose_restored_checkpoint(self.context, self.checkpoints, self.parallel.world, config, self._emit).step
         if step is None:
             policy = TrainerPolicy(self.recipe, self.arch, self.parallel, model_dir=self.model_dir)
             self._emit("trainer.started", model=str(self.model_dir), parameters=self.arch.num_parameters())
@@ -269,18 +290,23 @@ class Trainer:
         return policy, step
 
     def _step(self, policy: TrainerPolicy, step: int, metrics: MetricsWriter | None) -> None:
-        clock, parallel = PhaseClock(self._progress, turns=self.recipe.engine.is_colocated), self.parallel
+        turns, parallel = self.recipe.engine.is_colocated, self.parallel
+        clock = PhaseClock(self._progress, turns=turns, span=self._profiler.span)
         if self._progress is not None:
             self._progress.count(step=step)
         with clock.phase("wait_batch"):
             shard = self.batches.take(step)
         self.sync.begin_step(clock)
         with clock.phase("forward_backward"):
-            _check_shard(shard, step, parallel.data)
+            check_shard(shard, step, parallel.data)
             tokens = policy.forward_backward(shard).reduce(parallel.world)
         with clock.phase("optimizer"):
             update = self._update(policy, step, nonfinite_tokens=tokens.nonfinite_tokens)
         held_out_loss = self._held_out_loss(policy, step, clock)
+        requests = parallel.world.on_leader(self._requests.read, "looking for requests")
+        due = requests.save or self._checkpoint_due(step)
+        if due:
+            self._durable.named = step
         with clock.phase("publish"):
             self.sync.publish(policy, step, self.dock.published)
 
@@ -295,27 +321,28 @@ class Trainer:
                 held_out_loss=held_out_loss,
             )
 
-        due, urgent = self._checkpoint_due(step)
         if due:
             if metrics is not None:
-                # a checkpoint's step is on record before it counts: whoever resumes from it has no gap
+                # the step's record is written before the checkpoint counts, so that a resume from it has no gap
                 metrics.write(record())
                 metrics.flush(_ON_RECORD_S)
             with clock.phase("checkpoint"):
                 self.saver.start(policy, step, orchestrator_state=lambda: self.dock.snapshot(step))
-                if urgent:
+                if requests.save:
                     self._answer(step, self.saver.wait(self.recipe.checkpoint.save_timeout_s))
         self.sync.end_step(clock)
         if metrics is not None:
+            metrics.write_ratios(step, policy.take_ratios())
             final = record()
             if due:
                 metrics.write_final_phases(final)
             else:
                 metrics.write(final)
             self._emit("step", step=step, loss=final.loss, reward=final.reward_mean, phases_s=final.phases_s)
+        self._profiler.between_steps(step, requests.profiled_ranks)
 
     def _skipped_before(self, step: int) -> SkippedSteps:
-        """A restart does not begin to count anew."""
+        """Return the counter of skipped steps, restored from the records: a restart does not reset it."""
         count = partial(skipped_in_a_row, read_metrics(self.context.run) if self.leader else [], step)
         config = self.recipe.trainer.nonfinite
         return SkippedSteps(config, in_a_row=self.parallel.world.on_leader(count, "counting skipped steps"))
@@ -332,21 +359,20 @@ class Trainer:
         return update
 
     def _acknowledged(self) -> int | None:
-        """What all engines have loaded; None where that is not known."""
+        """Return the newest version that all engines have loaded; None if it is unknown."""
         try:
             return self._readers.acknowledged_version()
         except HandoffError as error:
-            _log.warning("acknowledgements are not known, so a full version is published: %s", error)
+            _log.warning("acknowledgements are unknown, so a full version is published: %s", error)
             return None
 
-    def _checkpoint_due(self, step: int) -> tuple[bool, bool]:
-        """Whether to save after this step, and whether the attempt is about to end, so that nothing else matters."""
+    def _checkpoint_due(self, step: int) -> bool:
+        """Return whether the recipe asks for a checkpoint after this step."""
         every = self.recipe.checkpoint.every_steps
-        wanted = self.parallel.world.on_leader(self._save_requested, "looking for a request to save")
-        return wanted or step == self.recipe.trainer.steps or (every > 0 and step % every == 0), wanted
+        return step == self.recipe.trainer.steps or (every > 0 and step % every == 0)
 
     def _answer(self, step: int, error: Exception | None) -> None:
-        """Tell the supervisor that what it asked for is done: entries may also come from saves begun before."""
+        """Report to the supervisor that its requested save is done: entries may also come from saves begun before."""
         if self.leader:
             answer = {"step": None, "reason": str(error)} if error is not None else {"step": step, "reason": ""}
             path = save_answer_path(self.context.run, self.context.attempt)
@@ -358,31 +384,14 @@ class Trainer:
         if error is not None:
             raise error
 
-    def _save_requested(self) -> bool:
-        """Whether the supervisor asked for a checkpoint since the last look: once."""
-        path = save_request_path(self.context.run, self.context.attempt)
-        try:
-            # a listing, because an NFS client may remember for a minute that a name did not exist
-            names = () if self._saved_on_request else os.listdir(path.parent)
-        except OSError as error:
-            _log.warning("whether a save was asked for cannot be seen now: %s", error)
-            return False
-        if path.name not in names:
-            return False
-        self._saved_on_request = True
-        return True
-
 
 def _sharing(recipe: Recipe) -> Sharing | None:
-    """Where ranks of one context-parallel group, which train on the same rollouts, are on one node."""
+    """Return the settings for sharing rollouts on a node; None unless context-parallel ranks run on one node.
+
+    Ranks of one context-parallel group train on the same rollouts.
+    """
     warehouse = recipe.rollouts.warehouse
     together = recipe.trainer.parallelism.cp > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
     if not together or warehouse.backend != "embedded" or warehouse.directory is None:
         return None
     return Sharing(Path(warehouse.directory), limit_bytes=int(warehouse.limit_gib * (1 << 30)))
-
-
-def _check_shard(shard: BatchShard, step: int, data: Ranks) -> None:
-    got, wanted = (shard.step, shard.rank, shard.world_size), (step, data.rank, data.size)
-    if got != wanted:
-        raise ValueError(f"the dock sent (step, rank, world size) {got}, asked for was {wanted}")

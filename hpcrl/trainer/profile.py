@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-__all__ = ["main"]
-
 _WARM_UP, _REPEATS = 2, 5
 _CUDA_FP8 = (8, 9)
 """First compute capability with matrix products in FP8."""
@@ -35,7 +33,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     device = request["device"]
     if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch sees no GPU here")
+        sys.exit("torch finds no GPU here")
     deadline = time.monotonic() + request["limit_s"]
     bench = _Bench(device, deadline)
     found: dict[str, Any] = {"name": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
@@ -59,23 +57,23 @@ class _Bench:
         self.left_out: list[str] = []
 
     def gemms(self, shapes: list[Sample]) -> Iterator[Sample]:
-        """Matrix products."""
+        """Measure matrix products."""
         for shape in shapes:
             run = self._product(**shape)
             yield from self._timed(f"gemm {shape}", shape, run)
 
     def grouped(self, shapes: list[Sample]) -> Iterator[Sample]:
-        """Many matrix products of equal shapes in one kernel."""
+        """Measure many matrix products of equal shapes in one kernel."""
         for shape in shapes:
             yield from self._timed(f"grouped gemm {shape}", shape, self._grouped(**shape))
 
     def attention(self, shapes: list[Sample]) -> Iterator[Sample]:
-        """Causal attention of one sequence."""
+        """Measure causal attention of one sequence."""
         for shape in shapes:
             yield from self._timed(f"attention {shape}", shape, self._attend(**shape))
 
     def memory(self) -> float:
-        """Bytes a second of a copy: read and written."""
+        """Measure the bytes per second of a copy, read and written."""
         source = torch.empty((1 << 30) if self.device == "cuda" else (1 << 25), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / self._seconds(lambda: target.copy_(source))
@@ -92,7 +90,7 @@ class _Bench:
                 self.left_out.append(f"{name}: {str(error).splitlines()[0]}")
 
     def _seconds(self, run: Callable[[], Any]) -> float:
-        """Seconds of a call: the median on a GPU, the shortest on a CPU."""
+        """Return the seconds of a call: the median on a GPU, the shortest on a CPU."""
         for _ in range(_WARM_UP):
             run()
         if self.device != "cuda":
@@ -148,7 +146,7 @@ def _clocked(run: Callable[[], Any]) -> float:
 
 
 def _collectives(device: str, ranks: int, sizes: list[int], deadline: float) -> list[Sample]:
-    """Collectives of ``ranks`` processes of this node; rank 0 says what it measured."""
+    """Measure collectives of ``ranks`` processes of this node; rank 0 returns the samples."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -160,7 +158,7 @@ def _collectives(device: str, ranks: int, sizes: list[int], deadline: float) -> 
 
 
 class _Ring(NamedTuple):
-    """What each process of a collective is told."""
+    """Arguments of each process of a collective."""
 
     device: str
     ranks: int

@@ -1,4 +1,4 @@
-"""Rules of environments with questions from a file."""
+"""Rules of environments with tasks from a file."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hpcrl.config.cluster import ClusterProfile
-from hpcrl.config.environments import DatasetEnv
+from hpcrl.config.environments import HarnessEnv, TaskFileEnv
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rewards import FormatReward, LengthReward
 from hpcrl.config.row_template import template_columns
 from hpcrl.config.rules.rule import Conflicts, Rule
 
-__all__ = ["DATASET_RULES"]
-
 _COUNTED = "unfinished"
 """A part that each rollout of such an environment has."""
 
 
-def _datasets(recipe: Recipe) -> Iterator[tuple[str, DatasetEnv]]:
-    """Yield each environment of the kind with its key."""
+def _datasets(recipe: Recipe) -> Iterator[tuple[str, TaskFileEnv]]:
+    """Yield each environment of these kinds with its key."""
     for number, environment in enumerate(recipe.environments):
-        if isinstance(environment, DatasetEnv):
+        if isinstance(environment, TaskFileEnv):
             yield f"environments.{number}", environment
 
 
@@ -48,7 +46,7 @@ def _prompts_and_curriculum(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         if config.template is not None and columns.messages is not None:
             yield f"{key}.template", "columns.messages has the whole prompt"
         if config.template is not None and not template_columns(config.template):
-            yield f"{key}.template", "it names no column, so that all prompts are equal"
+            yield f"{key}.template", "it names no column, so all prompts would be equal"
         if curriculum.weights and columns.difficulty is None:
             yield f"{key}.curriculum.weights", "columns.difficulty names no column"
         if (curriculum.min_pass_rate > 0 or curriculum.max_pass_rate < 1) and columns.pass_rate is None:
@@ -69,22 +67,31 @@ def _parts_of_the_reward(recipe: Recipe, _: ClusterProfile) -> Conflicts:
                 yield f"{key}.rewards.{number}.name", f"another part is called {name!r}"
             if isinstance(reward, LengthReward) and (reward.limit_tokens is None) == (reward.limit_characters is None):
                 yield f"{key}.rewards.{number}.limit_tokens", "one of limit_tokens and limit_characters is given"
+        if not config.rewards:
+            continue  # the program says its reward
         judges = [each for each in config.rewards if not isinstance(each, FormatReward | LengthReward)]
         if not any(each.weight > 0 for each in judges):
             yield f"{key}.rewards", "no checker of the answer has a weight above 0"
 
 
+def _time_of_programs(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    for key, config in _datasets(recipe):
+        if isinstance(config, HarnessEnv) and config.turn_timeout_s <= config.time_limit_s:
+            limits = f"{config.turn_timeout_s:g} s, and its program may take time_limit_s, {config.time_limit_s:g} s"
+            yield f"{key}.turn_timeout_s", f"a rollout may take {limits}"
+
+
 DATASET_RULES: tuple[Rule, ...] = (
-    Rule("dataset-source", "Questions come from one place.", "give either path or hub", _has_one_source),
+    Rule("dataset-source", "Questions come from one source.", "give either path or hub", _has_one_source),
     Rule(
         "dataset-split",
-        "One way says which questions are held out.",
+        "At most one setting selects the held-out questions.",
         "keep one of held_out_share, held_out_path and split_column",
         _has_one_split,
     ),
     Rule(
         "dataset-columns",
-        "What reads a column has one.",
+        "Each setting that reads a column has a column.",
         "name the column in columns, or remove the setting",
         _prompts_and_curriculum,
     ),
@@ -93,5 +100,11 @@ DATASET_RULES: tuple[Rule, ...] = (
         "Parts of a reward have different names, and one of them judges the answer.",
         "name each part, and give a checker of the answer a weight",
         _parts_of_the_reward,
+    ),
+    Rule(
+        "harness-time",
+        "A rollout lasts longer than its program.",
+        "raise turn_timeout_s above time_limit_s",
+        _time_of_programs,
     ),
 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.engine_shape import engine_ranks_per_node, replica_nodes, vllm_args
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.vllm import owner_of
-
-__all__ = ["ENGINE_RULES", "PAYLOAD_RULE"]
 
 _FLAG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*(\.[\w.]+)?")
 
@@ -20,19 +18,19 @@ def _payload_exists(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         return
     engine = recipe.engine
     if engine.prefill is not None and recipe.job.layout == "elastic":
-        yield "engine.prefill", "the router between prefill and decode cannot be told of replicas that come and go"
+        yield "engine.prefill", "the router between prefill and decode does not support elastic replicas"
     if engine.backend == "vllm" and _largest_replica(recipe, cluster) > 1:
         yield from _wide_runs(recipe, cluster)
 
 
 def _wide_runs(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    """What replicas of several ranks cannot have."""
+    """Report connectors that replicas of several ranks cannot use."""
     engine = recipe.engine
-    gpus = engine.device == "auto" and isinstance(cluster, SlurmCluster)
+    gpus = engine.device == "auto" and cluster.uses_slurm
     if engine.prefill is not None and (engine.kv_transfer == "mooncake" or not (gpus or engine.kv_transfer == "nixl")):
         yield (
             "engine.kv_transfer",
-            "Mooncake's connector between replicas of several ranks was not worked out, and NIXL needs GPUs",
+            "Mooncake's connector does not support replicas of several ranks, and NIXL needs GPUs",
         )
 
 
@@ -41,26 +39,26 @@ def _dynamo_can(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if engine.router.kind != "dynamo":
         return
     if engine.backend != "vllm":
-        yield "engine.router.kind", f"engines of the backend {engine.backend!r} do not tell Dynamo what they cache"
+        yield "engine.router.kind", f"engines of the backend {engine.backend!r} do not report cached blocks to Dynamo"
     elif engine.prefill is not None:
-        yield "engine.router.kind", "Dynamo's selection leads no request from prefill to decode"
+        yield "engine.router.kind", "Dynamo's selection does not support prefill and decode"
 
 
 def _largest_replica(recipe: Recipe, cluster: ClusterProfile) -> int:
-    """Ranks of the widest replica."""
+    """Return the ranks of the widest replica."""
     return max(n * engine_ranks_per_node(recipe, cluster, role) for role, n in replica_nodes(recipe).items())
 
 
 def _prefill_has_a_router(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     engine = recipe.engine
     if engine.prefill is not None and engine.router.kind == "direct":
-        yield "engine.router.kind", "without a router nothing leads a request from prefill to decode"
+        yield "engine.router.kind", "prefill and decode need a router between them"
     if engine.kv_transfer != "auto" and engine.prefill is None:
         yield "engine.kv_transfer", "has no effect without prefill and decode"
     elif engine.kv_transfer != "auto" and engine.backend != "vllm":
         yield (
             "engine.kv_transfer",
-            f"engines of the backend {engine.backend!r} give each other KV in a way of their own",
+            f"engines of the backend {engine.backend!r} transfer KV by their own protocol",
         )
 
 
@@ -82,7 +80,7 @@ def _own_flags(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _flag_names(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     for key, flag, value in vllm_args(recipe):
         if not _FLAG.fullmatch(flag):
-            yield key, f"{flag!r} is no long name of a flag: write it without leading dashes, with dashes inside"
+            yield key, f"{flag!r} is not a long flag name: write it without leading dashes, with dashes inside"
         elif value is None:
             yield key, "has no value"
 
@@ -95,7 +93,7 @@ def _args_for_vllm(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 PAYLOAD_RULE = Rule(
     "payload-exists",
-    "Everything that a run starts is part of this version.",
+    "This version can start all parts of the run.",
     "for prefill and decode choose another layout than elastic, and kv_transfer: nixl where replicas have several "
     "ranks; or try the shape of the job: --set job.payload=probe",
     _payload_exists,
@@ -107,7 +105,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule("vllm-flag-names", "Flags of vLLM are long names with values.", "correct the name", _flag_names),
     Rule(
         "dynamo-engines",
-        "Dynamo's router has engines that it can choose from.",
+        "Dynamo's router has engines that it supports.",
         "set engine.router.kind: auto",
         _dynamo_can,
     ),

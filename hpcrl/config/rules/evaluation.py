@@ -7,8 +7,6 @@ from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
 
-__all__ = ["EVALUATION_RULES"]
-
 
 def _sets_have_prompts(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     known = [environment.name for environment in recipe.environments]

@@ -6,32 +6,15 @@ from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
 from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.config.rules.engine import PAYLOAD_RULE
-from hpcrl.config.rules.rule import Conflicts, Rule
+from hpcrl.config.rules.placed import engine_groups, placed_groups
+from hpcrl.config.rules.rule import Conflicts, Rule, on_slurm
+from hpcrl.config.rules.spare_rules import SPARE_RULES
+from hpcrl.config.rules.worker_rules import WORKER_RULES
 from hpcrl.config.sbatch_options import option_faults
-
-__all__ = ["ENOUGH_NODES", "JOB_RULES", "ONE_NODE"]
 
 ENOUGH_NODES = "nodes-available"
 ONE_NODE = "local-is-one-node"
-"""The rule whose conflict is no wrong recipe, but one that does not fit the site: plans have an exit code for it."""
-
-
-def _engine_groups(recipe: Recipe) -> list[tuple[str, str, int, int]]:
-    """Key, role, replicas and nodes of one replica."""
-    engine = recipe.engine
-    if recipe.sft is not None:
-        return []
-    sides = [("prefill", engine.prefill), ("decode", engine.decode)]
-    groups = [(f"engine.{name}", name, side.replicas, side.nodes) for name, side in sides if side is not None]
-    return groups or [("engine", "engine", engine.replicas, engine.nodes)]
-
-
-def _placed_groups(recipe: Recipe, cluster: SlurmCluster) -> list[tuple[str, str, int, int]]:
-    """Key, role, replicas and nodes of one replica, of all roles that have nodes."""
-    engines = _engine_groups(recipe) if recipe.engine.placement == "apart" else []
-    groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *engines]
-    apart = cluster.orchestrator_apart and recipe.sft is None
-    return [*groups, *([("orchestrator", "orchestrator", 1, 1)] if apart else [])]
+"""Name of the rule whose conflict means that a valid recipe does not fit the site: plans have an exit code for it."""
 
 
 def _prefill_and_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -42,16 +25,16 @@ def _prefill_and_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if engine.prefill is not None:
         for name in ("replicas", "nodes"):
             if getattr(engine, name) != EngineConfig.model_fields[name].default:
-                yield f"engine.{name}", "has no effect beside prefill and decode, which have their own"
+                yield f"engine.{name}", "has no effect together with prefill and decode, which have their own"
 
 
 def _only_engines_restart(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     for name in ("trainer", "orchestrator"):
         policy = getattr(recipe.supervision, name)
         if policy.restart != "never":
-            yield f"supervision.{name}.restart", f"the {name} cannot begin again beside roles that are at another step"
+            yield f"supervision.{name}.restart", f"the {name} cannot be restarted while other roles are at another step"
         if not policy.critical:
-            yield f"supervision.{name}.critical", f"the run cannot go on without the {name}"
+            yield f"supervision.{name}.critical", f"the run cannot continue without the {name}"
 
 
 def _hang_limits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -64,7 +47,7 @@ def _hang_limits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _embedded_on_one_node(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if recipe.engine.backend != "embedded":
         return
-    for key, _role, _replicas, nodes in _engine_groups(recipe):
+    for key, _role, _replicas, nodes in engine_groups(recipe):
         if nodes > 1:
             yield f"{key}.nodes", f"an embedded engine is one process and cannot use {nodes} nodes"
 
@@ -74,7 +57,7 @@ def _ranks_per_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if trainer.ranks % trainer.nodes:
         yield "trainer.ranks", f"{trainer.ranks} ranks are not the same number on each of {trainer.nodes} nodes"
     elif isinstance(cluster, SlurmCluster):
-        node = cluster.partitions[cluster.partition_name("trainer")].node
+        node = cluster.node_of("trainer")
         if node.gpus and trainer.ranks // trainer.nodes > node.gpus:
             yield "trainer.ranks", f"{trainer.ranks // trainer.nodes} ranks a node, but a node has {node.gpus} GPUs"
 
@@ -82,18 +65,21 @@ def _ranks_per_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 def _local_is_one_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if not isinstance(cluster, LocalCluster):
         return
-    groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *_engine_groups(recipe)]
+    groups = [("trainer", "trainer", 1, recipe.trainer.nodes), *engine_groups(recipe)]
     for key, _role, _replicas, nodes in groups:
         if nodes > 1:
             yield f"{key}.nodes", f"{nodes} nodes, but a local cluster is one machine"
 
 
-def _nodes_available(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@on_slurm
+def _nodes_available(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
     wanted: dict[str, list[tuple[str, int]]] = {}
-    for key, role, replicas, nodes in _placed_groups(recipe, cluster):
-        wanted.setdefault(cluster.partition_name(role), []).append((key, replicas * nodes))
+    for key, role, replicas, nodes in placed_groups(recipe, cluster):
+        counts = wanted.setdefault(cluster.partition_name(role), [])
+        counts.append((key, replicas * nodes))
+        # engines of the layout elastic are jobs of their own, without spare nodes
+        if (spares := recipe.job.spares_of(role)) and (recipe.job.layout != "elastic" or role == "trainer"):
+            counts.append((f"job.spare_nodes.{role}", spares))
     for partition, roles in wanted.items():
         total, available = sum(nodes for _, nodes in roles), cluster.partitions[partition].nodes
         if total > available:
@@ -101,10 +87,9 @@ def _nodes_available(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
             yield f"{roles[0][0]}.nodes", f"{total} nodes of partition {partition!r} ({parts}), which has {available}"
 
 
-def _layout_possible(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
-    roles = [role for _, role, _, _ in _placed_groups(recipe, cluster)]
+@on_slurm
+def _layout_possible(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
+    roles = [role for _, role, _, _ in placed_groups(recipe, cluster)]
     names = {role: cluster.partition_name(role) for role in roles}
     differ = len(set(names.values())) > 1
     if recipe.job.layout == "single" and differ:
@@ -114,27 +99,27 @@ def _layout_possible(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         beside = f"job.partition={{orchestrator: {cluster.partition_name('trainer')}}}"
         yield (
             "job.layout",
-            f"the orchestrator has no job of its own where engines come and go; {beside} keeps it beside the trainer",
+            f"the orchestrator has no job of its own if engines are elastic; {beside} keeps it on a trainer node",
         )
     needs_hetjob = recipe.job.layout == "hetjob" or (recipe.job.layout == "auto" and differ)
     if needs_hetjob and not cluster.capabilities.hetjob:
         yield "job.layout", f"{cluster.name} has no heterogeneous jobs (capabilities.hetjob)"
 
 
-def _requeue_possible(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster) or recipe.job.requeue != "always":
+@on_slurm
+def _requeue_possible(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
+    if recipe.job.requeue != "always":
         return
     for capability in ("requeue", "scontrol_on_nodes"):
         if not getattr(cluster.capabilities, capability):
             yield "job.requeue", f"{cluster.name} cannot (capabilities.{capability})"
 
 
-def _time_fits(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@on_slurm
+def _time_fits(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
     own = recipe.job.time_limit_h
     hours, key = (cluster.limits.time_limit_h, "cluster.limits") if own is None else (own, "job")
-    for _, role, _, _ in _placed_groups(recipe, cluster):
+    for _, role, _, _ in placed_groups(recipe, cluster):
         partition = cluster.partition_name(role)
         most = cluster.partitions[partition].max_time_h
         if most is not None and hours > most:
@@ -162,13 +147,16 @@ def _enough_replicas(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         if least != 1:
             yield "job.min_replicas", f"has no effect in the layout {recipe.job.layout}: all replicas start together"
         return
-    for key, _role, replicas, _nodes in _engine_groups(recipe):
+    for key, _role, replicas, _nodes in engine_groups(recipe):
         if replicas < least:
             yield "job.min_replicas", f"{least} is more than {key}.replicas, which is {replicas}"
     if recipe.job.payload == "evaluation":
-        yield "job.layout", "an evaluation has engines that stay"
+        yield "job.layout", "an evaluation has a fixed number of engines"
     if recipe.job.payload == "probe":
-        yield "job.layout", "the payload probe counts ranks that start together; elastic replicas come as they can"
+        yield (
+            "job.layout",
+            "the payload probe counts ranks that start together; elastic replicas do not",
+        )
 
 
 def _sbatch_options(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -218,7 +206,7 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "requeue-possible",
-        "A run that must be requeued can be.",
+        "A site can requeue a run with job.requeue.",
         "set job.requeue: auto, and resume by hand, or ask the admins for JobRequeue and scontrol on compute nodes",
         _requeue_possible,
     ),
@@ -242,8 +230,10 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "sbatch-options",
-        "Options that are passed on to sbatch are sbatch's, and none of those that hpcrl sets itself.",
+        "job.sbatch_options are options of sbatch that hpcrl does not set itself.",
         "leave it out; `hpcrl render` writes the script with all options",
         _sbatch_options,
     ),
+    *SPARE_RULES,
+    *WORKER_RULES,
 )

@@ -6,8 +6,6 @@ from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule, profile_variables, trainer_needs_gpus
 
-__all__ = ["KERNEL_RULES"]
-
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _EQUAL_EACH_TIME = (":4096:8", ":16:8")
 
@@ -37,13 +35,13 @@ def _deterministic_holds(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 KERNEL_RULES: tuple[Rule, ...] = (
     Rule(
         "kernels-fit",
-        "Kernels of attention are for the trainer's nodes and dtype.",
+        "Attention kernels support the trainer's nodes and dtype.",
         "leave trainer.kernels out, or set trainer.dtype: bfloat16 on nodes with GPUs",
         _kernels_fit,
     ),
     Rule(
         "deterministic-holds",
-        "What a deterministic trainer computes with gives the same numbers each time.",
+        "A deterministic trainer uses only deterministic kernels and settings.",
         "take another kernel, leave CUBLAS_WORKSPACE_CONFIG to hpcrl, or leave trainer.deterministic out",
         _deterministic_holds,
     ),

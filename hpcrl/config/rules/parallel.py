@@ -11,17 +11,15 @@ from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, replica_nodes, vllm_flag
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.rule import Conflicts, Rule, trainer_needs_gpus
+from hpcrl.config.rules.rule import Conflicts, Rule, on_slurm, trainer_needs_gpus
 from hpcrl.errors import ConfigError, Finding
-
-__all__ = ["PARALLEL_RULES", "refuse_planned_settings"]
 
 _LORA_MAX_RANK = 512
 """Largest rank of an adapter that is published; vLLM itself loads none of a higher one."""
 
 
 def _changed(model: StrictModel) -> Iterator[str]:
-    """Fields that differ from their defaults."""
+    """Yield the fields that differ from their defaults."""
     for name, field in type(model).model_fields.items():
         if getattr(model, name) != field.default:
             yield name
@@ -38,7 +36,7 @@ def _planned_only(recipe: Recipe) -> Conflicts:
 
 
 def refuse_planned_settings(recipe: Recipe, where: str) -> None:
-    """Refuse what a submit refuses, in a role that was started without one: it would run as if nothing was said.
+    """Refuse what a submit refuses, in a role that was started without one: it would run as if the setting were absent.
 
     Raises
     ------
@@ -85,8 +83,8 @@ def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if not recipe.returns_routed_experts:
         return
     lost = {
-        "async-scheduling": "requests that are put back lose their routes where steps are scheduled ahead",
-        "enable-eplb": "balancing moves experts about, and the engine reports places in place of experts",
+        "async-scheduling": "preempted requests lose their routed experts if steps are scheduled ahead",
+        "enable-eplb": "load balancing moves experts, and the engine then reports slots, not experts",
     }
     for flag, what in lost.items():
         yield from ((key, what) for key, value in vllm_flag(recipe, flag) if value)
@@ -123,11 +121,11 @@ def _adapters_train(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if recipe.handoff.delta_chain:
         yield "handoff.delta_chain", "versions are adapters, which are published whole"
     if trainer.dtype == "bfloat16" and lora.rank % 8:
-        yield "trainer.lora.rank", f"{lora.rank} is no multiple of 8, as grouped products in bfloat16 want it"
+        yield "trainer.lora.rank", f"{lora.rank} is not a multiple of 8, which grouped products in bfloat16 require"
     if trainer.memory.compile:
         yield "trainer.memory.compile", "layers with adapters are not compiled"
     if trainer.optimizer.kind == "muon":
-        what = "muon makes whole matrices orthogonal, and of an adapter only the product of its two factors is one"
+        what = "muon orthogonalises whole matrices; of an adapter only the product of its two factors is one"
         yield "trainer.optimizer.kind", what
 
 
@@ -146,7 +144,7 @@ def _offloaded_once(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _checkpointing_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     memory = recipe.trainer.memory
     if memory.checkpoint_every_layers > 1 and memory.activation_checkpointing == "none":
-        yield "trainer.memory.checkpoint_every_layers", "says which layers are checkpointed, and none is"
+        yield "trainer.memory.checkpoint_every_layers", "selects layers for checkpointing, which is off"
 
 
 def _compile_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -162,7 +160,7 @@ def _chunk_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     chunk = recipe.trainer.memory.lm_head_chunk_tokens
     tokens = -(-recipe.trainer.micro_batch_tokens // recipe.trainer.parallelism.cp)
     if isinstance(chunk, int) and chunk >= tokens:
-        yield "trainer.memory.lm_head_chunk_tokens", f"{chunk} is no less than the {tokens} tokens of a micro-batch"
+        yield "trainer.memory.lm_head_chunk_tokens", f"{chunk} is not less than the {tokens} tokens of a micro-batch"
 
 
 def _engine_memory_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -175,7 +173,7 @@ def _engine_memory_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _store_shares(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if recipe.engine.memory.kv_offload_gib and recipe.engine.kv_store is not None:
-        yield "engine.memory.kv_offload_gib", "vLLM has one place for blocks that leave the GPU; the store is one too"
+        yield "engine.memory.kv_offload_gib", "vLLM offloads blocks to one place only, and engine.kv_store is one"
 
 
 def _offload_leaves_a_gpu(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
@@ -185,7 +183,7 @@ def _offload_leaves_a_gpu(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
         without = list(roles)
     else:
-        nodes = {role: cluster.partitions[cluster.partition_name(role)].node for role in roles}
+        nodes = {role: cluster.node_of(role) for role in roles}
         without = [role for role, node in nodes.items() if not node.gpus]
     if without:
         what = f"engines without GPUs ({', '.join(without)}) have all of their KV in host memory"
@@ -197,17 +195,16 @@ def _disk_is_below_host(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if not memory.kv_offload_disk_gib:
         return
     if not memory.kv_offload_gib:
-        yield "engine.memory.kv_offload_gib", "blocks go to the disk through host memory, and there is none"
-    if not isinstance(cluster, SlurmCluster) or cluster.paths.scratch is None:
+        yield "engine.memory.kv_offload_gib", "blocks go to the disk through host memory, and this setting is 0"
+    if cluster.scratch is None:
         yield "engine.memory.kv_offload_disk_gib", "the site names no scratch directory on the disks of its nodes"
 
 
-def _host_holds_offload(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@on_slurm
+def _host_holds_offload(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
     offload = recipe.engine.memory.kv_offload_gib
     for role in ("prefill", "decode") if recipe.engine.prefill is not None else ("engine",):
-        host = cluster.partitions[cluster.partition_name(role)].node.memory_gib
+        host = cluster.node_of(role).memory_gib
         if offload > host:
             yield "engine.memory.kv_offload_gib", f"{offload:g} GiB on nodes of {host:g} GiB ({role})"
 
@@ -215,7 +212,7 @@ def _host_holds_offload(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(
         "planned-settings",
-        "What a run is told to do, this version can do.",
+        "This version supports the settings of the run.",
         "remove the setting, or try the shape of the job: --set job.payload=probe",
         _planned_settings,
         submit_only=True,
@@ -228,7 +225,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "dispatcher-fits",
-        "DeepEP has tokens to take to other GPUs, in bfloat16.",
+        "DeepEP needs expert parallelism on GPUs, in bfloat16.",
         "set trainer.parallelism.dispatcher: all_to_all, or ep above 1 and trainer.dtype: bfloat16 on nodes with GPUs",
         _dispatcher_fits,
     ),
@@ -247,44 +244,44 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "adapters-train",
-        "What is set beside adapters has something to do.",
+        "Settings together with adapters have an effect.",
         "remove the setting, or train all parameters: leave trainer.lora out",
         _adapters_train,
     ),
     Rule(
         "replay-sees-all-routes",
-        "Where experts are returned, they are those of every token.",
+        "Engines that return routed experts return those of every token.",
         "set async-scheduling: false and enable-eplb: false in vllm_args, or trainer.router_replay and "
         "engine.return_routed_experts: false",
         _replay_sees_all_routes,
     ),
     Rule(
         "planned-utilization",
-        "Engines take the share of a GPU that plans count with.",
+        "Engines use the share of a GPU that plans count.",
         "give both the same value",
         _planned_utilization,
     ),
     Rule(
         "checkpointing-applies",
-        "Where every so many layers are checkpointed, some are.",
+        "A checkpointing interval in layers selects at least one layer.",
         "set trainer.memory.activation_checkpointing, or leave out checkpoint_every_layers",
         _checkpointing_applies,
     ),
     Rule(
         "activation-offload-applies",
-        "Activations that are offloaded are kept in the first place.",
+        "Offloaded activations need activation checkpointing.",
         "set trainer.memory.activation_checkpointing: full, or activation_offload: false",
         _offload_applies,
     ),
     Rule(
         "optimizer-offloaded-once",
-        "The optimizer is in host memory by one setting.",
+        "One setting moves the optimizer to host memory.",
         "leave out trainer.memory.optimizer_offload, or parameter_offload, which takes more time",
         _offloaded_once,
     ),
     Rule(
         "compile-applies",
-        "Layers that are compiled are computed again as a whole, or not.",
+        "Compiled layers are recomputed as a whole, or not at all.",
         "set trainer.memory.activation_checkpointing: full or none, or trainer.memory.compile: false",
         _compile_applies,
     ),
@@ -302,19 +299,19 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "one-kv-tier",
-        "KV blocks leave the GPU for one place.",
+        "KV blocks are offloaded from the GPU to one place.",
         "set kv_offload_gib: 0, or remove kv_store",
         _store_shares,
     ),
     Rule(
         "offload-leaves-gpu",
         "KV blocks are moved to host memory from a GPU.",
-        "set kv_offload_gib: 0, and engine.kv_cache_gib to what there is room for",
+        "set kv_offload_gib: 0, and lower engine.kv_cache_gib to fit the host",
         _offload_leaves_a_gpu,
     ),
     Rule(
         "disk-below-host",
-        "KV blocks reach a disk through host memory, and there is a disk.",
+        "Offloading KV blocks to disk needs host memory and a scratch directory.",
         "set kv_offload_gib and paths.scratch of the site, or kv_offload_disk_gib: 0",
         _disk_is_below_host,
     ),

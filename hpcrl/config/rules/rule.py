@@ -1,4 +1,4 @@
-"""What a rule across components is."""
+"""Interface of a rule across components."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.recipe import Recipe
-
-__all__ = ["Conflicts", "Rule", "SiteRule", "profile_variables", "trainer_needs_gpus"]
 
 Conflicts = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with it; keys of the profile begin with ``cluster.``."""
@@ -23,9 +21,9 @@ class Rule:
     name:
         Stable name, shown with each conflict.
     conflict:
-        What must hold, in one sentence.
+        Requirement, in one sentence.
     hint:
-        What to change.
+        Change that meets the requirement.
     check:
         Yields conflicts of a recipe on a cluster.
     submit_only:
@@ -49,8 +47,18 @@ class SiteRule:
     check: Callable[[ClusterProfile], Conflicts]
 
 
+def on_slurm(check: Callable[[Recipe, SlurmCluster], Conflicts]) -> Callable[[Recipe, ClusterProfile], Conflicts]:
+    """Return the check of a rule about sites with Slurm, for profiles of every kind."""
+
+    def check_both(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+        if isinstance(cluster, SlurmCluster):
+            yield from check(recipe, cluster)
+
+    return check_both
+
+
 def profile_variables(cluster: ClusterProfile, roles: Collection[str], name: str) -> Iterator[tuple[str, str]]:
-    """Where a profile gives one of the ``roles`` the variable ``name``: the key, and its value there."""
+    """Yield each key of a profile that gives one of the ``roles`` the variable ``name``, with its value there."""
     found = [("cluster.env", cluster.env)]
     if isinstance(cluster, SlurmCluster):
         found += [(f"cluster.env_by_role.{role}", env) for role, env in cluster.env_by_role.items() if role in roles]
@@ -58,6 +66,7 @@ def profile_variables(cluster: ClusterProfile, roles: Collection[str], name: str
 
 
 def trainer_needs_gpus(cluster: ClusterProfile, key: str, what: str) -> Conflicts:
-    """Where the trainer's nodes have no GPUs, what a key asks for is in vain; a local run's are not known."""
-    if isinstance(cluster, SlurmCluster) and not cluster.partitions[cluster.partition_name("trainer")].node.gpus:
+    """Report a key that needs GPUs on the trainer's nodes where they have none; a local run's nodes are not known."""
+    node = cluster.node_of("trainer")
+    if node is not None and not node.gpus:
         yield key, f"{what} is for GPUs, and the trainer's nodes have none"

@@ -7,8 +7,6 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.sampling import LEAST_TEMPERATURE, EvaluationSampling, SamplingConfig, SetSampling
 
-__all__ = ["SAMPLING_RULES"]
-
 
 def _fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     length, new = recipe.engine.max_model_len, {"rollouts": recipe.rollouts.sampling.max_new_tokens}
@@ -16,7 +14,7 @@ def _fits_context(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     new |= {f"evaluation.sets.{i}": each.sampling.max_new_tokens or 0 for i, each in enumerate(recipe.evaluation.sets)}
     for section, tokens in new.items():
         if tokens >= length:
-            what = f"{tokens} leaves no room for a prompt in max_model_len {length}"
+            what = f"{tokens} leaves no tokens for a prompt in max_model_len {length}"
             yield f"{section}.sampling.max_new_tokens", what
 
 
@@ -29,8 +27,8 @@ def _truncating(sampling: SamplingConfig | EvaluationSampling | SetSampling) -> 
 
 def _trained_on_whole(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     for name, value in _truncating(recipe.rollouts.sampling):
-        what = f"{value} leaves tokens out, and the trainer computes probabilities over all of them"
-        yield f"rollouts.sampling.{name}", f"{what}: importance ratios would be wrong by what was left out"
+        what = f"{value} leaves tokens out, but the trainer computes probabilities over all tokens"
+        yield f"rollouts.sampling.{name}", f"{what}: importance ratios would be wrong"
 
 
 def _greedy_draws_nothing(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -42,7 +40,7 @@ def _greedy_draws_nothing(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     sections = [("evaluation.sampling", sampling, sampling.temperature)]
     for number, each in enumerate(recipe.evaluation.sets):
         sections.append((f"evaluation.sets.{number}.sampling", each.sampling, each.sampled(sampling).temperature))
-    # a set that draws tokens may have taken how from `evaluation.sampling`, which is greedy itself
+    # a set that samples may inherit from `evaluation.sampling`, which is greedy itself
     inherits = any(temperature > 0 for _, _, temperature in sections[1:])
     for section, own, temperature in sections:
         if temperature > 0 or (own is sampling and inherits):
@@ -66,7 +64,7 @@ SAMPLING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "greedy-draws-nothing",
-        "Held-out rollouts that draw no tokens have no settings of drawing.",
+        "Greedy held-out rollouts have no settings of sampling.",
         "leave it out, or set evaluation.sampling.temperature: 0.7, for example",
         _greedy_draws_nothing,
     ),

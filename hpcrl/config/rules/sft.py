@@ -13,8 +13,6 @@ from hpcrl.config.recipe import (
 )
 from hpcrl.config.rules.rule import Conflicts, Rule
 
-__all__ = ["SFT_RULES", "concerns"]
-
 _WITHOUT_EFFECT = {
     "rollouts": RolloutConfig,
     "algorithm": AlgorithmConfig,
@@ -33,7 +31,7 @@ def concerns(recipe: Recipe, key: str) -> bool:
 def _no_rollouts(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if recipe.sft is None:
         return
-    # keys of the section itself, and not of what has no effect, so that `concerns` leaves them in
+    # keys of the section itself, and not the settings without effect, so that `concerns` keeps them
     if recipe.environments:
         yield "sft", "there are environments, and a supervised run has no rollouts"
     for name, kind in _WITHOUT_EFFECT.items():
@@ -83,10 +81,10 @@ SFT_RULES: tuple[Rule, ...] = (
         "remove what is for rollouts, or the section sft",
         _no_rollouts,
     ),
-    Rule("sft-source", "Conversations come from one place.", "give either data or hub", _one_source),
+    Rule("sft-source", "Conversations come from one source.", "give either data or hub", _one_source),
     Rule(
         "sft-split",
-        "One way says which conversations are held out.",
+        "At most one setting selects the held-out conversations.",
         "keep one of held_out_share, held_out_data and split_column",
         _one_split,
     ),

@@ -8,8 +8,6 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.rule import Conflicts, Rule
 
-__all__ = ["SHARED_NODE_RULES"]
-
 
 def _one_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     engine = recipe.engine
@@ -22,7 +20,7 @@ def _one_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
         if side is not None:
             yield key, "prefill and decode have nodes of their own"
     if recipe.job.layout == "elastic":
-        yield "job.layout", "elastic replicas come and go with jobs of their own"
+        yield "job.layout", "elastic replicas have their own jobs"
     if isinstance(cluster, SlurmCluster):
         trainer, engines = cluster.partition_name("trainer"), cluster.partition_name("engine")
         if trainer != engines:
@@ -33,7 +31,7 @@ def _parts_fit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     engine, trainer = recipe.engine, recipe.trainer
     if not engine.shares_node or not isinstance(cluster, SlurmCluster):
         return
-    node = cluster.partitions[cluster.partition_name("trainer")].node
+    node = cluster.node_of("trainer")
     if node.gpus and engine.backend == "vllm" and engine.device == "auto":
         left = node.gpus - trainer.ranks
         if left < 1:
@@ -48,7 +46,7 @@ def _parts_fit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 SHARED_NODE_RULES: tuple[Rule, ...] = (
     Rule(
         "shared-node",
-        "Trainer and engines that share a node are on one.",
+        "Trainer and engines that share a node use one node.",
         "set engine.placement: apart, or one node for the trainer and for a replica, without prefill and decode, in "
         "one partition",
         _one_node,

@@ -1,18 +1,16 @@
-"""Rules within a cluster profile: what can be said about it without a recipe."""
+"""Rules within a cluster profile, which need no recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.cluster_slurm import NoContainer
 from hpcrl.config.rules.rule import Conflicts, SiteRule
 
-__all__ = ["OWNED_VARIABLES", "SITE_RULES"]
-
 OWNED_VARIABLES: dict[str, str] = {
-    "HPCRL_": "hpcrl tells roles who they are with it",
+    "HPCRL_": "hpcrl uses it to identify roles",
     "SLURM_": "Slurm sets it for each job and step",
     "SBATCH_": "it would silently override the script that hpcrl renders",
     "SRUN_": "it would silently override how hpcrl starts steps",
@@ -28,6 +26,16 @@ OWNED_VARIABLES: dict[str, str] = {
     "VLLM_PORT": "ports are chosen by the supervisor when the job starts",
 }
 """Variables that a profile may not set, with the reason. A name that ends in ``_`` stands for all that begin so."""
+
+
+def _of_slurm(check: Callable[[SlurmCluster], Conflicts]) -> Callable[[ClusterProfile], Conflicts]:
+    """Return the check of a rule about sites with Slurm, for profiles of every kind."""
+
+    def check_profile(cluster: ClusterProfile) -> Conflicts:
+        if isinstance(cluster, SlurmCluster):
+            yield from check(cluster)
+
+    return check_profile
 
 
 def _owned(name: str) -> str | None:
@@ -58,35 +66,34 @@ def _owned_variables(cluster: ClusterProfile) -> Conflicts:
 def _variable_names(cluster: ClusterProfile) -> Conflicts:
     for key, name in _variables(cluster):
         if not name.isidentifier() or not name.isascii():
-            yield key, f"{name!r} is no name of a variable"
+            yield key, f"{name!r} is not a name of a variable"
 
 
-def _known_partitions(cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@_of_slurm
+def _known_partitions(cluster: SlurmCluster) -> Conflicts:
     named = [("default", cluster.placement.default)]
     named += [(f"by_role.{role}", name) for role, name in cluster.placement.by_role.items()]
     for key, name in named:
         if name not in cluster.partitions:
             known = ", ".join(cluster.partitions)
-            yield f"cluster.placement.{key}", f"{name!r} is none of the partitions of this profile ({known})"
+            yield f"cluster.placement.{key}", f"{name!r} is not a partition of this profile ({known})"
 
 
-def _gpus_without_gres(cluster: ClusterProfile) -> Conflicts:
-    if isinstance(cluster, SlurmCluster) and cluster.gres == "none" and not cluster.capabilities.exclusive:
+@_of_slurm
+def _gpus_without_gres(cluster: SlurmCluster) -> Conflicts:
+    if cluster.gres == "none" and not cluster.capabilities.exclusive:
         yield "cluster.gres", "Slurm gives out no GPUs and no whole nodes: two runs could get the same GPU"
 
 
-def _nics(cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@_of_slurm
+def _nics(cluster: SlurmCluster) -> Conflicts:
     for name, partition in cluster.partitions.items():
         seen: set[tuple[str, int]] = set()
         taken: set[int] = set()
         for i, nic in enumerate(partition.node.nics):
             key = f"cluster.partitions.{name}.node.nics.{i}"
             if (nic.name, nic.port) in seen:
-                yield f"{key}.name", f"port {nic.port} of {nic.name} stands twice"
+                yield f"{key}.name", f"port {nic.port} of {nic.name} appears twice"
             seen.add((nic.name, nic.port))
             for gpu in nic.gpus:
                 if gpu >= partition.node.gpus:
@@ -96,9 +103,8 @@ def _nics(cluster: ClusterProfile) -> Conflicts:
                 taken.add(gpu)
 
 
-def _fabric(cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@_of_slurm
+def _fabric(cluster: SlurmCluster) -> Conflicts:
     for name, partition in cluster.partitions.items():
         fabric, key = partition.node.fabric, f"cluster.partitions.{name}.node.fabric"
         if fabric.kind == "roce" and fabric.gid_index is None:
@@ -111,20 +117,23 @@ def _fabric(cluster: ClusterProfile) -> Conflicts:
             yield f"cluster.partitions.{name}.node.nics", "an ethernet fabric has no RDMA adapters"
 
 
-def _segment(cluster: ClusterProfile) -> Conflicts:
-    if isinstance(cluster, SlurmCluster) and not cluster.capabilities.segment:
+@_of_slurm
+def _segment(cluster: SlurmCluster) -> Conflicts:
+    if not cluster.capabilities.segment:
         for name, partition in cluster.partitions.items():
             if partition.block_nodes is not None:
                 yield f"cluster.partitions.{name}.block_nodes", "this Slurm has no --segment (capabilities.segment)"
 
 
-def _modules(cluster: ClusterProfile) -> Conflicts:
-    if isinstance(cluster, SlurmCluster) and cluster.launch.modules and cluster.launch.module_init is None:
+@_of_slurm
+def _modules(cluster: SlurmCluster) -> Conflicts:
+    if cluster.launch.modules and cluster.launch.module_init is None:
         yield "cluster.launch.modules", "jobs start with a clean environment, in which `module` is not defined"
 
 
-def _mounts(cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster) or isinstance(cluster.container, NoContainer):
+@_of_slurm
+def _mounts(cluster: SlurmCluster) -> Conflicts:
+    if isinstance(cluster.container, NoContainer):
         return
     for i, mount in enumerate(cluster.container.mounts):
         parts = mount.split(":")
@@ -133,14 +142,13 @@ def _mounts(cluster: ClusterProfile) -> Conflicts:
             yield f"cluster.container.mounts.{i}", f"{mount!r} is not /SOURCE:/TARGET or /SOURCE:/TARGET:ro"
 
 
-def _paths(cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@_of_slurm
+def _paths(cluster: SlurmCluster) -> Conflicts:
     paths = cluster.paths
     if paths.scratch and PurePosixPath(paths.runs_root).is_relative_to(paths.scratch):
         yield "cluster.paths.runs_root", f"lies in scratch ({paths.scratch}), which each node has for itself"
     for name, path in (("runs_root", paths.runs_root), ("cache", paths.cache), ("scratch", paths.scratch)):
-        # Slurm takes a backslash in a file name as its own sign, containers a colon and a comma as separators
+        # a backslash in a file name is special to Slurm; colon and comma are separators of containers
         if bad := [sign for sign in "\n\\:," if sign in (path or "")]:
             yield f"cluster.paths.{name}", f"{path!r} holds {bad[0]!r}, which Slurm or containers cannot pass on"
 
@@ -150,9 +158,8 @@ def _port_order(cluster: ClusterProfile) -> Conflicts:
         yield "cluster.ports.last", f"{cluster.ports.last} is below first ({cluster.ports.first})"
 
 
-def _time(cluster: ClusterProfile) -> Conflicts:
-    if not isinstance(cluster, SlurmCluster):
-        return
+@_of_slurm
+def _time(cluster: SlurmCluster) -> Conflicts:
     if cluster.limits.save_timeout_s >= cluster.limits.time_limit_h * 3600:
         yield "cluster.limits.save_timeout_s", f"leaves no time to train in {cluster.limits.time_limit_h:g} h"
 
@@ -160,7 +167,7 @@ def _time(cluster: ClusterProfile) -> Conflicts:
 SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule(
         "owned-variables",
-        "A profile sets no variable that hpcrl, Slurm or the launcher owns.",
+        "A profile sets no variable that hpcrl, Slurm or the launcher sets.",
         "remove it",
         _owned_variables,
     ),
@@ -168,7 +175,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
     SiteRule("known-partitions", "Placement names partitions of the profile.", "name one of them", _known_partitions),
     SiteRule(
         "gpus-are-given-out",
-        "GPUs are asked for, or whole nodes are.",
+        "Jobs ask for GPUs or for whole nodes.",
         "choose gres: gres or gpus_per_node, or allow capabilities.exclusive",
         _gpus_without_gres,
     ),
@@ -203,7 +210,7 @@ SITE_RULES: tuple[SiteRule, ...] = (
         "choose another directory",
         _paths,
     ),
-    SiteRule("port-order", "The port range is a range.", "swap ports.first and ports.last", _port_order),
+    SiteRule("port-order", "ports.first is not above ports.last.", "swap ports.first and ports.last", _port_order),
     SiteRule(
         "time-to-save",
         "Saving takes less than the time limit.",

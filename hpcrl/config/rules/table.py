@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hpcrl.config.algorithm import LossConfig
+from hpcrl.config.algorithm import IcepopLossConfig
 from hpcrl.config.cluster import ClusterProfile, LocalCluster
 from hpcrl.config.engine_shape import engine_side, replica_nodes, step_limits
 from hpcrl.config.environments import trained_on
@@ -22,20 +22,23 @@ from hpcrl.config.rules.evaluation import EVALUATION_RULES
 from hpcrl.config.rules.job import ENOUGH_NODES, JOB_RULES, ONE_NODE
 from hpcrl.config.rules.kernels import KERNEL_RULES
 from hpcrl.config.rules.parallel import PARALLEL_RULES
-from hpcrl.config.rules.quantization import QUANTIZATION_RULES
+from hpcrl.config.rules.quantisation import QUANTISATION_RULES
 from hpcrl.config.rules.rule import Conflicts, Rule
 from hpcrl.config.rules.sampling import SAMPLING_RULES
 from hpcrl.config.rules.sft import SFT_RULES, concerns
 from hpcrl.config.rules.shared_node import SHARED_NODE_RULES
 from hpcrl.config.rules.site import SITE_RULES
 from hpcrl.config.rules.store import STORE_RULES
+from hpcrl.config.rules.summaries import SWE_RULES
+from hpcrl.config.rules.verifiers_rules import VERIFIERS_RULES
+from hpcrl.config.unusable_values import usable_findings
 from hpcrl.errors import ConfigError, DoesNotFitError, Finding
 
 __all__ = [
     "JOB_RULES",
     "KERNEL_RULES",
     "PARALLEL_RULES",
-    "QUANTIZATION_RULES",
+    "QUANTISATION_RULES",
     "RULES",
     "SITE_RULES",
     "check_cluster",
@@ -44,15 +47,6 @@ __all__ = [
 ]
 
 GIB = 1 << 30
-#: which settings of `LossConfig` each loss reads, beside ``kind``
-LOSS_SETTINGS: dict[str, frozenset[str]] = {
-    "masked_ratio": frozenset({"mask_low", "mask_high", "kl_tau"}),
-    "icepop": frozenset({"ratio_low", "ratio_high"}),
-    "tis": frozenset({"ratio_high"}),
-    "ppo_clip": frozenset({"clip_low", "clip_high"}),
-    "cispo": frozenset({"clip_low", "clip_high"}),
-    "gspo": frozenset({"clip_low", "clip_high"}),
-}
 #: rules whose conflicts, of a recipe for several nodes on one machine, say nothing of the site that it is meant for
 _OF_THE_MACHINE = frozenset({"payload-exists", "port-range", "process-limit"})
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -73,13 +67,13 @@ def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, plan
     DoesNotFitError
         With ``planning``: nothing is wrong but that the site has fewer nodes, as of a split that was searched for.
     """
-    # rules of recipe and site build on a profile that is right in itself
+    # rules of recipe and site assume a profile that is valid in itself
     check_cluster(cluster)
     rules = [rule for rule in RULES if not (planning and rule.submit_only)]
     conflicts = [
         (rule, key, what)
         for rule in rules
-        for key, what in rule.check(recipe.value, cluster.value)
+        for key, what in usable_findings(rule.check, recipe.value, cluster.value)
         if concerns(recipe.value, key)
     ]
     if any(rule.name == ONE_NODE for rule, _, _ in conflicts):
@@ -93,14 +87,14 @@ def check_rules(recipe: Loaded[Recipe], cluster: Loaded[ClusterProfile], *, plan
 
 
 def unstartable(recipe: Recipe, cluster: ClusterProfile) -> list[str]:
-    """Keys of what a plan may ask for and this version cannot start."""
+    """Return the keys that a plan supports and this version cannot start."""
     found = (key for rule in RULES if rule.submit_only for key, _ in rule.check(recipe, cluster))
     return list(dict.fromkeys(found))
 
 
 def check_cluster(cluster: Loaded[ClusterProfile]) -> None:
     """Check the rules within a profile (ConfigError with every conflict)."""
-    conflicts = ((rule, key, what) for rule in SITE_RULES for key, what in rule.check(cluster.value))
+    conflicts = ((rule, key, what) for rule in SITE_RULES for key, what in usable_findings(rule.check, cluster.value))
     _refuse(
         Finding(cluster.where(key.removeprefix("cluster.")), key, f"{what} [{rule.name}]", rule.hint)
         for rule, key, what in conflicts
@@ -119,7 +113,7 @@ def _refuse(findings: Iterable[Finding]) -> None:
 def _batch_of_groups(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     r = recipe.rollouts
     if r.rollouts_per_step % r.group_size:
-        yield "rollouts.rollouts_per_step", f"{r.rollouts_per_step} is no multiple of group_size {r.group_size}"
+        yield "rollouts.rollouts_per_step", f"{r.rollouts_per_step} is not a multiple of group_size {r.group_size}"
 
 
 def _group_has_peers(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -138,7 +132,7 @@ def _adaptive(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if c.kv_low >= c.kv_high:
         yield "rollouts.adaptive_concurrency.kv_low", f"{c.kv_low:g} is not below kv_high ({c.kv_high:g})"
     if not 0 < c.decrease < 1:
-        yield "rollouts.adaptive_concurrency.decrease", f"{c.decrease:g} takes nothing away, or all"
+        yield "rollouts.adaptive_concurrency.decrease", f"{c.decrease:g} must be above 0 and below 1"
 
 
 def _micro_batch_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -154,7 +148,7 @@ def _engine_step_holds_decode(recipe: Recipe, _: ClusterProfile) -> Conflicts:
             own = engine_side(recipe.engine, role)
             key = f"engine.{role.value}" if own is not None and own.max_num_batched_tokens else "engine"
             yield f"{key}.max_num_batched_tokens", f"{tokens} cannot hold one token of each of {sequences} sequences"
-            # said once where both sides have it from the engine
+            # reported once where both sides have it from the engine
             if key == "engine":
                 return
 
@@ -170,7 +164,7 @@ def _context_within_positions(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 def _kv_cache_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     warmup, engine = recipe.model.warmup, recipe.engine
-    # other families keep something else of a token
+    # other families keep other data of a token
     if warmup is None or warmup.family != "qwen3_moe":
         return
     needed = _kv_bytes_per_token(warmup, engine.dtype) * engine.max_model_len
@@ -179,7 +173,7 @@ def _kv_cache_holds_sequence(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 
 
 def _kv_bytes_per_token(warmup: WarmupConfig, dtype: str) -> int:
-    """Keys and values of all layers: ``2 · layers · kv_heads · head_dim · bytes``."""
+    """Return the bytes of a token's keys and values in all layers: ``2 · layers · kv_heads · head_dim · bytes``."""
     return 2 * warmup.num_hidden_layers * warmup.num_key_value_heads * warmup.head_dim * _DTYPE_BYTES[dtype]
 
 
@@ -195,7 +189,7 @@ def _model_shape(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     if w.num_experts_per_tok > w.num_experts:
         yield "model.warmup.num_experts_per_tok", f"{w.num_experts_per_tok} is more than num_experts {w.num_experts}"
     if w.head_dim % 2:
-        yield "model.warmup.head_dim", f"{w.head_dim} is odd; rotary embeddings turn pairs"
+        yield "model.warmup.head_dim", f"{w.head_dim} is odd; rotary embeddings rotate pairs of values"
 
 
 def _unique_environments(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -204,6 +198,17 @@ def _unique_environments(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         if environment.name in seen:
             yield f"environments.{i}.name", f"{environment.name!r} is used twice"
         seen.add(environment.name)
+
+
+def _unique_outlets(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    names = {
+        "sinks": ([each.name for each in recipe.sinks], [each.name for each in cluster.sinks]),
+        "notify": ([each.name for each in recipe.notify], [each.name for each in cluster.notify]),
+    }
+    for key, (own, of_site) in names.items():
+        for i, name in enumerate(own):
+            if name in (*own[:i], *of_site):
+                yield f"{key}.{i}.name", f"{name!r} is used twice, here or in the cluster profile"
 
 
 def _word_lengths(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -221,13 +226,12 @@ def _evaluation_covers(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield "evaluation.prompts", f"{recipe.evaluation.prompts} prompts for {trained} environments"
 
 
-def _loss_settings_apply(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    loss = recipe.algorithm.loss
-    written = loss.model_fields_set - {"kind"}
-    for name in sorted(written - LOSS_SETTINGS[loss.kind]):
-        # a resolved recipe names every setting: only one that differs from its default was meant
-        if getattr(loss, name) != LossConfig.model_fields[name].default:
-            yield f"algorithm.loss.{name}", f"has no effect on the loss {loss.kind!r}"
+def _loss_has_reference(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    loss, kl = recipe.algorithm.loss, recipe.algorithm.kl
+    if "reference" in loss.needed and kl is None:
+        yield "algorithm.loss.needs", "names the reference, and there is no algorithm.kl"
+    if kl is not None and kl.coefficient == 0 and "reference" not in loss.needed:
+        yield "algorithm.kl.coefficient", "is 0, and the loss does not read the reference"
 
 
 def _kl_copy_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -243,19 +247,19 @@ def _kl_copy_applies(recipe: Recipe, _: ClusterProfile) -> Conflicts:
             "with trainer.lora the reference is the policy without adapters, which stays the start model",
         )
     if kl is not None and kl.applied_to == "reward" and kl.estimator != "weighted_k3":
-        yield "algorithm.kl.estimator", "is of a penalty in the loss, and algorithm.kl.applied_to is reward"
+        yield "algorithm.kl.estimator", "is for a penalty in the loss, and algorithm.kl.applied_to is reward"
 
 
 def _mask_order(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     loss = recipe.algorithm.loss
-    if loss.ratio_low >= loss.ratio_high:
+    if isinstance(loss, IcepopLossConfig) and loss.ratio_low >= loss.ratio_high:
         yield "algorithm.loss.ratio_low", f"{loss.ratio_low:g} is not below ratio_high {loss.ratio_high:g}"
 
 
 def _schedule_fits(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     warmup, steps = recipe.trainer.optimizer.warmup_steps, recipe.trainer.steps
     if warmup >= steps:
-        yield "trainer.optimizer.warmup_steps", f"{warmup} steps of warm-up in a run of {steps}"
+        yield "trainer.optimizer.warmup_steps", f"{warmup} warm-up steps in a run of {steps}"
 
 
 def _port_range(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
@@ -332,8 +336,16 @@ RULES: tuple[Rule, ...] = (
         "rename one of them",
         _unique_environments,
     ),
-    Rule("word-lengths", "Word lengths are a range.", "swap min_letters and max_letters", _word_lengths),
+    Rule(
+        "unique-outlets",
+        "Sinks have different names, and so have notifiers, those of recipe and profile together.",
+        "rename one of them",
+        _unique_outlets,
+    ),
+    Rule("word-lengths", "min_letters is at most max_letters.", "swap min_letters and max_letters", _word_lengths),
     *DATASET_RULES,
+    *VERIFIERS_RULES,
+    *SWE_RULES,
     Rule(
         "evaluation-covers-environments",
         "Every environment is evaluated.",
@@ -343,19 +355,19 @@ RULES: tuple[Rule, ...] = (
     *EVALUATION_RULES,
     *DISTILLATION_RULES,
     Rule(
-        "loss-settings-apply",
-        "A loss setting that is written has an effect on the chosen loss.",
-        "remove the setting or choose the loss that reads it",
-        _loss_settings_apply,
+        "loss-has-reference",
+        "A reference is computed for a loss that reads it, or for a penalty.",
+        "add algorithm.kl with a coefficient, or remove it",
+        _loss_has_reference,
     ),
     Rule(
         "kl-copy-applies",
-        "A setting of the reference is for a run in which it does something.",
+        "Settings of the reference model have an effect.",
         "remove the setting",
         _kl_copy_applies,
     ),
     Rule(
-        "ratio-band", "The band of importance ratios is not empty.", "lower ratio_low or raise ratio_high", _mask_order
+        "ratio-band", "The range of importance ratios is not empty.", "lower ratio_low or raise ratio_high", _mask_order
     ),
     Rule(
         "schedule-fits-run",
@@ -378,7 +390,7 @@ RULES: tuple[Rule, ...] = (
     *JOB_RULES,
     *PARALLEL_RULES,
     *KERNEL_RULES,
-    *QUANTIZATION_RULES,
+    *QUANTISATION_RULES,
     *STORE_RULES,
     *ENGINE_RULES,
     *COLOCATED_RULES,

@@ -14,21 +14,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = [
-    "Begin",
-    "Dropped",
-    "Entry",
-    "Finished",
-    "Kept",
-    "PayloadPlace",
-    "Taken",
-    "TurnSaved",
-    "believed_bytes",
-    "ledger_files",
-    "read_entries",
-    "whole_bytes",
-]
-
 FORMAT_VERSION = 1
 _FILE = re.compile(r"(\d{6,})\.jsonl")
 _MAX_FILE = 1 << 60
@@ -37,16 +22,16 @@ _MAX_BLOCK = 1 << 40
 
 
 class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where the columns of a rollout lie.
+    """Location of the columns of a rollout.
 
     Attributes
     ----------
     file:
-        In ``rollouts/payload/``.
+        Name of the file in ``rollouts/payload/``.
     offset, bytes:
-        Within it.
+        Position and length within the file.
     xxh3_128:
-        Of these bytes, hexadecimal.
+        Hash of these bytes, hexadecimal.
     """
 
     file: str
@@ -56,12 +41,12 @@ class PayloadPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="entry"):
-    """A process begins to write.
+    """Entry: a process begins to write.
 
     Attributes
     ----------
     restored:
-        The step that it goes on after: what later steps took, and what became too old by them, is undone.
+        The restored step: rollouts that later steps took, or that became too old by them, wait again.
     believed:
         Bytes of each file before this one.
     """
@@ -74,16 +59,18 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="e
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="entry"):
-    """A rollout has finished, and its columns are on disk.
+    """Entry: a rollout has finished, and its columns are on disk.
 
     Attributes
     ----------
     first_version, last_version:
-        Of its sampled tokens: the first one's, and the highest.
+        Versions of its sampled tokens: the first one's, and the highest.
     reward:
         None where it was not finite: earlier versions took such a reward, and JSON has no number for it.
     ended_s:
         Seconds since the epoch.
+    sequences:
+        How many there are; one more than branches. Earlier versions had one.
     """
 
     group: int
@@ -97,6 +84,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     last_version: int
     ended_s: float
     payload: PayloadPlace
+    sequences: int = 1
 
 
 class TurnSaved(msgspec.Struct, frozen=True, kw_only=True, tag="turn", tag_field="entry"):
@@ -108,9 +96,9 @@ class TurnSaved(msgspec.Struct, frozen=True, kw_only=True, tag="turn", tag_field
     turn:
         Its number within the rollout, from 0.
     tokens:
-        That it added: what was said, and what was sampled.
+        Tokens that it added: those of messages, and the sampled ones.
     first_version, last_version:
-        Of its sampled tokens: the first one's, and the highest.
+        Versions of its sampled tokens: the first one's, and the highest.
     """
 
     group: int
@@ -131,14 +119,15 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept", tag_field="ent
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped", tag_field="entry"):
-    """What had finished of a group is not trained on.
+    """Entry: the finished rollouts of a group were discarded.
 
     Attributes
     ----------
     members:
-        Those that had finished.
+        Members that had finished.
     step:
-        The step by whose consumption it became too old: a restore from before gives it back. None: for good.
+        The step by whose consumption they became too old: a restore of an earlier step makes them wait again. None:
+        they are discarded permanently.
     again:
         Whether the group starts again; otherwise it is over.
     """
@@ -162,17 +151,17 @@ _decoder = msgspec.json.Decoder(Entry)
 
 
 def ledger_files(directory: Path) -> list[Path]:
-    """Files of a ledger in their order; none where there is no ledger."""
+    """Return the files of a ledger in their order; none where the ledger does not exist."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _FILE.fullmatch(path.name)), key=lambda path: int(path.stem))
 
 
 def read_entries(directory: Path) -> Iterator[Entry]:
-    """All entries of a ledger, in order.
+    """Yield all entries of a ledger, in order.
 
-    What is torn at the end of the newest file is left out: its writer was killed in the middle of it, or the power was
-    cut before it was durable, and nobody counted on it. Of other files the next writer has said where they end.
+    An incomplete end of the newest file is left out: its writer was killed, or the power was cut, before it was
+    durable, and no process relied on it. The ends of other files were recorded by the next writer.
 
     Raises
     ------
@@ -186,15 +175,15 @@ def read_entries(directory: Path) -> Iterator[Entry]:
             yield entry
 
 
-def believed_bytes(directory: Path, *, but: str) -> dict[str, int]:
-    """How far the files that are there are to be believed; ``but`` the writer's own.
+def trusted_prefix_bytes(directory: Path, *, but: str) -> dict[str, int]:
+    """Return the trusted bytes at the start of each existing file but the writer's own (``but``), by name.
 
-    What an earlier process has said stays: of a long run only its newest file is read. Bytes by name of the file.
+    Prefixes that an earlier process recorded stay as they are: of a long run only its newest file is read.
 
     Raises
     ------
     OSError, ValueError
-        A file cannot be read, does not begin as such a file, or is of a format that this code does not know.
+        A file cannot be read, does not begin as such a file, or has a format that this code does not know.
     """
     files = [(path, begin) for path, begin in _begun(directory) if path.name != but]
     said = files[-1][1].believed if files else {}
@@ -206,21 +195,21 @@ def _begun(directory: Path) -> list[tuple[Path, Begin]]:
     files: list[tuple[Path, Begin]] = []
     for path in ledger_files(directory):
         begin = _begin(path)
-        # a process of an older attempt that came late has no say
+        # a process of an older attempt that came late is ignored
         if begin is not None and all(begin.attempt >= other.attempt for _, other in files):
             files.append((path, begin))
     return files
 
 
 def whole_bytes(path: Path) -> int:
-    """Bytes of a file up to its first line that cannot be read (OSError where the file cannot)."""
+    """Return the bytes of a file up to its first line that cannot be read (OSError where the file cannot)."""
     return max((end for _, end in _entries_of(path, None)), default=0)
 
 
 def _entries_of(path: Path, end: int | None) -> Iterator[tuple[Entry, int]]:
-    """Entries of a file and where each ends, up to byte ``end``; None: up to the first line that is torn.
+    """Yield the entries of a file and the end of each, up to byte ``end``; None: up to the first incomplete line.
 
-    A line at a time: the ledger of a long run has gigabytes.
+    The file is read line by line: the ledger of a long run has gigabytes.
     """
     at = 0
     with path.open("rb") as stream:
@@ -240,7 +229,7 @@ def _entries_of(path: Path, end: int | None) -> Iterator[tuple[Entry, int]]:
 
 
 def _begin(path: Path) -> Begin | None:
-    """The first entry of a file; None where its writer was killed before that was whole."""
+    """Return the first entry of a file; None where its writer was killed before that was complete."""
     with path.open("rb") as stream:
         line = stream.readline()
     try:

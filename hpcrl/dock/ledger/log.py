@@ -16,24 +16,28 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from numpy.typing import NDArray
 
 from hpcrl.dock.columns import encode_columns
-from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, PayloadPlace, believed_bytes, ledger_files
+from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, PayloadPlace, ledger_files, trusted_prefix_bytes
 from hpcrl.dock.ledger.payload import PayloadWriter
-from hpcrl.dock.warehouse.interface import Warehouse
-from hpcrl.fs import fsync_dir, make_directory
-from hpcrl.passing import patiently
-from hpcrl.promise import promise
-
-__all__ = ["RolloutLog"]
+from hpcrl.processes.uncancellable_future import promise
+from hpcrl.storage.files import fsync_dir, make_directory
+from hpcrl.storage.retry import retry_transient
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 _encoder = msgspec.json.Encoder()
+
+
+class ColumnsCopies(Protocol):
+    """A second place for columns, after the ledger's files; the warehouse is one (`hpcrl.dock.warehouse`)."""
+
+    def put(self, place: PayloadPlace, pieces: Sequence[bytes | memoryview]) -> bool:
+        """Keep a block, given in pieces; return False where it does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +50,31 @@ class _Job:
 
 
 class RolloutLog:
-    """Appends to the ledger of a run.
+    """Writer of the ledger of a run.
 
     Attributes
     ----------
     ledger_dir, payload_dir:
-        Where entries and columns lie.
+        Directories of entries and columns.
     number:
-        Of the file of this writer.
+        Number of the file of this writer.
     """
 
     def __init__(
-        self, rollouts_dir: Path, *, attempt: int, restored: int, limit_s: float, warehouse: Warehouse | None = None
+        self, rollouts_dir: Path, *, attempt: int, restored: int, limit_s: float, warehouse: ColumnsCopies | None = None
     ) -> None:
-        """Begin a file behind those that are there.
+        """Begin a file after the existing ones.
 
         Parameters
         ----------
         rollouts_dir:
-            Of the run.
+            Directory of the run's rollouts.
         attempt:
-            Which writes.
+            Attempt that writes.
         restored:
-            The step that it goes on after.
+            The restored step.
         limit_s:
-            How long a filesystem that refuses for a while (full, stale) is tried again, in seconds.
+            Maximum seconds of retries of a filesystem that refuses temporarily (full, stale).
         warehouse:
             Gets a copy of the columns of finished rollouts, if there is room.
 
@@ -91,14 +95,14 @@ class RolloutLog:
         self._error: BaseException | None = None
         self._lock, self._closed = threading.Lock(), False
         own = f"{self.number:06d}.jsonl"
-        believed = believed_bytes(self.ledger_dir, but=own)
+        believed = trusted_prefix_bytes(self.ledger_dir, but=own)
         begin = Begin(attempt=attempt, restored=restored, time_s=time.time(), believed=believed)
         self._write([_Job(begin, None, promise())])
         self._thread = threading.Thread(target=self._run, name="rollout-log", daemon=True)
         self._thread.start()
 
     def _make_file(self) -> tuple[int, int]:
-        """A file with the next number; of two writers that begin at once each has its own."""
+        """Make a file with the next number; two writers that start at the same time get different files."""
         while True:
             number = max((int(path.stem) for path in ledger_files(self.ledger_dir)), default=0) + 1
             with contextlib.suppress(FileExistsError):
@@ -122,20 +126,20 @@ class RolloutLog:
 
     @property
     def oldest_unsettled(self) -> str:
-        """The first file of columns with any whose entries may not be durable yet."""
+        """Return the first file of columns with any whose entries may not be durable yet."""
         return self._unsettled
 
     def close(self) -> None:
         """Write what was appended, and end; a filesystem that hangs is not waited for.
 
-        What is appended afterwards fails at once: nobody would write it, and who waits for it would do so for ever.
+        A later append fails at once: it would never be written, and its caller would wait without end.
         """
         with self._lock:
             self._closed = True
             self._queue.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            _log.warning("the ledger of rollouts is left as it is: the filesystem did not answer for %g s", _CLOSE_S)
+            _log.warning("the ledger of rollouts was not closed: the filesystem did not answer for %g s", _CLOSE_S)
             return
         self._payload.close()
         os.close(self._fd)
@@ -160,14 +164,14 @@ class RolloutLog:
                     raise self._error
                 self._write(jobs)
             except BaseException as error:  # noqa: BLE001 - raised to those that wait
-                # what is behind a hole would not be believed either
+                # entries after a gap would not be trusted either
                 self._error = error
                 for job in jobs:
                     if not job.done.done():
                         job.done.set_exception(error)
 
     def _next_jobs(self) -> tuple[list[_Job], bool]:
-        """All that is there, at least one; and whether the end is among it."""
+        """Return all jobs that wait, at least one, and whether the end is among them."""
         jobs: list[_Job] = []
         job = self._queue.get()
         while job is not None:
@@ -182,7 +186,7 @@ class RolloutLog:
         blocks = [job.pieces for job in jobs if job.pieces is not None]
         places: list[PayloadPlace] = []
         if blocks:
-            places = patiently(
+            places = retry_transient(
                 lambda: self._payload.write(blocks), limit_s=self._limit_s, what="keeping finished rollouts"
             )
         entries: list[Entry] = []
@@ -192,27 +196,27 @@ class RolloutLog:
             else:
                 entries.append(job.entry)
         lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
-        patiently(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
+        retry_transient(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
         self._end += len(lines)
         for job, entry in zip(jobs, entries, strict=True):
             job.done.set_result(entry)
         self._unsettled = self._payload.file
-        # last, because it may hang: a rollout that is durable has finished, and its place is another's. No batch has it
-        # before its entry behind this one is written
+        # last, because it may hang: a durable rollout has finished, and another one takes its place. A batch gets it
+        # only after its entry behind this one is written
         self._keep_in_memory(jobs, entries)
 
     def _keep_in_memory(self, jobs: Sequence[_Job], entries: Sequence[Entry]) -> None:
         if self._warehouse is None:
             return
-        # whoever was told of these may have released them already
+        # callers that were notified of these may have released them already
         dropped = {(each.group, member) for each in entries if isinstance(each, Dropped) for member in each.members}
         for job, entry in zip(jobs, entries, strict=True):
-            # turns of rollouts in progress are read by nobody but the next process
+            # turns of rollouts in progress are read only by the next process
             if isinstance(entry, Finished) and job.pieces is not None and (entry.group, entry.member) not in dropped:
                 self._warehouse.put(entry.payload, job.pieces)
 
     def _append(self, lines: bytes) -> None:
-        """Always at the same place, so that a second try leaves nothing half between two lines."""
+        """Write ``lines`` at the recorded end, so that a second try leaves no partial line between two lines."""
         view, offset = memoryview(lines), self._end
         while view:
             written = os.pwrite(self._fd, view, offset)

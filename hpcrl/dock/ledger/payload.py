@@ -13,13 +13,11 @@ from pathlib import Path
 import xxhash
 
 from hpcrl.dock.ledger.entries import PayloadPlace
-from hpcrl.fs import fsync_dir
-
-__all__ = ["PayloadWriter", "check_block", "read_payload", "view_payload", "write_pieces"]
+from hpcrl.storage.files import fsync_dir
 
 _FILE_BYTES = 256 << 20
 _PIECES = 512
-"""Of one ``pwritev``; Linux allows 1,024."""
+"""Maximum pieces of one ``pwritev``; Linux allows 1,024."""
 
 
 class PayloadWriter:
@@ -95,18 +93,18 @@ def write_pieces(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> 
 
 
 def read_payload(directory: Path, place: PayloadPlace) -> bytes:
-    """The block at ``place``, compared with its hash.
+    """Return the block at ``place``, compared with its hash.
 
     Raises
     ------
     FileNotFoundError
-        The file is gone: its rollouts were not needed any more.
+        The file was removed because its rollouts were not needed any more.
     ValueError
-        It is cut off, or has another content.
+        It is truncated, or has another content.
     """
     with (directory / place.file).open("rb") as stream:
         if place.bytes > (left := os.fstat(stream.fileno()).st_size - place.offset):
-            # memory is not taken for what a record says and a file has not
+            # memory is not allocated for bytes that a record claims and a file lacks
             raise ValueError(f"{place.file} ends {place.bytes - left} bytes before the end of a rollout")
         stream.seek(place.offset)
         block = stream.read(place.bytes)
@@ -115,7 +113,7 @@ def read_payload(directory: Path, place: PayloadPlace) -> bytes:
 
 
 def view_payload(directory: Path, place: PayloadPlace) -> memoryview:
-    """The block at ``place``, mapped: only what is looked at is read, and nothing is compared (errors as above)."""
+    """Return the block at ``place``, mapped: only accessed pages are read, without comparison (errors as above)."""
     begin = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
     with (directory / place.file).open("rb") as stream:
         mapped = mmap.mmap(stream.fileno(), place.offset + place.bytes - begin, offset=begin, prot=mmap.PROT_READ)
@@ -127,4 +125,4 @@ def check_block(block: bytes | memoryview, place: PayloadPlace) -> None:
     if (length := memoryview(block).nbytes) != place.bytes:
         raise ValueError(f"{place.file} ends {place.bytes - length} bytes before the end of a rollout")
     if xxhash.xxh3_128(block).hexdigest() != place.xxh3_128:
-        raise ValueError(f"{place.file} has another content at byte {place.offset} than was written there")
+        raise ValueError(f"the content of {place.file} at byte {place.offset} is not what was written")

@@ -1,9 +1,9 @@
-"""What the entries of a ledger come to: where each finished rollout is, and whether anything was lost or used twice.
+"""State of a ledger from its entries: the place of each finished rollout, and rollouts that were lost or used twice.
 
-A restore takes steps back: what they took waits again. Weights that were sampled from after the restored step are
-those of a branch that was given up, but the rollouts are as good as others, as far as they are off-policy: one that
-was sampled ``n`` steps ahead of the step where the run goes on is ``n`` steps away from it, as one that is ``n`` steps
-behind. So its versions are mirrored there (``v`` counts as ``2 s - v``), and the bound of staleness does the rest.
+A restore undoes steps: their rollouts wait again. Weights after the restored step belong to an abandoned branch, but
+the rollouts that were sampled from them are as good as others, as far as they are off-policy: one that was sampled
+``n`` steps after the restored step is ``n`` steps away from it, like one that is ``n`` steps behind. So its versions
+are mirrored at the restored step ``s`` (``v`` counts as ``2 s - v``), and the bound of staleness applies as always.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from enum import Enum
 
 from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, Kept, Taken, TurnSaved
 
-__all__ = ["Held", "Replay", "State", "Unfinished"]
-
 _FORGET_STEPS = 500
 
 
 class State(Enum):
-    """What has become of a finished rollout."""
+    """State of a finished rollout."""
 
     WAITING = "waiting"
     TRAINED = "trained"
@@ -36,11 +34,11 @@ class Held:
     entry:
         As it was written.
     state:
-        Where it is.
+        Its state.
     step:
-        Of the batch that took it, or by which it became too old.
+        Step of the batch that took it, or by which it became too old.
     why:
-        It was dropped.
+        Reason why it was dropped.
     pivots:
         Steps at which versions were mirrored since, in order.
     """
@@ -58,12 +56,12 @@ class Held:
 
     @property
     def version(self) -> int:
-        """Version of the first sampled token; where versions were mirrored, the oldest that any token counts as."""
+        """Return the version of the first sampled token; after mirroring, the oldest that any token counts as."""
         return _counted(self.entry, self.pivots)
 
     @property
     def newest(self) -> int:
-        """The highest version of its tokens, as they count now."""
+        """Return the highest version of its tokens, as they count now."""
         return self.version if self.pivots else self.entry.last_version
 
 
@@ -89,26 +87,26 @@ class Unfinished:
         self.pivots.append([])
 
     def restore(self, step: int) -> None:
-        """The run goes on after ``step``."""
+        """Restore ``step``: mirror the versions of turns that are newer than it."""
         for turn, pivots in zip(self.turns, self.pivots, strict=True):
             if (_counted(turn, pivots) if pivots else turn.last_version) > step:
                 pivots.append(step)
 
     @property
     def mirrored(self) -> bool:
-        """Whether weights of steps that are undone have sampled any of it."""
+        """Return whether weights of undone steps have sampled any of its turns."""
         return any(self.pivots)
 
     @property
     def version(self) -> int:
-        """As that of `Held`."""
+        """Return the version as that of `Held`."""
         if not self.mirrored:
             return self.turns[0].first_version
         return min(_counted(turn, pivots) for turn, pivots in zip(self.turns, self.pivots, strict=True))
 
 
 def _counted(entry: Finished | TurnSaved, pivots: Sequence[int]) -> int:
-    """Version of the first token; where versions were mirrored, the oldest that any token counts as."""
+    """Return the version of the first token; after mirroring, the oldest that any token counts as."""
     if not pivots:
         return entry.first_version
     counted = [entry.first_version, entry.last_version]
@@ -118,7 +116,7 @@ def _counted(entry: Finished | TurnSaved, pivots: Sequence[int]) -> int:
 
 
 class Replay:
-    """The state of a ledger, entry after entry.
+    """State of a ledger, entry by entry.
 
     Attributes
     ----------
@@ -133,7 +131,7 @@ class Replay:
     unfinished:
         Rollouts in progress of which turns were saved, by group and member.
     problems:
-        What contradicts itself, in sentences.
+        Contradictions, in sentences.
     next_index:
         The first group of which, and above which, nothing was written.
     forgotten:
@@ -154,38 +152,38 @@ class Replay:
 
     @classmethod
     def of_long_run(cls, entries: Iterable[Entry], files: Collection[str]) -> Replay:
-        """The same without what no restore can use, left out on the way: its memory does not grow with the run.
+        """Return the replay of a long run without what no restore can use, so that its memory does not grow.
 
         Parameters
         ----------
         files:
-            Of payload that are there. Of a long run nearly all was trained long ago, and its columns are gone.
+            Existing payload files. Most rollouts of a long run were trained long ago, and their columns were removed.
         """
         replay, forgot = cls(), 0
         for entry in entries:
             replay.add(entry)
             if isinstance(entry, Taken) and entry.step >= forgot + _FORGET_STEPS:
-                # far behind the newest step: what a restore undoes is less
+                # far behind the newest step: a restore undoes fewer steps
                 replay.forget(lambda file: file not in files, over_before=entry.step - _FORGET_STEPS)
                 forgot = entry.step
         return replay
 
     @property
     def rollouts(self) -> list[Held]:
-        """All that ever finished, by group and member; those that were dropped before a new try come first."""
+        """Return all rollouts that ever finished, by group and member; those dropped before a new try come first."""
         current = [held for group in sorted(self._groups) for _, held in sorted(self._groups[group].items())]
         return sorted([*self.gone, *current], key=lambda held: held.id)
 
     def over_groups(self) -> frozenset[int]:
-        """Groups that were trained, or dropped for good."""
+        """Return the groups that were trained, or dropped permanently."""
         return frozenset(self._over)
 
     def find(self, group: int, member: int) -> Held | None:
-        """The rollout of this name, the newest of its tries."""
+        """Return the newest try of the rollout of this group and member."""
         return self._groups.get(group, {}).get(member)
 
     def waiting(self) -> dict[int, list[Held]]:
-        """Rollouts that are neither trained nor dropped, by group and member."""
+        """Return the rollouts that are neither trained nor dropped, by group and member."""
         found = {}
         for group in sorted(self._groups):
             held = [each for _, each in sorted(self._groups[group].items()) if each.state is State.WAITING]
@@ -194,7 +192,7 @@ class Replay:
         return found
 
     def add(self, entry: Entry) -> None:
-        """The next entry."""
+        """Apply the next entry."""
         if isinstance(entry, Finished | TurnSaved | Dropped):
             self.next_index = max(self.next_index, entry.group + 1)
         match entry:
@@ -214,7 +212,7 @@ class Replay:
                 self._take(entry)
 
     def _undo(self, restored: int) -> None:
-        """Steps behind ``restored`` have not been."""
+        """Undo the steps after ``restored``."""
         self.step = min(self.step, restored)
         for group in [group for group, step in self._over.items() if step is not None and step > restored]:
             del self._over[group]
@@ -228,14 +226,14 @@ class Replay:
             each.restore(restored)
 
     def forget(self, gone: Callable[[str], bool], *, over_before: int | None = None) -> None:
-        """Leave out what lies in files of payload that are gone, to keep what a long run remembers small.
+        """Forget rollouts whose payload files were removed, so that memory does not grow with the run.
 
         Parameters
         ----------
         gone:
-            Whether a file is.
+            Returns whether a file was removed.
         over_before:
-            Of groups alone that were over before this step; None: of all.
+            Only groups that were over before this step are forgotten; None: all groups.
         """
         for group, members in list(self._groups.items()):
             if over_before is not None and (self._over.get(group, over_before) or 0) >= over_before:
@@ -250,7 +248,7 @@ class Replay:
         self.gone = [held for held in self.gone if not gone(held.entry.payload.file)]
 
     def _save_turn(self, entry: TurnSaved) -> None:
-        # one whose group was given up while it was being written continues nothing
+        # a turn whose group was dropped while it was being written has no effect
         if entry.group in self._over or entry.group in self.kept:
             return
         each = self.unfinished.setdefault((entry.group, entry.member), Unfinished())

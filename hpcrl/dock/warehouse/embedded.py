@@ -6,8 +6,8 @@
       alive                                         locked by the process that writes
       000001-000001.columns.4096                    a block, complete
 
-Pages of shared memory are dear to get and cheap to keep: the file of a block that was released is written anew for one
-that fits into it. So what is released must not be read any more; a block that is read has its hash compared first.
+Pages of shared memory are expensive to allocate and cheap to keep: the file of a released block is overwritten with one
+that fits into it. A released block must therefore not be read any more; readers compare the hash of a block first.
 """
 
 from __future__ import annotations
@@ -24,35 +24,33 @@ from pathlib import Path
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import write_pieces
 from hpcrl.dock.warehouse.interface import Figures, half_at_most, key_of
-from hpcrl.left_memory import make_owned, remove_dead
-from hpcrl.ours import check_parent
-
-__all__ = ["EmbeddedWarehouse"]
+from hpcrl.storage.shm_directories import make_owned, remove_dead
+from hpcrl.storage.trusted_paths import check_parent
 
 _log = logging.getLogger(__name__)
 _PAGE = 4096
 _SLACK = 2
-"""A file may be so many times as large as the block that it is used for again."""
+"""Maximum ratio of the size of a reused file to its new block."""
 
 
 class EmbeddedWarehouse:
-    """The writer's side; see `hpcrl.dock.warehouse.interface.Warehouse`.
+    """Writer of a warehouse; see `hpcrl.dock.warehouse.interface.Warehouse`.
 
     Attributes
     ----------
     directory:
-        Of its files.
+        Directory of its files.
     """
 
     def __init__(self, base: Path, *, limit_bytes: int) -> None:
-        """Make a directory of one's own; what dead writers of this user have left is removed.
+        """Make a private directory, and remove those of dead writers of this user.
 
         Parameters
         ----------
         base:
-            Of this node, in memory (``/dev/shm``).
+            Directory of this node, in memory (``/dev/shm``).
         limit_bytes:
-            What files may take; they take at most half of what is free there now.
+            Maximum bytes of files; they take at most half of the space that is free there now.
 
         Raises
         ------
@@ -61,11 +59,11 @@ class EmbeddedWarehouse:
         """
         check_parent(base)
         for left in remove_dead(base):
-            _log.info("removed %s, which a process that is gone had left", left)
-        # collectives and engines of the node keep things there, too
+            _log.info("removed %s, left by a process that has ended", left)
+        # collectives and engines of the node use this memory, too
         self._limit = half_at_most(limit_bytes, shutil.disk_usage(base).free, str(base))
         self.directory, self._alive = make_owned(base)
-        # strings: to join two of pathlib's paths takes as long as to write a short rollout
+        # strings: joining two paths of pathlib takes as long as writing a short rollout
         self._below = f"{self.directory}/"
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
@@ -103,7 +101,7 @@ class EmbeddedWarehouse:
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Whether a file of ``size`` fits; what is kept for blocks to come goes where it must."""
+        """Return whether a file of ``size`` bytes fits; files that are kept for reuse are removed where necessary."""
         if any(size <= held <= _SLACK * size for held, _ in self._free):
             return True
         while self._free and self._held + size > self._limit:
@@ -154,12 +152,12 @@ class EmbeddedWarehouse:
                 self._full = False
 
     def figures(self) -> Figures:
-        """What is held now."""
+        """Return the current figures."""
         with self._lock:
             return Figures(len(self._sizes), self._held, self._limit, self._refused)
 
     def close(self) -> None:
-        """Remove the directory; what is mapped stays until nobody maps it."""
+        """Remove the directory; mapped files stay until they are unmapped."""
         with self._lock:
             if not self._closed:
                 self._closed, self._full = True, False

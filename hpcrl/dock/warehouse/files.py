@@ -5,14 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 
-__all__ = ["map_block", "view_block"]
-
 _SMALL_BYTES = 1 << 18
 """To copy so little takes less than to map it."""
 
 
 def view_block(fd: int, size: int) -> memoryview:
-    """A block of ``size`` bytes, read-only: a copy where it is small, else mapped for as long as the view is there.
+    """Return a read-only block of ``size`` bytes: a copy where it is small, else mapped for the lifetime of the view.
 
     Raises
     ------
@@ -20,14 +18,14 @@ def view_block(fd: int, size: int) -> memoryview:
         The file is shorter.
     """
     if size >= _SMALL_BYTES:
-        # all pages at once: finding them one after the other takes longer than reading them
+        # all pages at once: separate page faults take longer than the read
         return map_block(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     _check_length(fd, size)
     return memoryview(os.pread(fd, size, 0))
 
 
 def map_block(fd: int, size: int, *, flags: int = mmap.MAP_SHARED) -> memoryview:
-    """A block mapped, read-only (ValueError as `view_block`)."""
+    """Return a block mapped, read-only (ValueError as `view_block`)."""
     _check_length(fd, size)
     return memoryview(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ))
 

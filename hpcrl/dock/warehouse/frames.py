@@ -1,4 +1,4 @@
-"""What is said between the server of a warehouse and a reader on another node: binary frames over TCP.
+"""Protocol between the server of a warehouse and a reader on another node: binary frames over TCP.
 
 A reader sends a `Request` and gets an `Answer`, each in MessagePack behind its length (4 bytes, big-endian); the bytes
 of the block follow an answer that has any. A connection serves one request after the other.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 
 import msgspec
-
-__all__ = ["HEAD", "LONGEST", "Answer", "Request", "frame"]
 
 HEAD = struct.Struct(">I")
 LONGEST = 4096
@@ -23,9 +21,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     Attributes
     ----------
     authorization:
-        As the HTTP header of this name; empty where there is no token.
+        Value of the HTTP header of this name; empty without a token.
     key:
-        Of the block.
+        Name of the block.
     offset, length:
         Within it, in bytes.
     """
@@ -37,14 +35,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a request.
+    """Result of a request.
 
     Attributes
     ----------
     status:
-        200; 401 or 403 as `hpcrl.gate.Gate` says; 404: there are no such bytes; 400: it is no request.
+        200; 401 or 403 as in `hpcrl.network.auth.Gate`; 404: the bytes do not exist; 400: the request is invalid.
     message:
-        Why not.
+        Reason of a failure.
     """
 
     status: int
@@ -52,6 +50,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def frame(message: Request | Answer) -> bytes:
-    """A message behind its length."""
+    """Return the encoded message, preceded by its length."""
     data = msgspec.msgpack.encode(message)
     return HEAD.pack(len(data)) + data

@@ -1,4 +1,4 @@
-"""What a warehouse does, whatever it is made of."""
+"""Interface of a warehouse of blocks, independent of its implementation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import msgspec
 
 from hpcrl.dock.ledger.entries import PayloadPlace
 
-__all__ = ["Figures", "Location", "Pool", "Warehouse", "half_at_most", "key_of"]
-
 _log = logging.getLogger(__name__)
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """A pool of memory that is Mooncake's.
+    """Pool of memory in Mooncake Store.
 
     Attributes
     ----------
     host, port:
-        Of its master.
+        Address of its master.
     protocol:
         Between nodes: ``tcp`` or ``rdma``.
     """
@@ -32,21 +30,21 @@ class Pool(msgspec.Struct, frozen=True):
 
     @property
     def master(self) -> str:
-        """As Mooncake's clients are told."""
+        """Return the address in the format of Mooncake's clients."""
         return f"{self.host}:{self.port}"
 
 
 class Location(msgspec.Struct, frozen=True):
-    """How those who read find a warehouse.
+    """Address under which readers find a warehouse.
 
     Attributes
     ----------
     directory:
-        Of its files, on its own node. Its name is not known to others, and occurs on no other node.
+        Directory of its files, on its own node. Its name is secret, and occurs on no other node.
     host, port:
-        Of the server for other nodes; port 0 where none serves.
+        Address of the server for other nodes; port 0 where there is none.
     pool:
-        Where blocks are objects in Mooncake Store, and there is neither directory nor server.
+        Pool where blocks are objects in Mooncake Store, without a directory and a server.
     """
 
     directory: str
@@ -56,18 +54,18 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class Figures(NamedTuple):
-    """What a warehouse holds.
+    """Contents of a warehouse in numbers.
 
     Attributes
     ----------
     blocks:
         Blocks that may be read.
     held_bytes:
-        Memory that they take, and that is kept for those to come.
+        Memory of these blocks and of files that are kept for reuse, in bytes.
     limit_bytes:
-        What they may take.
+        Maximum of ``held_bytes``.
     refused:
-        Blocks for which there was no room so far.
+        Number of blocks so far for which there was no room.
     """
 
     blocks: int
@@ -81,30 +79,30 @@ class Warehouse(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether the last block found no room, and nothing was released since."""
+        """Return whether the last block did not fit, and no block was released since."""
 
     def put(self, place: PayloadPlace, pieces: Sequence[bytes | memoryview]) -> bool:
-        """Keep a block, given in pieces; False where there is no room for it. Never raises for want of room."""
+        """Keep a block, given in pieces; return False where it does not fit. A lack of room never raises."""
 
     def release(self, places: Iterable[PayloadPlace]) -> None:
-        """Nobody reads these any more, here or elsewhere; unknown ones are passed over."""
+        """Release blocks that are not read any more, on any node; unknown ones are ignored."""
 
     def figures(self) -> Figures:
-        """What is held now."""
+        """Return the current figures."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
 def key_of(place: PayloadPlace) -> str:
-    """The name of a block, of which no other one of the run has the same."""
+    """Return the name of a block, unique within the run."""
     return f"{place.file}.{place.offset}"
 
 
 def half_at_most(limit_bytes: int, free_bytes: int, where: str) -> int:
-    """The limit in bytes, or half of what is free where that is less, which is logged: a full node fails others, too.
+    """Return the limit in bytes, or half of the free bytes where that is less.
 
-    ``where`` names the place in the log.
+    The smaller limit is logged: a full node also makes other processes fail. ``where`` names the place in the log.
     """
     half = free_bytes // 2
     if half < limit_bytes:

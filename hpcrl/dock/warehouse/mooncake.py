@@ -1,8 +1,8 @@
 """A warehouse of objects in Mooncake Store: one segment in memory of the process that writes, read over TCP or RDMA.
 
-An object has the name of its block and its bytes. Mooncake compares nothing (0.3.10 cut objects over TCP and said that
-all was well), so who reads compares length and hash. Objects are pinned: none leaves before it is released. The master
-knows where they are; when it dies, all of them are lost, and are read from the durable files.
+An object has the name of its block and its bytes. Mooncake compares nothing (0.3.10 truncated objects over TCP and
+reported success), so readers compare length and hash. Objects are pinned: none is evicted before it is released. The
+master knows where they are; when it dies, all of them are lost, and are read from the durable files.
 
 Calls of the client return negative numbers where they fail, and raise nothing.
 """
@@ -20,20 +20,18 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse.interface import Figures, Location, Pool, half_at_most, key_of
 from hpcrl.dock.warehouse.pool_master import PoolMaster, reach
-from hpcrl.interfaces import address_towards
 from hpcrl.mooncake import load_client
-
-__all__ = ["MooncakeWarehouse", "fetch", "leave_pools"]
+from hpcrl.network.interfaces import address_towards
+from hpcrl.processes.daemon_threads import DaemonExecutor
 
 _log = logging.getLogger(__name__)
 _METADATA = "P2PHANDSHAKE"
-"""Clients tell each other how their memory is reached; there is no server for that."""
+"""Metadata mode in which clients exchange the addresses of their memory, without a server."""
 _BUFFER_BYTES = 16 << 20
-"""Of a client, for calls that we do not use."""
+"""Bytes of a client's buffer for calls that hpcrl does not use."""
 _ALIGN = 64
 _SEGMENT_STEP = 16 << 20
 _NO_SPACE, _NOT_FOUND = -200, -704
@@ -61,7 +59,7 @@ class MooncakeWarehouse:
         Parameters
         ----------
         limit_bytes:
-            What objects may take; they take at most half of the memory that is free now.
+            Maximum bytes of objects; they take at most half of the memory that is free now.
 
         Raises
         ------
@@ -83,7 +81,7 @@ class MooncakeWarehouse:
             self.master.close()
             raise
         self._lock, self._putting = threading.Lock(), threading.Lock()
-        # the master is asked to forget an object by a thread: event loops release
+        # a thread removes objects at the master: event loops call `release`
         self._remover = DaemonExecutor(1, thread_name_prefix="pool-release")
         self._staged = np.empty(0, np.uint8)
         """Registered memory that objects are copied from."""
@@ -113,12 +111,13 @@ class MooncakeWarehouse:
                     self._held += place.bytes
                     return True
                 self._refused += 1
-                # without any object there is room: the master is new, and has not heard of the segment yet
+                # with no objects the failure is not a lack of room: the master is new, and the segment has not
+                # registered yet
                 self._full = code == _NO_SPACE and self._held > 0
                 if code == _RPC_TIMEOUT:
                     self._again_s = time.monotonic() + _SILENT_S
                     _log.warning(
-                        "%s; until then ranks read what finishes from the shared filesystem", _silent(self._pool)
+                        "%s; until then ranks read finished rollouts from the shared filesystem", _silent(self._pool)
                     )
                 elif not self._full:
                     self._again_s = time.monotonic() + _AGAIN_S
@@ -153,13 +152,13 @@ class MooncakeWarehouse:
         with self._lock:
             doomed, self._doomed = self._doomed, []
         if doomed:
-            # also where somebody has just read it
+            # also where another process has just read it
             codes = self._store.batch_remove(doomed, True)
             with self._lock:
                 self._doomed += [key for key, code in zip(doomed, codes, strict=True) if code not in (0, _NOT_FOUND)]
 
     def figures(self) -> Figures:
-        """What is held now."""
+        """Return the current figures."""
         with self._lock:
             return Figures(len(self._sizes), self._held, self._limit, self._refused)
 
@@ -182,9 +181,9 @@ _silent_until_s: dict[Pool, float] = {}
 
 
 def fetch(pool: Pool, places: Sequence[PayloadPlace]) -> list[memoryview | OSError]:
-    """Blocks of a pool, all of them in one call; in place of one that is not there whole, why.
+    """Return blocks of a pool, read in one call; in place of an incomplete block, the reason.
 
-    Nobody has looked at their hashes yet. They share memory, which is there as long as any of them. Mooncake waits 30 s
+    Their hashes are not compared yet. They share memory, which stays as long as any of them. Mooncake waits 30 s
     for a master or an owner of memory that hangs.
 
     Raises

@@ -9,13 +9,11 @@ import subprocess
 import threading
 import time
 
-from hpcrl.bound import bound_command
 from hpcrl.dock.warehouse.interface import Pool
 from hpcrl.errors import DeadlineError
 from hpcrl.mooncake import program_of_master
-from hpcrl.ports import is_free
-
-__all__ = ["PoolMaster", "reach"]
+from hpcrl.network.ports import is_free
+from hpcrl.processes.die_with_parent import bound_command
 
 _log = logging.getLogger(__name__)
 _START_S = 60.0
@@ -27,18 +25,19 @@ _TTL_S = 10
 """A client that is silent for so long is forgotten, and its memory."""
 
 _LEASE_S = 600
-"""What takes longer to read fails (-707): the default of 5 s is too short for a shard. Removing does not wait."""
+"""Lease of a read in seconds: a longer read fails (-707). The default of 5 s is too short for a shard. Removal does
+not wait for it."""
 
 
 class PoolMaster:
-    """Keeps a master running: one that ends is started again on its ports, and knows nothing then.
+    """Supervisor of a master: one that ends is started again on its ports, without its state.
 
     It listens on the port of the pool, and on the next one, where it answers with its metrics over HTTP.
 
     Attributes
     ----------
     pid:
-        Of the process; None while there is none.
+        Process id; None while it is not running.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -51,7 +50,7 @@ class PoolMaster:
         DeadlineError
             It does not listen within a minute.
         OSError
-            Somebody else listens on its ports.
+            Another process listens on its ports.
         """
         if taken := [port for port in (pool.port, pool.port + 1) if not is_free(pool.host, port)]:
             raise OSError(f"port {taken[0]} of {pool.host} is taken")
@@ -65,7 +64,7 @@ class PoolMaster:
             "minloglevel": 1,
         }
         command = [program_of_master(), *(f"--{name}={value}" for name, value in flags.items())]
-        # the thread below lives as long as we do, and the master no longer, also by SIGKILL
+        # the thread below lasts as long as this process, and the master ends with it, also by SIGKILL
         self._command = bound_command(command)
         self._pool, self._closed = pool, threading.Event()
         self.pid: int | None = None
@@ -77,7 +76,7 @@ class PoolMaster:
                 self.close()
                 raise DeadlineError(
                     f"mooncake_master does not listen on {pool.master} within {_START_S:g} s\n"
-                    "    hint: its words are in the orchestrator's log; rollouts.warehouse.backend: embedded needs none"
+                    "    hint: the orchestrator's log has its output; rollouts.warehouse.backend: embedded needs none"
                 )
             time.sleep(_POLL_S)
 
@@ -86,7 +85,7 @@ class PoolMaster:
         while not self._closed.is_set():
             try:
                 process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
-            except OSError as error:  # no memory or processes left, or a file system that is away, for now
+            except OSError as error:  # memory, processes or a file system are missing temporarily
                 if not said:
                     _log.warning("mooncake_master cannot be started, and is tried again: %s", error)
                 said = True
@@ -98,7 +97,7 @@ class PoolMaster:
             self._closed.wait(_AGAIN_S)
 
     def _attend(self, process: subprocess.Popen[bytes]) -> None:
-        """Until it ends, or is to end."""
+        """Wait until the process ends, or is to end."""
         self.pid = process.pid
         while process.poll() is None and not self._closed.wait(_POLL_S):
             pass

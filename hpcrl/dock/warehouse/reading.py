@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import check_block, read_payload, view_payload
 from hpcrl.dock.warehouse.files import map_block, view_block
@@ -24,16 +23,15 @@ from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.mooncake import fetch
 from hpcrl.dock.warehouse.sharing import SharedBlocks, Sharing
-from hpcrl.ours import check_private, open_ours
-
-__all__ = ["BlockReader"]
+from hpcrl.storage.msgspec_types import decode_msgpack
+from hpcrl.storage.trusted_paths import check_private, open_trusted
 
 _CONNECT_S = 5.0
 _RECEIVE_S = 60.0
 
 
 class BlockReader:
-    """Reads blocks of one warehouse; for one thread.
+    """Reader of blocks of one warehouse; for one thread.
 
     Attributes
     ----------
@@ -42,20 +40,20 @@ class BlockReader:
         ``disk``. Where ranks share them: those that this one has fetched by where it found them, the others' as
         ``node``.
     problems:
-        Why blocks did not come from memory.
+        Reasons why blocks did not come from memory.
     unshared:
-        Why this rank has fetched blocks for itself alone that it should have shared.
+        Reasons why this rank has fetched blocks for itself alone that it should have shared.
     """
 
     def __init__(self, location: Location | None, payload_dir: Path, *, authorization: str = "") -> None:
-        """Remember where to look; nothing is read.
+        """Remember the places of blocks; nothing is read.
 
         Parameters
         ----------
         location:
-            Of the warehouse; None where there is none.
+            Address of the warehouse; None without one.
         payload_dir:
-            Of the run, on the shared filesystem.
+            Directory of the run's columns, on the shared filesystem.
         authorization:
             As the HTTP header of this name, for the server.
         """
@@ -92,18 +90,18 @@ class BlockReader:
         try:
             blocks: Sequence[memoryview | OSError] = fetch(self._pool, places)
         except OSError as error:
-            # the others of this batch do not wait for it again
+            # the other blocks of this batch do not wait for it again
             self._pool = None
             blocks = [error] * len(places)
         self._fetched |= {key_of(place): block for place, block in zip(places, blocks, strict=True)}
 
     def read(self, place: PayloadPlace) -> memoryview:
-        """The block at ``place``, read-only; what is mapped stays as long as the view.
+        """Return the block at ``place``, read-only; a mapped block stays as long as the view.
 
         Raises
         ------
         OSError, ValueError
-            It is not in memory, and the file is gone or damaged.
+            It is not in memory, and the file was removed or is damaged.
         """
         if self._shared is not None:
             try:
@@ -111,7 +109,7 @@ class BlockReader:
             except (OSError, ValueError) as error:
                 self.unshared.append(f"{key_of(place)}: {error}")
             else:
-                if not found.own:  # else `_load` has counted it
+                if not found.own:  # otherwise `_load` has counted it
                     self.sources["node"] += 1
                 return found.block
         try:
@@ -124,14 +122,14 @@ class BlockReader:
         return block
 
     def glance(self, place: PayloadPlace) -> memoryview:
-        """The same without a look at its hash, for what is only shown to people: pages come as they are looked at."""
+        """Return the block at ``place`` without comparing its hash, for display only: pages are read on access."""
         if self._here:
             with contextlib.suppress(OSError, ValueError):
                 return self._view(place, map_block)
         return view_payload(self._payload_dir, place)
 
     def _in_memory(self, place: PayloadPlace) -> memoryview | None:
-        """The block from a warehouse; None where there is none (OSError, ValueError where it does not have it)."""
+        """Return the block from a warehouse; None without one (OSError, ValueError where it lacks the block)."""
         if self._here:
             return self._counted("node", self._view(place, view_block), place)
         if self._served:
@@ -167,7 +165,7 @@ class BlockReader:
 
     def _view(self, place: PayloadPlace, view: Callable[[int, int], memoryview]) -> memoryview:
         assert self._location is not None
-        fd = open_ours(f"{self._location.directory}/{key_of(place)}")
+        fd = open_trusted(f"{self._location.directory}/{key_of(place)}")
         try:
             return view(fd, place.bytes)
         finally:
@@ -187,7 +185,7 @@ class BlockReader:
             try:
                 self._socket = socket.create_connection((self._location.host, self._location.port), _CONNECT_S)
             except OSError:
-                # the others of this batch do not wait for it again
+                # the other blocks of this batch do not wait for it again
                 self._served = False
                 raise
             self._socket.settimeout(_RECEIVE_S)
@@ -206,7 +204,7 @@ class BlockReader:
 
     def _receive(self, memory: bytearray | memoryview) -> None:
         assert self._socket is not None
-        # released before an error leaves: what is mapped can be closed
+        # views are released before the error leaves, so that the mapping can be closed
         with memoryview(memory) as whole:
             begin = 0
             while begin < len(whole):

@@ -16,18 +16,16 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.credentials import Credentials, read_token
-from hpcrl.daemon_threads import run_process
-from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.errors import HpcrlError
-from hpcrl.gate import Gate
-from hpcrl.left_memory import remove_dead
-from hpcrl.log_budget import limit_logger
-from hpcrl.ours import check_private, open_ours
-from hpcrl.pending_connections import raise_descriptor_limit
-
-__all__ = ["WarehouseServer", "main"]
+from hpcrl.network.auth import Gate
+from hpcrl.network.connection_limits import raise_descriptor_limit
+from hpcrl.network.credentials import Credentials, read_token
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.reporting.log_limits import limit_logger
+from hpcrl.storage.msgspec_types import decode_msgpack
+from hpcrl.storage.shm_directories import remove_dead
+from hpcrl.storage.trusted_paths import check_private, open_trusted
 
 _KEY = re.compile(r"\d{6,}-\d{6,}\.columns\.\d+")
 _IDLE_S = 600.0
@@ -66,17 +64,17 @@ class WarehouseServer:
             await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One request; False where the connection ends with it."""
+        """Answer one request; return False where the connection ends with it."""
         async with asyncio.timeout(_IDLE_S):
             (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
             if length > LONGEST:
-                writer.write(frame(Answer(400, "a request is not that long")))
+                writer.write(frame(Answer(400, "the request is too long")))
                 return False
             data = await reader.readexactly(length)
         try:
             request = decode_msgpack(data, Request)
         except msgspec.DecodeError as error:
-            writer.write(frame(Answer(400, f"this is no request: {error}")))
+            writer.write(frame(Answer(400, f"the request cannot be read: {error}")))
             return False
         peer = writer.get_extra_info("peername")
         address = str(peer[0]) if peer else ""
@@ -89,17 +87,17 @@ class WarehouseServer:
 
     async def _send(self, request: Request, writer: asyncio.StreamWriter) -> bool:
         if not _KEY.fullmatch(request.key) or request.offset < 0 or request.length <= 0:
-            writer.write(frame(Answer(400, "no block is called that, or has such bytes")))
+            writer.write(frame(Answer(400, "no block can have this name, or these bytes")))
             return False
         try:
-            fd = open_ours(self._directory / request.key)
+            fd = open_trusted(self._directory / request.key)
         except OSError as error:
             writer.write(frame(Answer(404, f"the block is not here: {error.strerror or error}")))
             await writer.drain()
             return True
         with os.fdopen(fd, "rb") as file:
             if os.fstat(fd).st_size < request.offset + request.length:
-                writer.write(frame(Answer(404, "the block has no such bytes")))
+                writer.write(frame(Answer(404, "the block ends before these bytes")))
             else:
                 writer.write(frame(Answer(200)))
                 await writer.drain()
@@ -116,18 +114,18 @@ async def _run(directory: Path, host: str, port: int, gate: Gate) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
     await parent.read()
     server.close()
-    # who has started us may have been killed
+    # the process that started this one may have been killed
     remove_dead(directory.parent)
 
 
 def main() -> None:
     """Serve until the standard input ends."""
     parser = argparse.ArgumentParser(description="serve the blocks of a warehouse of rollouts")
-    parser.add_argument("--directory", type=Path, required=True, help="of the blocks")
+    parser.add_argument("--directory", type=Path, required=True, help="directory of the blocks")
     parser.add_argument("--host", required=True, help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="to listen on; 0 for a free one")
-    parser.add_argument("--token-file", type=Path, help="of the run")
-    parser.add_argument("--attempt", type=int, help="of the run, whose requests are answered")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--token-file", type=Path, help="file with the token of the run")
+    parser.add_argument("--attempt", type=int, help="attempt of the run whose requests are answered")
     given = parser.parse_args()
     raise_descriptor_limit()
     try:

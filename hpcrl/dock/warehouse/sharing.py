@@ -3,16 +3,16 @@
 ::
 
     <base>/hpcrl-dock-<uid>-<32 digits>/      mode 0700; the digits follow from the run's token
-      alive                                   locked by each rank (`hpcrl.left_memory`)
-      room                                    locked by who takes memory
+      alive                                   locked by each rank (`hpcrl.storage.shm_directories`)
+      room                                    locked by a rank that takes memory
       000012/                                 a step
         000001-000001.columns.4096            a block, complete and compared with its hash, mode 0400
         000001-000001.columns.4096.part       locked by the rank that fetches it
 
-There is no process for it: ranks elect one of them a block by a lock that dies with its holder, so another one takes
-over where it is killed. A rank that begins to fetch a step removes those before the last one, whose ranks have met in
-collectives since; what is mapped stays until nobody maps it. What another rank has fetched is compared with its hash
-when it is mapped. Where there is no room, or nobody comes with a block in time, a rank fetches it for itself alone.
+It needs no extra process: for each block ranks elect one of them by a lock that is released when its holder dies, so
+that another one takes over. A rank that begins to fetch a step removes those before the last one, whose ranks have met
+in collectives since; mapped blocks stay until they are unmapped. A block from another rank is compared with its hash
+when it is mapped. Where memory is full, or a block does not come in time, a rank fetches it for itself alone.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import check_block
 from hpcrl.dock.warehouse.files import view_block
 from hpcrl.dock.warehouse.interface import Location, half_at_most, key_of
-from hpcrl.left_memory import join_owned, leave_owned, remove_dead
-from hpcrl.ours import check_parent, make_private, open_ours
-
-__all__ = ["Found", "SharedBlocks", "Sharing"]
+from hpcrl.storage.shm_directories import join_owned, leave_owned, remove_dead
+from hpcrl.storage.trusted_paths import check_parent, make_private, open_trusted
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +45,12 @@ _PART = ".part"
 _DIGITS = 32
 _POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 _PATIENCE_S = 120.0
-"""How long a rank waits for another one's block: longer than that one waits for a server that is silent."""
+"""Seconds that a rank waits for another one's block: longer than that one waits for a server that is silent."""
 _SLOWEST_BYTES_S = 20e6
-"""And so much longer for a large one."""
+"""Rate in bytes a second by which the wait for a block is longer."""
 _ROOM_S = 10.0
 _TRIES = 3
-"""How often a block is fetched again that was damaged in memory."""
+"""Maximum number of fetches of a block that was damaged in memory."""
 
 Load = Callable[[PayloadPlace, memoryview], None]
 """Fills memory with a block, and compares it with its hash (OSError, ValueError)."""
@@ -66,7 +64,7 @@ class Found(NamedTuple):
 
 
 class Sharing:
-    """How a rank shares blocks with the others of its node; for one thread at a time."""
+    """State by which a rank shares blocks with the other ranks of its node; for one thread at a time."""
 
     def __init__(self, base: Path, *, limit_bytes: int) -> None:
         """Share nothing yet.
@@ -83,7 +81,10 @@ class Sharing:
         self._warehouse = ""
 
     def of(self, location: Location, authorization: str, step: int) -> SharedBlocks | None:
-        """The blocks of ``step`` of a warehouse; None, which is said, where this node does not let us share any."""
+        """Return the blocks of ``step`` of a warehouse.
+
+        None is returned, and a warning logged, where this node does not permit sharing.
+        """
         try:
             if self._blocks is None or self._warehouse != location.directory or not self._blocks.here:
                 self.close()
@@ -116,7 +117,7 @@ class SharedBlocks:
     Attributes
     ----------
     directory:
-        Of this node.
+        Directory of this node.
     """
 
     def __init__(self, base: Path, digits: str, *, limit_bytes: int) -> None:
@@ -129,20 +130,20 @@ class SharedBlocks:
         """
         check_parent(base)
         for left in remove_dead(base):
-            _log.info("removed %s, which processes that are gone had left", left)
+            _log.info("removed %s, left by processes that have ended", left)
         self._limit = half_at_most(limit_bytes, shutil.disk_usage(base).free, str(base))
         self.directory, self._alive = join_owned(base, digits)
         self._step = self.directory
         self._own: dict[str, memoryview] = {}
-        """Blocks of this step that this rank has fetched, and that nobody has read yet."""
+        """Blocks of this step that this rank has fetched, and that were not read yet."""
 
     @property
     def here(self) -> bool:
-        """Whether nobody has taken the directory away."""
+        """Return whether the directory still exists."""
         return _is_at(self._alive, f"{self.directory}/alive")
 
     def begin(self, step: int) -> None:
-        """Blocks of ``step`` are read from now on; those before the last step nobody reads any more."""
+        """Begin to read blocks of ``step``, and remove those before the previous step, which are not read any more."""
         self._own.clear()
         self._step = self.directory / f"{step:06d}"
         make_private(self._step)
@@ -153,18 +154,20 @@ class SharedBlocks:
     def fetch(self, places: Sequence[PayloadPlace], load: Load) -> None:
         """Fetch those blocks that are not here, and that no other rank is about to: ranks divide them by this."""
         for place in places:
-            # who reads it comes to know why not
+            # the later read reports the reason
             with contextlib.suppress(OSError, ValueError):
                 if not os.path.exists(self._path(place)):
                     self._fetch_if_elected(place, load)
 
     def read(self, place: PayloadPlace, load: Load) -> Found:
-        """The block at ``place``, read-only; it is fetched by ``load`` where no other rank has done so or does.
+        """Return the block at ``place``, read-only.
+
+        ``load`` fetches it, unless another rank of the node has fetched it or is fetching it.
 
         Raises
         ------
         OSError, ValueError
-            It cannot be shared: there is no room, another rank does not come with it, or ``load`` fails.
+            It cannot be shared: memory is full, another rank does not finish fetching it in time, or ``load`` fails.
         """
         deadline, pause = time.monotonic() + _PATIENCE_S + place.bytes / _SLOWEST_BYTES_S, _POLL_S
         damaged = 0
@@ -182,7 +185,7 @@ class SharedBlocks:
                     raise
             if not self._fetch_if_elected(place, load):
                 if time.monotonic() > deadline:
-                    raise TimeoutError("the rank of this node that fetches it does not come to an end")
+                    raise TimeoutError("the rank of this node that fetches the block does not finish")
                 time.sleep(pause)
                 pause = min(_LONGEST_POLL_S, 2 * pause)
 
@@ -194,9 +197,9 @@ class SharedBlocks:
         return f"{self._step}/{key_of(place)}"
 
     def _look(self, place: PayloadPlace) -> memoryview:
-        """A block that is here (FileNotFoundError where not; ValueError where it was damaged, and is removed)."""
+        """Return a block that exists (FileNotFoundError where not; ValueError where it was damaged, and is removed)."""
         path = self._path(place)
-        fd = open_ours(path)
+        fd = open_trusted(path)
         try:
             block = view_block(fd, place.bytes)
             check_block(block, place)
@@ -208,7 +211,7 @@ class SharedBlocks:
         return block
 
     def _fetch_if_elected(self, place: PayloadPlace, load: Load) -> bool:
-        """Fetch a block unless somebody has done so, or does, which is False."""
+        """Fetch a block that is missing; return False where another rank is fetching it."""
         path = self._path(place)
         part = path + _PART
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -217,7 +220,7 @@ class SharedBlocks:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            if not _is_at(fd, part):  # it was complete between these lines
+            if not _is_at(fd, part):  # it was completed between the two calls
                 return True
             try:
                 if os.path.exists(path):
@@ -225,7 +228,7 @@ class SharedBlocks:
                 self._take_room(fd, place.bytes)
                 block = self._load(fd, place, load)
                 os.fchmod(fd, 0o400)
-                with self._room():  # who counts sees one of the two names
+                with self._room():  # a process that counts sees exactly one of the two names
                     os.rename(part, path)
                 self._own[key_of(place)] = block
             finally:
@@ -241,9 +244,9 @@ class SharedBlocks:
         return view_block(fd, place.bytes)
 
     def _take_room(self, fd: int, size: int) -> None:
-        """Give a file its pages (OSError where there is no room): one that is full is an error here, not a SIGBUS."""
+        """Allocate the pages of a file (OSError without room): a full filesystem is an error here, not a SIGBUS."""
         with self._room():
-            # what a rank that was killed had of it is written anew
+            # the part that a killed rank has written is overwritten
             os.truncate(fd, 0)
             if self._held() + size > self._limit:
                 limit = f"{self._limit / (1 << 30):.2f} GiB"
@@ -252,7 +255,7 @@ class SharedBlocks:
 
     @contextmanager
     def _room(self) -> Iterator[None]:
-        """Inside, no other rank takes memory, or gives it another name."""
+        """Keep other ranks from taking memory, or renaming it, inside the block."""
         fd = os.open(self.directory / "room", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _ROOM_S
         try:
@@ -269,11 +272,11 @@ class SharedBlocks:
             os.close(fd)
 
     def _held(self) -> int:
-        """Bytes of all blocks that are here, or are being fetched."""
+        """Return the bytes of all blocks that are here, or are being fetched."""
         total = 0
         for step in os.scandir(self.directory):
             if step.name.isdecimal():
-                with contextlib.suppress(FileNotFoundError):  # its step is over
+                with contextlib.suppress(FileNotFoundError):  # its step has ended
                     for each in os.scandir(step.path):
                         with contextlib.suppress(FileNotFoundError):
                             total += each.stat(follow_symlinks=False).st_size

@@ -1,4 +1,4 @@
-"""KV events of an engine, with the salt of each block where Dynamo looks for it.
+"""Republishes KV events of an engine with the salt of each block in the field that Dynamo reads.
 
 vLLM 0.32 says the ``cache_salt`` of a block in the ``extra_keys`` of the first block of its chain alone; Dynamo 1.6
 reads a field ``cache_salt`` of each event, and takes blocks without it for blocks without salt. Salts are our policy
@@ -13,15 +13,13 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.decoding import decode_msgpack
-
-__all__ = ["SaltedEvents", "Salts"]
+from hpcrl.storage.msgspec_types import decode_msgpack
 
 _log = logging.getLogger(__name__)
 
 
 class Salts:
-    """Which salt each block of an engine has, as its events say."""
+    """Salt of each cached block of an engine, from its events."""
 
     def __init__(self) -> None:
         self._salts: dict[Any, str] = {}
@@ -30,7 +28,7 @@ class Salts:
         return len(self._salts)
 
     def name(self, event: Any) -> Any:
-        """An event of vLLM, with the salt of its blocks; what is not known is left as it is."""
+        """Return an event of vLLM with the salt of its blocks; an unknown event is returned unchanged."""
         kind = event.get("type") if isinstance(event, dict) else None
         if kind == "BlockStored":
             parent = event.get("parent_block_hash")
@@ -58,7 +56,7 @@ class SaltedEvents:
     Attributes
     ----------
     endpoint:
-        Where Dynamo finds them.
+        Address at which Dynamo subscribes to them.
     """
 
     def __init__(self, source: str) -> None:
@@ -67,7 +65,7 @@ class SaltedEvents:
         Parameters
         ----------
         source:
-            Where the engine publishes, ``tcp://host:port``.
+            Address at which the engine publishes, ``tcp://host:port``.
         """
         # engines' environments have it, the control plane has not
         import zmq  # noqa: PLC0415

@@ -20,40 +20,38 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from hpcrl.answer_frames import MEDIA_TYPE
-from hpcrl.daemon_threads import run_process
-from hpcrl.decoding import decode_json
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError
-from hpcrl.gate import Gate
-from hpcrl.http_body import receive_body
 from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice, NoEngineError, Selection
 from hpcrl.inference.metrics import Counter, Gauge, Registry
-from hpcrl.log_format import start_logging
-from hpcrl.pending_connections import raise_descriptor_limit
+from hpcrl.network.auth import Gate
+from hpcrl.network.connection_limits import raise_descriptor_limit
+from hpcrl.network.generate_frames import MEDIA_TYPE
+from hpcrl.network.http_body import receive_body
+from hpcrl.network.http_server import listen, make_runner, stop_serving
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.processes.signals import handle_signals
+from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.refusals import gate_from_env
-from hpcrl.serving import listen, make_runner, stop_serving
-from hpcrl.signals import handle_signals
-
-__all__ = ["Front", "front_apps", "main"]
+from hpcrl.storage.msgspec_types import decode_json
 
 _log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 256 << 20
 _MAX_ANSWER_BYTES = 1 << 30
 """Maximum size of an answer that comes as a whole: log-probabilities and routed experts of 131,072 tokens as text take
-some 140 MB. What comes in parts is handed on as it comes."""
+some 140 MB. Streamed answers are forwarded part by part."""
 _CONNECT_S = 10.0
 _FAILURES = 2
-"""Health checks in a row after which an engine is not chosen."""
+"""Consecutive failed health checks after which an engine is not chosen."""
 _KEEP_S = 2.0
-"""How long an idle connection is kept: vLLM's server closes them after 5 s, and one request a year would meet that."""
+"""Seconds that an idle connection is kept: below the 5 s after which vLLM's server closes one, maybe mid-request."""
 _FORWARDED = ("accept", "content-type", "x-session-id")
 _STREAMED = ("text/event-stream", MEDIA_TYPE)
-"""Answers that come in parts, or are large."""
+"""Content types of answers that are streamed or large."""
 
 
 class _Prompt(msgspec.Struct):
-    """What of a request decides where it goes."""
+    """Fields of a request by which it is routed."""
 
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
     cache_salt: str | None = None
@@ -68,7 +66,7 @@ class Front:
         Parameters
         ----------
         timeout_s:
-            Longest time without an answer of an engine, or without the next part of it.
+            Timeout in seconds for an engine's answer, or for the next part of it.
         health_s:
             Between two health checks.
         """
@@ -82,7 +80,7 @@ class Front:
         add(Gauge("hpcrl_router_workers", "Engines that can be chosen.", lambda: len(self._healthy())))
 
     def routes(self) -> list[web.RouteDef]:
-        """Routes for requests and admin calls."""
+        """Return the routes for requests and admin calls."""
         return [
             web.post("/inference/v1/generate", self._generate),
             web.get("/workers", self._list),
@@ -93,11 +91,11 @@ class Front:
         ]
 
     def metrics_routes(self) -> list[web.RouteDef]:
-        """Routes of the port for metrics."""
+        """Return the routes of the port for metrics."""
         return [web.get("/metrics", self._metrics)]
 
     async def watch(self) -> None:
-        """Ask engines for their health; one that does not answer is not chosen until it does. Runs for ever."""
+        """Check engines' health periodically; one that does not answer is not chosen until it does. Never returns."""
         while True:
             await asyncio.sleep(self._health_s)
             await asyncio.gather(*(self._look_at(worker) for worker in list(self._selection.workers.values())))
@@ -119,7 +117,7 @@ class Front:
             await self._selection.leave(worker)
 
     async def _problem(self, url: str) -> str | None:
-        """Why an engine cannot be used; None where it can."""
+        """Return why an engine cannot be used; None if it can."""
         timeout = aiohttp.ClientTimeout(total=max(5.0, self._health_s))
         try:
             async with self._http.get(f"{url}/health", timeout=timeout, allow_redirects=False) as answer:
@@ -182,7 +180,10 @@ class Front:
             return web.Response(status=503, text=str(error))
 
     async def _forward(self, request: web.Request, body: bytes, choice: EngineChoice) -> web.StreamResponse:
-        """The engine's answer, as it comes. Cancelled when the client goes away, and the engine then aborts."""
+        """Forward the engine's answer as it arrives.
+
+        It is cancelled when the client disconnects; the engine then aborts the request.
+        """
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeout_s)
         parts: web.StreamResponse | None = None
@@ -205,7 +206,7 @@ class Front:
             _log.warning("a request failed: %s", what)
             if parts is None:
                 return web.Response(status=502, text=what)
-            # what was handed on cannot be taken back: the client must see that the answer is not whole
+            # forwarded parts cannot be withdrawn: abort, so that the client sees that the answer is incomplete
             if request.transport is not None:
                 request.transport.abort()
             return parts
@@ -228,7 +229,7 @@ def _url(request: web.Request) -> str:
 
 
 def front_apps(front: Front, gate: Gate) -> tuple[web.Application, web.Application]:
-    """What is served to whom ``gate`` lets in: requests and admin calls; metrics."""
+    """Return the applications for requests and admin calls, and for metrics; ``gate`` authenticates their clients."""
     apps = []
     for routes in (front.routes(), front.metrics_routes()):
         app = web.Application(middlewares=[gate.middleware()], client_max_size=_MAX_BODY_BYTES)
@@ -270,12 +271,18 @@ async def _serve(settings: argparse.Namespace, gate: Gate) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcrl.inference.dynamo.router")
     parser.add_argument("--host", required=True)
-    parser.add_argument("--port", type=int, required=True, help="of requests; metrics are on the next one")
+    parser.add_argument("--port", type=int, required=True, help="port of requests; metrics are on the next port")
     parser.add_argument("--model", required=True, help="name that engines serve")
     parser.add_argument("--block-size", type=int, required=True, help="tokens of a KV block")
-    parser.add_argument("--events-offset", type=int, required=True, help="of KV events above the port of a server")
-    parser.add_argument("--token-file", type=Path, help="outside of a run: answer those alone who bring this token")
-    parser.add_argument("--session-ttl-s", type=float, default=0.0, help="0: sessions are not kept together")
+    parser.add_argument(
+        "--events-offset", type=int, required=True, help="offset of the port of KV events to that of a server"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, help="outside of a run: accept only requests with the token in this file"
+    )
+    parser.add_argument(
+        "--session-ttl-s", type=float, default=0.0, help="timeout of an idle session; 0 keeps no session on one engine"
+    )
     parser.add_argument("--request-timeout-s", type=float, default=600.0)
     parser.add_argument("--health-interval-s", type=float, default=2.0)
     return parser.parse_args(argv)
@@ -291,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     settings = _parse(argv)
     start_logging("%(levelname)s %(message)s")
-    # it warns of every engine that comes and goes
+    # Dynamo warns whenever an engine joins or leaves
     os.environ.setdefault("DYN_LOG", "error")
     raise_descriptor_limit()
     try:

@@ -22,13 +22,11 @@ from urllib.parse import urlsplit
 from hpcrl.errors import HpcrlError
 from hpcrl.inference.dynamo.events import SaltedEvents
 
-__all__ = ["CandidateEngine", "EngineChoice", "NoEngineError", "Selection"]
-
 _log = logging.getLogger(__name__)
 
 _INDEX_THREADS = 4
 _LEAST_TTL_S = 1.0
-"""Dynamo takes no shorter one."""
+"""Minimum time to live in seconds that Dynamo accepts."""
 
 
 class NoEngineError(HpcrlError):
@@ -42,12 +40,12 @@ class CandidateEngine:
     Attributes
     ----------
     number:
-        Its name in Dynamo; an engine that comes back has a new one, because its cache is empty. None while it is not
+        Its name in Dynamo; an engine that returns has a new one, because its cache is empty. None while it is not
         chosen.
     load:
         Requests that were sent there and not answered yet.
     failures:
-        Health checks in a row that it did not answer.
+        Consecutive health checks that it did not answer.
     """
 
     url: str
@@ -58,7 +56,7 @@ class CandidateEngine:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that a request goes to, and why.
+    """The engine that a request is sent to, and why.
 
     Attributes
     ----------
@@ -84,9 +82,9 @@ class Selection:
         block_size:
             Tokens of a KV block, of all engines.
         events_offset:
-            An engine publishes its KV events on the port that lies so far above that of its server.
+            Offset of the port on which an engine publishes its KV events from that of its server.
         session_ttl_s:
-            Requests of a session go to the engine of its last one for so many seconds; None: cache and load decide.
+            Seconds in which requests of a session go to the engine of its last one; None: cache and load decide.
         """
         # engines' environments have it, the control plane has not
         from dynamo._core import SelectionService  # noqa: PLC0415
@@ -102,11 +100,11 @@ class Selection:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def enter(self, worker: CandidateEngine) -> None:
-        """Let an engine be chosen from now on. A caller that goes away meanwhile leaves nothing half done."""
+        """Let an engine be chosen from now on. It completes even if its caller disconnects meanwhile."""
         await asyncio.shield(self._in_background(self._enter(worker)))
 
     async def leave(self, worker: CandidateEngine) -> None:
-        """Choose an engine no more; what it works on is left alone. As `enter`, this comes to its end."""
+        """Stop choosing an engine; its running requests continue. Completes like `enter`."""
         await asyncio.shield(self._in_background(self._leave(worker)))
 
     async def _enter(self, worker: CandidateEngine) -> None:
@@ -144,12 +142,12 @@ class Selection:
     async def chosen(
         self, token_ids: list[int], *, salt: str | None, session: str | None
     ) -> AsyncIterator[EngineChoice]:
-        """The engine of a request, which counts as its load for as long as the context.
+        """Choose the engine of a request, which counts as its load while the context is open.
 
         Raises
         ------
         NoEngineError
-            There is none.
+            No engine is available.
         """
         selection_id = str(next(self._ids))
         request: dict[str, Any] = {"selection_id": selection_id, "model_name": self._model, "token_ids": token_ids}
@@ -157,7 +155,7 @@ class Selection:
             request["cache_salt"] = salt
         if session is not None:
             request["session_id"] = session
-        # a client that goes away meanwhile must not leave a booking behind
+        # not awaited directly: if the client disconnects meanwhile, the booking must still be released
         booking = asyncio.ensure_future(self._book(request))
         worker: CandidateEngine | None = None
         try:
@@ -171,7 +169,7 @@ class Selection:
             self._in_background(self._free(selection_id, booking))
 
     async def prefilled(self, choice: EngineChoice) -> None:
-        """Its prompt has been computed: what is left of it is lighter."""
+        """Reduce the load of a request whose prompt has been computed."""
         with self._tolerant(choice.selection_id):
             await self._service.prefill_complete(choice.selection_id)
 
@@ -204,7 +202,7 @@ class Selection:
 
     @contextlib.contextmanager
     def _tolerant(self, selection_id: str) -> Iterator[None]:
-        """The account of a request is advice: an engine that went away took it along."""
+        """Ignore errors of load accounting: it is advisory, and an engine that left has no account any more."""
         from dynamo._core import SelectionServiceError  # noqa: PLC0415
 
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hpcrl.interpreter import bound_kernel_caches, lasting_imports
+from hpcrl.processes.interpreter import bound_kernel_caches, lasting_imports
 
 
 def main() -> int:

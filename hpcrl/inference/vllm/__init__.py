@@ -1,1 +1,1 @@
-"""What hpcrl adds to vLLM: weight updates from hand-offs, and corrections that the CPU build needs."""
+"""Extensions of vLLM: weight updates from hand-offs, and corrections that the CPU build needs."""

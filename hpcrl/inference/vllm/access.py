@@ -1,6 +1,6 @@
-"""The door of vLLM's HTTP servers (``--middleware``): who does not bring the run's token is refused, on every path.
+"""Authentication of vLLM's HTTP servers (``--middleware``): every path refuses requests without the run's token.
 
-vLLM's own ``--api-key`` guards only some paths, and everybody who lists processes sees it. This is the outermost layer
+vLLM's own ``--api-key`` guards only some paths, and is visible in the list of processes. This is the outermost layer
 of each API server process, and knows the run from the environment that the supervisor has set.
 """
 
@@ -10,13 +10,11 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from hpcrl.credentials import Refusal
 from hpcrl.errors import RunDirError
 from hpcrl.inference.vllm.uvicorn_limits import limit_uvicorn
-from hpcrl.marks import START_WEIGHTS_VARIABLE
+from hpcrl.network.credentials import Refusal
+from hpcrl.processes.environment_marks import START_WEIGHTS_VARIABLE
 from hpcrl.runs.refusals import gate_from_env
-
-__all__ = ["RunAccess", "RunAccessBehindRouter"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,29 +23,29 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _POLICY_VIOLATION = 1008
 _LABEL_ALONE = "/update_weight_version"
-"""Changes the label of the weights and not the weights."""
+"""Path that changes the label of the weights but not the weights."""
 
 
 class RunAccess:
     """Hands on what brings the token and belongs to the attempt."""
 
     def __init__(self, app: App, *, open_health: bool = False) -> None:
-        """Learn the token.
+        """Read the token.
 
         Parameters
         ----------
         open_health:
-            See `hpcrl.gate.Gate`; vLLM answers ``GET /health`` with a status alone.
+            See `hpcrl.network.auth.Gate`; vLLM answers ``GET /health`` with a status alone.
 
         Raises
         ------
         RunDirError
-            There is no run, or its token cannot be read: nobody is served then.
+            The process belongs to no run, or its token cannot be read: then no request is served.
         """
         self._app, self._gate = app, gate_from_env("vllm", open_health=open_health)
         if self._gate.credentials is None:
             raise RunDirError(
-                "HPCRL_RUN_DIR is not set: this server would not know whom to answer\n"
+                "HPCRL_RUN_DIR is not set: this server could not check requests\n"
                 "    hint: outside of a run leave --middleware away, and listen on 127.0.0.1"
             )
         self._keeps_weights = os.environ.get(START_WEIGHTS_VARIABLE) == "1"

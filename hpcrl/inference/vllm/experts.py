@@ -1,12 +1,12 @@
-"""Rows of experts beside KV that came from somewhere else: marked where vLLM 0.32 ends the engine, or does not start.
+"""Marks missing rows of experts of KV from elsewhere, for which vLLM 0.32 ends the engine, or does not start.
 
-vLLM keeps the experts of a block of tokens beside its own KV. A block whose KV was fetched (pool, host) has none in
-this engine; a request that asks for them ends the whole engine, and so does one whose fetched prefix ends within a
-block. Here rows that nobody knows are zero in all layers. No router makes such a row, because a token's experts differ
-(so a model with one expert a token is refused beside such KV), and whoever reads the answer can tell.
+vLLM keeps the experts of a block of tokens together with its own KV. A block whose KV was fetched (pool, host) has none
+in this engine; a request for them ends the whole engine, and so does one whose fetched prefix ends within a block. Here
+unknown rows are zero in all layers. No router makes such a row, because a token's experts differ (so a model with one
+expert per token is refused with such KV), and a reader of the answer recognises them.
 
 Between prefill and decode vLLM refuses to return experts at all, because the decode engine has none of the prompt's.
-Marks say so, and `hpcrl.inference.vllm.rows_aside` has the others.
+Marks say so, and `hpcrl.inference.vllm.routed_experts_middleware` has the others.
 
 Only what would have ended the engine goes another way; everything else is vLLM's own code. No torch is imported.
 """
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-
-__all__ = ["allow_beside_transfer", "mark_unknown_rows"]
 
 _MARK = "_hpcrl_marks"
 
@@ -56,7 +54,7 @@ def mark_unknown_rows() -> None:
 
 
 def allow_beside_transfer() -> None:
-    """Let engines return experts beside a connector between prefill and decode, once; all else is still checked."""
+    """Let engines return experts with a connector between prefill and decode, once; all else is still checked."""
     from vllm.config import VllmConfig  # noqa: PLC0415
 
     check = VllmConfig._verify_aux_output_compatibility

@@ -1,4 +1,4 @@
-"""How often an engine tries to fetch KV for one request: vLLM 0.32 goes on while it is told that it is there.
+"""Limits the tries to fetch KV for one request: vLLM 0.32 repeats them as long as it is reported to exist.
 
 A pool, a host's memory or a prefill engine may say that it has a prefix and not be able to give it, for minutes: the
 engine that owns the memory died and is still listed, a disk is broken. With ``kv_load_failure_policy: recompute`` vLLM
@@ -14,16 +14,14 @@ import functools
 import logging
 from typing import Any
 
-__all__ = ["TRIES", "limit_fetches"]
-
 TRIES = 2
-"""Fetches for one request. A lease that ended while the first went on is a new one for the second."""
+"""Maximum fetches for one request. The second has a new lease if the first one's ended meanwhile."""
 _MARK = "_hpcrl_tries"
 _log = logging.getLogger("vllm.hpcrl")
 
 
 def limit_fetches() -> None:
-    """Change vLLM's scheduler, once; a version that looks otherwise is left alone, and tries as it likes."""
+    """Change vLLM's scheduler, once; an unknown version is left unchanged."""
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
     original = getattr(Scheduler, "_update_waiting_for_remote_kv", None)
@@ -34,7 +32,7 @@ def limit_fetches() -> None:
     def update(self: Any, request: Any) -> Any:
         failed = request.request_id in self.failed_recving_kv_req_ids
         result = original(self, request)
-        # with a part of it vLLM goes on from there, and looks no more
+        # if a part was fetched vLLM continues from there, and does not look again
         if failed and request.num_computed_tokens == 0:
             tries = getattr(request, _MARK, 0) + 1
             setattr(request, _MARK, tries)

@@ -14,8 +14,6 @@ import logging
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Check the command lines on stdin."""
@@ -32,7 +30,7 @@ def main() -> int:
 
 
 def _refusal(parser: Any, words: list[str]) -> str | None:
-    """What vLLM says against a command line, in a line."""
+    """Return vLLM's error about a command line, as one line; None if it accepts it."""
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args  # noqa: PLC0415
 
     said = io.StringIO()

@@ -1,7 +1,8 @@
 """``python -m hpcrl.inference.vllm.front … -- COMMAND``: the router that leads requests from prefill to decode.
 
 It takes engines at its start alone. So it is started when both sides are ready, and learns from the attempt's endpoints
-where they are; then it becomes COMMAND. Whenever it is started again it looks again.
+where they are; then it becomes COMMAND. Whenever it is started again it looks again, and gets no engine that the
+orchestrator leaves out (`hpcrl.rollouts.engines.disaggregated_pool`).
 """
 
 from __future__ import annotations
@@ -9,19 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from urllib.parse import urlsplit
 
 from hpcrl.errors import HpcrlError
-from hpcrl.runs.role import Endpoints, RoleContext, run_role
-
-__all__ = ["engine_flags", "servers_of"]
+from hpcrl.runs.role import Endpoints, RoleContext, read_left_out, run_role
 
 
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcrl.inference.vllm.front")
     parser.add_argument("--connector", choices=("mooncake", "nixl"), required=True)
-    parser.add_argument("--bootstrap-offset", type=int, help="of prefill's Mooncake port above that of its server")
+    parser.add_argument("--bootstrap-offset", type=int, help="offset of prefill's Mooncake port to that of its server")
     parser.add_argument("command", nargs="+")
     return parser.parse_args(argv)
 
@@ -29,7 +28,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
 def engine_flags(
     connector: str, prefill: Sequence[str], decode: Sequence[str], *, bootstrap_offset: int | None
 ) -> list[str]:
-    """vllm-router's flags for engines at these URLs.
+    """Return vllm-router's flags for engines at these URLs.
 
     Raises
     ------
@@ -48,18 +47,20 @@ def engine_flags(
     return words
 
 
-def servers_of(endpoints: Endpoints, role: str) -> list[str]:
-    """URLs of all servers of a side: each rank of a replica has one, and answers by itself."""
-    return [url for member in endpoints.fixed(role) for url in (member.servers or (member.url,))]
+def servers_of(endpoints: Endpoints, role: str, left_out: Collection[str] = ()) -> list[str]:
+    """Return URLs of all servers of a side but of engines ``left_out``: each rank of a replica has its own server."""
+    members = [member for member in endpoints.fixed(role) if f"{role}-{member.replica}" not in left_out]
+    return [url for member in members for url in (member.servers or (member.url,))]
 
 
 def main(context: RoleContext) -> None:
-    """Learn where engines are, become the router."""
+    """Read the engines' addresses, then exec the router."""
     settings = _parse()
+    left_out = read_left_out(context.run, context.attempt)
     flags = engine_flags(
         settings.connector,
-        servers_of(context.endpoints(), "prefill"),
-        servers_of(context.endpoints(), "decode"),
+        servers_of(context.endpoints(), "prefill", left_out),
+        servers_of(context.endpoints(), "decode", left_out),
         bootstrap_offset=settings.bootstrap_offset,
     )
     sys.stdout.flush()

@@ -4,7 +4,7 @@ The weight transfer engine is vLLM's own extension point. Changed everywhere is 
 engine does not know: they are marked (`hpcrl.inference.vllm.experts`); KV that cannot be fetched is computed after some
 tries (`hpcrl.inference.vllm.fetches`); and what no metric shows ends no server
 (`hpcrl.inference.vllm.connector_metrics`). The corrections of `hpcrl.inference.vllm.cpu`
-are applied to the CPU build alone. Servers that no run of ours started are left as they are.
+are applied only to the CPU build. Servers that no run of hpcrl started are left as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from hpcrl.inference.vllm.connector_metrics import leave_out_uncounted
 from hpcrl.inference.vllm.experts import allow_beside_transfer, mark_unknown_rows
 from hpcrl.inference.vllm.fetches import limit_fetches
 
-__all__ = ["ENABLE_VARIABLE", "TRANSFER_BACKEND", "register"]
-
 ENABLE_VARIABLE = "HPCRL_VLLM_PLUGIN"
 """Set to 1 by the plan for engines; without it the plugin does nothing."""
 TRANSFER_BACKEND = "hpcrl"
@@ -24,14 +22,14 @@ TRANSFER_BACKEND = "hpcrl"
 
 
 def register() -> None:
-    """Add our weight transfer engine, what all of its builds need of us, and on CPU what that build lacks.
+    """Add hpcrl's weight transfer engine, the corrections that all builds need, and on CPU those of that build.
 
     May be called more than once.
 
     Raises
     ------
     RuntimeError
-        The CPU build is of a version that nobody has checked.
+        The CPU build has an unchecked version.
     """
     if os.environ.get(ENABLE_VARIABLE) != "1":
         return

@@ -1,11 +1,11 @@
 """``python -m hpcrl.inference.vllm.router …``: vllm-router behind the run's token; its flags are vllm-router's own.
 
-It answers those alone whom a URL of our choice approves of, and asks that once for each token. The URL is a server
-of ours, on loopback and in a process of its own (the router does not let other threads of Python run). Nothing but its
+The router answers only tokens that an approval URL accepts, and asks it once for each token. hpcrl serves this URL
+on loopback, in a process of its own (the router does not let other threads of Python run). Only the
 ``Authorization`` header reaches engines in all modes, which is why token and attempt are both in there:
 
 - without sides, requests reach engines with the headers of the client; paths that it does not know, and its health
-  checks, without any. An engine refuses the first, and answers ``GET /health`` to everybody.
+  checks, without any. An engine refuses the first, and answers ``GET /health`` without a token.
 - between sides, the router speaks in its own name, with what it calls OPENAI_API_KEY.
 
 An API key of the router's own (``--api-key``) would be wrong: it would vouch for whatever is sent to paths that it does
@@ -23,25 +23,23 @@ import sys
 
 from aiohttp import web
 
-from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ExitCode, HpcrlError
-from hpcrl.gate import Gate
-from hpcrl.log_format import start_logging
-from hpcrl.pending_connections import raise_descriptor_limit
+from hpcrl.network.auth import Gate
+from hpcrl.network.connection_limits import raise_descriptor_limit
+from hpcrl.network.http_server import listen, make_runner
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.refusals import gate_from_env
-from hpcrl.serving import listen, make_runner
-
-__all__ = ["doorkeeper_app", "main"]
 
 _PATH = "/approve"
 _HOST = "127.0.0.1"
 _LOOK_S = 1.0
 _SPEAKS_AS = "OPENAI_API_KEY"
-"""What the router takes its own token from, where it speaks in its own name. It is set in this process alone."""
+"""Variable from which the router takes its own token for its own requests. It is set in this process only."""
 
 
 def doorkeeper_app(gate: Gate) -> web.Application:
-    """200 for who may use the router."""
+    """Return an application that answers 200 to clients that may use the router."""
 
     async def approve(_: web.Request) -> web.Response:
         return web.Response()
@@ -77,12 +75,12 @@ def _start_doorkeeper(gate: Gate) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Become the router.
+    """Replace this process by the router.
 
     Returns
     -------
     int
-        0 after SIGTERM, 2 where it would answer everybody, or the token cannot be read.
+        0 after SIGTERM, 2 if it would answer requests without a token, or the token cannot be read.
     """
     from vllm_router import router as vllm_router  # noqa: PLC0415 - of the engines' environment
     from vllm_router.launch_router import launch_router, parse_router_args  # noqa: PLC0415
@@ -90,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     start_logging("%(levelname)s %(message)s")
     settings = parse_router_args(sys.argv[1:] if argv is None else argv)
     raise_descriptor_limit()
-    # whatever the user has in there is for somebody else
+    # a user's own value is a key for another service
     os.environ.pop(_SPEAKS_AS, None)
     try:
         gate = gate_from_env("router")

@@ -1,8 +1,8 @@
-"""Where a published tensor lies in a model that vLLM runs, as far as it lies there as it was published.
+"""Finds a published tensor in a model that vLLM runs, if it is stored there as it was published.
 
 vLLM fuses matrices, deals them out to ranks, and brings some into forms of its kernels. Compared with what was
 published are embeddings and output, a rank's rows of them; weights of norms; and matrices that are not quantised and
-not dealt out, fused or not. Experts and quantised matrices are left out.
+not distributed, fused or not. Experts and quantised matrices are left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from hpcrl.inference.proof import TensorSample, same_bits
 from hpcrl.weights import TensorRecord
 
-__all__ = ["RunningModel"]
-
 
 class _Rows(NamedTuple):
     """Rows of a published tensor that this rank has, from ``first`` on."""
@@ -30,7 +28,7 @@ class RunningModel:
     """A model of one worker, by published names. Its parameters may be replaced; its layers stay."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Look at the layers of ``model``."""
+        """Inspect the layers of ``model``."""
         self._layers = dict(model.named_modules(remove_duplicate=False))
         self._fused: dict[str, tuple[str, int]] = {}
         for fused, parts in getattr(model, "packed_modules_mapping", {}).items():

@@ -10,32 +10,31 @@ import argparse
 import os
 import sys
 
-from hpcrl.interfaces import address_towards
-
-__all__ = ["variables"]
+from hpcrl.network.interfaces import address_towards
 
 
 def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hpcrl.inference.vllm.side")
     parser.add_argument("--connector", choices=("mooncake", "nixl"), required=True)
-    parser.add_argument("--towards", required=True, help="a host of the network that KV goes over")
-    parser.add_argument("--port", type=int, required=True, help="the first of this node's own")
+    parser.add_argument("--towards", required=True, help="a host of the network over which KV is transferred")
+    parser.add_argument("--port", type=int, required=True, help="first port of this node for the connector")
     parser.add_argument("--ranks-before", type=int, default=0, help="ranks of the replica on nodes before this one")
     parser.add_argument("command", nargs="+")
     return parser.parse_args(argv)
 
 
 def variables(connector: str, *, address: str, port: int, ranks_before: int) -> dict[str, str]:
-    """What vLLM reads from its environment.
+    """Return the environment variables of a connector that vLLM reads.
 
     Parameters
     ----------
     address:
-        Of this node.
+        Address of this node.
     port:
-        The first that is free for this.
+        First port that is free for the connector.
     ranks_before:
-        vLLM adds the index of a rank in the replica to NIXL's port: on later nodes it must be taken off before.
+        Ranks of the replica on earlier nodes. vLLM adds the index of a rank in the replica to NIXL's port, so they are
+        subtracted.
     """
     if connector == "mooncake":
         return {"VLLM_HOST_IP": address, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)}
@@ -44,9 +43,9 @@ def variables(connector: str, *, address: str, port: int, ranks_before: int) -> 
 
 
 def main() -> None:
-    """Say it, become the engine."""
+    """Report the address, then exec the engine."""
     settings = _parse()
-    # the supervisor has said which of this node's addresses the run uses
+    # the supervisor sets the address of this node that the run uses
     address = os.environ.get("VLLM_HOST_IP") or address_towards(settings.towards)
     own = variables(settings.connector, address=address, port=settings.port, ranks_before=settings.ranks_before)
     for name, value in own.items():

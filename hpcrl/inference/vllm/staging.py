@@ -20,10 +20,8 @@ from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
 from hpcrl.inference.finite import finite_tensors
 from hpcrl.inference.vllm.version_memory import Lease, VersionMemory
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.format.adapters import Contents, blocks_of, contents_of
+from hpcrl.weights.read.adapters import Contents, blocks_of, contents_of
 from hpcrl.weights.read.subscriber import Reading, Subscriber
-
-__all__ = ["Staged"]
 
 
 class Staged:
@@ -34,9 +32,9 @@ class Staged:
     path, version:
         The version directory, and its number.
     served:
-        What the worker serves, and what is not read again therefore.
+        Contents that the worker serves, and that are therefore not read again.
     contents:
-        What it will serve; None until it was read.
+        Contents that it will serve; None until it was read.
     kept:
         Tensors of the model that stay as they are, and are not read.
     elsewhere:
@@ -58,20 +56,20 @@ class Staged:
         Parameters
         ----------
         path:
-            Below the subscriber's root.
+            Version directory, below the subscriber's root.
         served:
-            See above; None where nobody knows what that is.
+            See above; None if that is unknown.
         loads:
             Whether the worker loads the tensor of that name.
         base:
-            What was kept of the base of adapters, and where more is kept. None: all is read.
+            Cache of base tensors of adapters, which also takes new ones. None: all is read.
         memory:
-            Where the tensors go. None: to ordinary memory.
+            Memory for the tensors. None: ordinary memory.
 
         Raises
         ------
         ValueError
-            ``path`` is no directory of a version.
+            ``path`` is not a version directory.
         """
         self.path, self.version, self.served = path, HandoffStore(path.parent).version_of(path), served
         self.contents: Contents | None = None
@@ -91,12 +89,12 @@ class Staged:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to its end, good or bad."""
+        """Return whether the read has ended, successfully or not."""
         return not self._thread.is_alive()
 
     @property
     def problem(self) -> str:
-        """Why it cannot be loaded; empty where it can, or where that is not known yet."""
+        """Return why it cannot be loaded; empty if it can, or if that is not known yet."""
         return "" if self._failure is None else str(self._failure) or type(self._failure).__name__
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
@@ -116,7 +114,7 @@ class Staged:
     def drop(self) -> None:
         """Stop reading with the next tensor, and give the memory back: tensors that were handed out end with it.
 
-        Call it once nobody wants the version any more, or all copies from its tensors are finished.
+        Call it once the version is abandoned, or all copies from its tensors are finished.
         """
         with self._ending:
             self._unwanted.set()
@@ -146,7 +144,7 @@ class Staged:
         self.seconds = time.monotonic() - started
 
     def _read_into(self, lease: Lease) -> list[tuple[str, torch.Tensor]]:
-        """Return copies of the tensors in ``lease``; as many as there are when nobody wants them any more."""
+        """Return copies of the tensors in ``lease``; fewer if the version was abandoned."""
         tensors: list[tuple[str, torch.Tensor]] = []
         with self._subscriber.reading(self.version) as reading:
             adapted = reading.handoff.manifest.kind == "lora"
@@ -158,7 +156,7 @@ class Staged:
                 tensors.append(tensor)
             if not tensors:
                 raise HandoffError(f"{self.path} holds no tensor")
-            # what is served next stays until a newer version is: a delta may be made against it
+            # the version stays until a newer one is served: a delta may be made against it
             reading.keep()
         return tensors
 
@@ -168,7 +166,7 @@ class Staged:
             yield stored.name, as_tensor(stored)
 
     def _adapted(self, reading: Reading) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the base with the adapter merged, as far as they may differ from what is served."""
+        """Yield tensors of the base with the adapter merged, if they may differ from those that are served."""
         adapter = Adapter(reading.chain, reading.tensors())
         names = reading.chain[-2].manifest.tensors
         different = adapter.contents.different_from(self.served)

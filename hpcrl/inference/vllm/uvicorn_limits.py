@@ -2,7 +2,7 @@
 
 uvicorn has no deadline for the head of a first request and no limit for connections that send none, and its settings
 are not among vLLM's flags. So the protocol classes of this process report their connections to
-`hpcrl.pending_connections`, as servers of ours do (`hpcrl.serving`).
+`hpcrl.network.connection_limits`, as hpcrl's own servers do (`hpcrl.network.http_server`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import functools
 import importlib
 from typing import Any
 
-from hpcrl.log_budget import limit_logger
-from hpcrl.pending_connections import PendingConnections
-
-__all__ = ["limit_uvicorn"]
+from hpcrl.network.connection_limits import PendingConnections
+from hpcrl.reporting.log_limits import limit_logger
 
 _PROTOCOLS = (
     ("uvicorn.protocols.http.httptools_impl", "HttpToolsProtocol"),
@@ -22,7 +20,7 @@ _PROTOCOLS = (
 )
 
 _limited: dict[type, PendingConnections] = {}
-"""By the class of the protocol. A class is changed once; a later call replaces who is told."""
+"""Limits by protocol class. A class is changed once; a later call replaces the object that it reports to."""
 
 
 def limit_uvicorn(pending: PendingConnections) -> list[str]:
@@ -41,7 +39,7 @@ def limit_uvicorn(pending: PendingConnections) -> list[str]:
     for module, name in _PROTOCOLS:
         try:
             protocol = getattr(importlib.import_module(module), name)
-        except ImportError:  # uvicorn has it where its parser is installed
+        except ImportError:  # uvicorn defines the class only if its parser is installed
             continue
         if protocol not in _limited:
             _report(protocol)

@@ -13,21 +13,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.host_memory import PinnedMemoryError, pinned_bytes
-
-__all__ = ["Lease", "VersionMemory"]
+from hpcrl.modeling.memory.host_memory import PinnedMemoryError, pinned_bytes
 
 _log = logging.getLogger("vllm.hpcrl")
 _SEGMENT_BYTES = 256 << 20
-"""Minimum size of what is pinned at once. A larger tensor has a segment of its own."""
+"""Minimum bytes that are pinned at once. A larger tensor has a segment of its own."""
 _ALIGNMENT = 512
-"""Multiple, in bytes, that each tensor begins at."""
+"""Alignment of each tensor in bytes."""
 
 
 class VersionMemory:
     """Memory that one version after another is read into.
 
-    Methods may be called from any thread: a thread that reads a version nobody wants any more may still write to its
+    Methods may be called from any thread: a thread that reads an abandoned version may still write to its
     memory when the next version is begun, which therefore gets other memory.
     """
 
@@ -43,7 +41,7 @@ class VersionMemory:
         Parameters
         ----------
         device:
-            Where the tensors are copied to. For a processor each version has ordinary memory, which is not kept.
+            Device the tensors are copied to. On a CPU each version has ordinary memory, which is not kept.
         segment_bytes, pin:
             Minimum size of a segment, and what allocates ``[size]`` uint8.
         """
@@ -53,21 +51,21 @@ class VersionMemory:
         self._free: list[Tensor] = []
 
     def lend(self) -> Lease:
-        """Lend all memory that is free; call it in the thread that will copy tensors to it."""
+        """Give out all free memory; call it in the thread that will copy tensors to it."""
         if self._device.type == "cuda":
-            # a thread begins on GPU 0, where pinning would make a context
+            # a new thread uses GPU 0, where pinning would create a context
             torch.cuda.set_device(self._device)
         with self._lock:
             free, self._free = self._free, []
         return Lease(self, free)
 
     def give_back(self, lease: Lease) -> None:
-        """Let the next version use what `lend` returned, tensors included; all copies from them must be finished."""
+        """Give back memory of a lease for the next version, tensors included; all copies from them must be finished."""
         segments = lease.end()
         if not self._keeps:
             return
         with self._lock:
-            # two versions were read at the same time where one was given up: the memory of one is enough
+            # after an abandoned read two versions had memory at the same time: keep that of one
             self._free = max(self._free, segments, key=lambda held: sum(segment.nbytes for segment in held))
 
     def allocate(self, size: int) -> Tensor:

@@ -11,7 +11,7 @@ changes, or that the one before had changed, are loaded: vLLM loads what it has 
 blocks are read once, and kept as far as ``kept_base_bytes`` of the command line's ``--additional-config`` goes.
 
 Memory of the host: what each worker loads, from the first byte read to the end of the update. That is a version; of an
-adapter the changed blocks; where experts are dealt out, a rank's own and what is no expert. And what is kept of a base.
+adapter the changed blocks; if experts are distributed, a rank's own and all other tensors. Plus the cached base.
 """
 
 from __future__ import annotations
@@ -43,31 +43,29 @@ from hpcrl.inference.vllm.running import RunningModel
 from hpcrl.inference.vllm.staging import Staged
 from hpcrl.inference.vllm.version_memory import VersionMemory
 from hpcrl.runs.refusals import gate_from_env
-from hpcrl.weights.format.adapters import Contents
 from hpcrl.weights.proof import WeightsProof
+from hpcrl.weights.read.adapters import Contents
 from hpcrl.weights.read.registration import ReaderIdentity, check_same_reader
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 from hpcrl.weights.session import SessionOwner, read_owner
 
-__all__ = ["HandoffInit", "HandoffTransferEngine", "HandoffUpdate", "StagingWorker"]
-
 _log = logging.getLogger("vllm.hpcrl")
 _BROKEN_EXIT = 86
-"""Exit code of a worker whose model is no longer of one version."""
+"""Exit code of a worker whose model mixes two versions."""
 _NOT_LOADED = "{}: Failed to load weights"
-"""vLLM's words about a layer."""
+"""vLLM's error message about a layer."""
 
 
 @dataclass
 class HandoffInit(WeightTransferInitInfo):
-    """Who reads, in the caller's opinion; what the engine was started with counts, and it must be the same.
+    """The caller's view of the reader, which must match the one that the engine was started with.
 
     Attributes
     ----------
     root:
         The only directory that hand-offs are taken from.
     reader:
-        How to read them and under which name, see `hpcrl.weights.read.registration`.
+        Settings and name of the reader, see `hpcrl.weights.read.registration`.
     """
 
     root: str | None = None
@@ -76,14 +74,14 @@ class HandoffInit(WeightTransferInitInfo):
 
 @dataclass
 class HandoffUpdate(WeightTransferUpdateInfo):
-    """What a call of ``/update_weights`` asks a worker to load.
+    """Arguments of a call of ``/update_weights``: the version that a worker loads.
 
     Attributes
     ----------
     path:
         The version directory.
     fallback:
-        For engines that can choose an older one; this one cannot.
+        For engines that can choose an older version; this one cannot.
     stage:
         Only begin to read it.
     session:
@@ -129,7 +127,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         if own is not None:
             check_same_reader(given, root=root, name=own.name, settings=own.settings)
         elif init_info.reader is not None:
-            # the run's plan was made before engines were told: of a call only what leads nowhere else is believed
+            # an older hpcrl made the plan without this setting: accept only parts of the call that name no other place
             reader = msgspec.convert(init_info.reader, ReaderIdentity)
             own = msgspec.structs.replace(reader, cache_dir=None, fanout_host=None)
         if own is not None and self._subscriber is None:
@@ -138,23 +136,23 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
 
     @property
     def _root(self) -> Path | None:
-        """The only directory that hand-offs are taken from; None outside of a run: any."""
+        """Return the only directory that hand-offs are taken from; None outside of a run: any."""
         run_dir = os.environ.get("HPCRL_RUN_DIR")
         return None if run_dir is None else Path(run_dir, "weights").resolve()
 
     @property
     def _told(self) -> dict[str, Any] | None:
-        """What the plan says to this engine on its command line (``--additional-config``); None outside of a run."""
+        """Return the plan's settings on this engine's command line (``--additional-config``); None outside of a run."""
         told: dict[str, Any] | None = self.vllm_config.additional_config.get("hpcrl")
         return told
 
     @property
     def _kept_base_bytes(self) -> int:
-        """Most memory of this worker for the base of adapters."""
+        """Return the maximum bytes of memory of this worker for the base of adapters."""
         return int((self._told or {}).get("kept_base_bytes", 0))
 
     def _own_reader(self) -> ReaderIdentity | None:
-        """As whom this engine's server reads, by its command line.
+        """Return the reader's identity of this engine's server, from its command line.
 
         None: without a registration, so that what is read may be collected meanwhile; and neither shared on the node
         nor taken from another one.
@@ -203,7 +201,7 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             raise ValueError(f"{path} is outside of {root}")
         known = self._staged is not None and self._staged.path == path and self._staged.served == self._served
         if not known or update_info.stage:
-            self._drop()  # its memory goes before other takes its place
+            self._drop()  # free its memory before new memory is allocated
             subscriber = self._subscriber or Subscriber(path.parent, None, ReaderSettings())
             # experts that move from rank to rank may be anywhere when they are loaded
             held = None if self.parallel_config.enable_eplb else _held_experts(self.model)
@@ -240,11 +238,11 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         )
 
     def has_staged(self, path: str) -> bool:
-        """Whether nothing has to be waited for before ``path`` can be loaded, or be refused."""
+        """Return whether ``path`` can be loaded, or be refused, without waiting."""
         return self._staged is not None and self._staged.path == Path(path).resolve() and self._staged.done
 
     def staged_problem(self, path: str) -> str:
-        """Why ``path``, which was read, cannot be loaded; empty where it can."""
+        """Return why ``path``, which was read, cannot be loaded; empty if it can."""
         if not self.has_staged(path):
             return "it was not read"
         assert self._staged is not None
@@ -256,7 +254,8 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
             return WeightsProof(state="unknown", why="its weights change just now")
         if self._running is None or self._proofs is None:
             self._running = RunningModel(self.model)
-            self._proofs = Proofs(self._running.can_compare, self._root)
+            gate = None if self._told is None else gate_from_env("fanout")
+            self._proofs = Proofs(self._running.can_compare, self._root, gate)
         return self._proofs.prove(path, before, number, self._running.compare)
 
     def finish_weight_update(self) -> None:
@@ -290,13 +289,13 @@ class HandoffTransferEngine(WeightTransferEngine[HandoffInit, HandoffUpdate]):
         self._staged = None
 
     def _die(self, what: str) -> None:
-        """End this worker at once: vLLM ends the engine with it, and nobody is served by a mixed model."""
-        _log.critical("%s; the model is no longer of one version, so this engine ends", what, exc_info=True)
+        """End this worker at once, and with it the engine, so that a model of mixed versions serves no request."""
+        _log.critical("%s; the model has weights of two versions, so this engine ends", what, exc_info=True)
         os._exit(_BROKEN_EXIT)
 
 
 class StagingWorker:
-    """What workers can be asked beside vLLM's own calls (``--worker-extension-cls``)."""
+    """Calls that workers answer in addition to vLLM's own (``--worker-extension-cls``)."""
 
     weight_transfer_engine: Any
     finish_weight_update: Any
@@ -306,7 +305,7 @@ class StagingWorker:
 
         Weights that were loaded in it are brought into their final form; they are the next attempt's to replace.
         """
-        # vLLM's own word for "there was none"; where finishing itself fails, the worker ends
+        # vLLM raises RuntimeError if no update was open; if finishing itself fails, the worker ends
         with contextlib.suppress(RuntimeError):
             self.finish_weight_update()
 
@@ -325,7 +324,7 @@ class StagingWorker:
 
 
 def _held_experts(model: torch.nn.Module) -> set[int] | None:
-    """The experts that this rank holds, equal in all layers; None where the model has none."""
+    """Return the experts that this rank holds, equal in all layers; None if the model has none."""
     held: set[int] = set()
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
@@ -334,7 +333,7 @@ def _held_experts(model: torch.nn.Module) -> set[int] | None:
 
 
 def _is_held(experts: set[int] | None, name: str) -> bool:
-    """Whether a rank with these experts loads the tensor ``name``, by vLLM's own rule for model files."""
+    """Return whether a rank with these experts loads the tensor ``name``, by vLLM's own rule for model files."""
     return not should_skip_weight(name, experts)
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.interpreter import module_command
-
-__all__ = ["dynamo_router_command", "has_events", "kv_events"]
+from hpcrl.processes.interpreter import module_command
 
 
 def has_events(recipe: Recipe) -> bool:
-    """Whether engines publish what enters and leaves their KV cache."""
+    """Return whether engines publish the changes of their KV cache."""
     return recipe.engine.router.kind == "dynamo"
 
 
 def kv_events(offset: int, *, nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    """vLLM's ``--kv-events-config``: each rank publishes on the port that lies ``offset`` above that of its server.
+    """Return vLLM's ``--kv-events-config``: each rank publishes on the port ``offset`` above that of its server.
 
     Parameters
     ----------
@@ -35,7 +33,7 @@ def kv_events(offset: int, *, nodes: int, ranks_per_node: int) -> dict[str, Any]
 
 
 def dynamo_router_command(recipe: Recipe, *, events_offset: int) -> tuple[str, ...]:
-    """The router's command; see `hpcrl.inference.dynamo.router`."""
+    """Return the router's command; see `hpcrl.inference.dynamo.router`."""
     router = recipe.engine.router
     flags = {
         "--host": "{host}",

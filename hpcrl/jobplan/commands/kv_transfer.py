@@ -1,7 +1,7 @@
-"""How the KV of a prompt goes from the engine that computed it to others: connectors of vLLM, their ports and programs.
+"""Transfer of the KV of a prompt from its engine to others: connectors of vLLM, their ports and programs.
 
 Two ways, which may be used together: straight from prefill to decode (`EngineConfig.kv_transfer`), and by the pool
-(`EngineConfig.kv_store`). And where KV goes that no longer has room on the GPU, and stays with the engine
+(`EngineConfig.kv_store`). Also the tiers of an engine for KV that no longer fits on the GPU
 (`EngineMemoryConfig.kv_offload_gib`). Names are those of vLLM 0.32.
 """
 
@@ -9,34 +9,31 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.interpreter import module_command
-
-__all__ = ["connector", "disk_command", "front_command", "has_rdma", "side_command", "side_ports", "transfer_config"]
+from hpcrl.processes.interpreter import module_command
 
 _POOL = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
 _LOOK_AGAIN = {"kv_load_failure_policy": "recompute"}
 """KV may be found and not be there when it is fetched: the pool's lease of a block ended, it made room. vLLM's default
-fails such a request with status 500; so it looks again, and computes what is no longer found. What is still said to be
-there is computed as well, after some tries (`hpcrl.inference.vllm.fetches`)."""
+fails such a request with status 500; with this setting the engine looks again, and recomputes missing blocks. Blocks
+that are still listed but cannot be fetched are recomputed after some tries (`hpcrl.inference.vllm.fetches`)."""
 _DISK = "@kv-disk@"
 """Stands for a directory that is made on the node."""
 _MOONCAKE_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 
 
 def has_rdma(cluster: ClusterProfile, role: Role) -> bool:
-    """Whether nodes of a role have adapters that can."""
-    if not isinstance(cluster, SlurmCluster):
-        return False
-    return cluster.partitions[cluster.partition_name(role)].node.fabric.kind != "ethernet"
+    """Return whether nodes of a role have adapters for RDMA."""
+    node = cluster.node_of(role)
+    return node is not None and node.fabric.kind != "ethernet"
 
 
 def connector(recipe: Recipe, *, gpus: bool) -> Literal["mooncake", "nixl"] | None:
-    """What leads KV from prefill to decode; None without the two sides.
+    """Return the connector that moves KV from prefill to decode; None without the two sides.
 
-    Embedded engines say where KV is in the words of NIXL's connector.
+    Embedded engines describe the place of KV in the format of NIXL's connector.
     """
     engine = recipe.engine
     if engine.prefill is None or engine.decode is None:
@@ -51,7 +48,7 @@ def connector(recipe: Recipe, *, gpus: bool) -> Literal["mooncake", "nixl"] | No
 def transfer_config(
     recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_per_node: int
 ) -> dict[str, Any] | None:
-    """``--kv-transfer-config`` of an engine; None where its KV stays on its GPU."""
+    """Return ``--kv-transfer-config`` of an engine; None where its KV stays on its GPU."""
     connectors: list[dict[str, Any]] = []
     match connector(recipe, gpus=gpus):
         case "nixl":
@@ -78,7 +75,7 @@ def transfer_config(
 
 
 def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
-    """An engine's command that makes the directory of its tier on disk first; as it is without one."""
+    """Return an engine's command that first makes the directory of its disk tier; unchanged without a tier."""
     size = round(recipe.engine.memory.kv_offload_disk_gib * (1 << 30))
     if not size:
         return command
@@ -87,7 +84,7 @@ def disk_command(recipe: Recipe, command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def side_ports(recipe: Recipe, *, gpus: bool, ranks_per_node: int) -> int:
-    """Ports that each node of a side needs for this, above those of its servers."""
+    """Return the number of ports that each node of a side needs for this, above those of its servers."""
     if recipe.engine.backend == "embedded":
         return 0
     return {None: 0, "mooncake": 1, "nixl": ranks_per_node}[connector(recipe, gpus=gpus)]
@@ -96,14 +93,14 @@ def side_ports(recipe: Recipe, *, gpus: bool, ranks_per_node: int) -> int:
 def side_command(
     recipe: Recipe, command: tuple[str, ...], *, gpus: bool, offset: int, ranks_per_node: int, nodes: int
 ) -> tuple[str, ...]:
-    """An engine's command that says first where this node's KV can be had; as it is without the two sides.
+    """Return an engine's command that first publishes where this node's KV can be fetched; unchanged without two sides.
 
     Parameters
     ----------
     command:
-        Of the engine.
+        Command of the engine.
     offset:
-        The first of its `side_ports` is so far above ``{port}``.
+        Distance of the first of its `side_ports` above ``{port}``.
     ranks_per_node, nodes:
         Shape of a replica.
     """
@@ -116,7 +113,7 @@ def side_command(
 
 
 def front_command(recipe: Recipe, command: tuple[str, ...], *, gpus: bool, offset: int) -> tuple[str, ...]:
-    """The router's command that leads from prefill to decode; as it is without the two sides."""
+    """Return the router's command for requests from prefill to decode; unchanged without the two sides."""
     kind = connector(recipe, gpus=gpus)
     if kind is None:
         return command

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.interpreter import module_command
 from hpcrl.jobplan.commands.dynamo import dynamo_router_command
-
-__all__ = ["ROUTER_PORTS", "ROUTER_VARIABLES", "asks_health", "has_router", "router_command"]
+from hpcrl.processes.interpreter import module_command
 
 ROUTER_PORTS = 2
 """Requests and its admin calls, then its metrics."""
 ROUTER_VARIABLES = {"RUST_LOG": "warn"}
-"""It writes lines for each request otherwise; its flag for that has no effect."""
+"""Variables of the router: otherwise it logs lines for each request. Its flag for that has no effect."""
 _ADD_S = 10
 """An engine is given to the router when it serves: it need not wait for one that does not answer."""
 
 
 def has_router(recipe: Recipe) -> bool:
-    """Whether requests go through a router."""
+    """Return whether requests go through a router."""
     engine = recipe.engine
     kind = engine.router.kind
     return kind not in ("auto", "direct") or (
@@ -26,18 +24,20 @@ def has_router(recipe: Recipe) -> bool:
 
 
 def asks_health(recipe: Recipe) -> bool:
-    """Whether the router asks engines for their health without a token: vllm-router cannot bring one there."""
+    """Return whether the router checks engines' health without a token: vllm-router cannot send one there."""
     return has_router(recipe) and recipe.engine.router.kind != "dynamo"
 
 
 def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]:
-    """It starts without engines; the orchestrator adds each when it serves the newest weights, and removes it before
-    it does not. Otherwise an engine that was started anew would serve the start model as soon as it is healthy.
+    """Return the command of the router, which starts without engines.
+
+    The orchestrator adds each engine when it serves the newest weights, and removes it before it does not. Otherwise an
+    engine that was restarted would serve the start model as soon as it is healthy.
 
     Parameters
     ----------
     events_offset:
-        An engine's KV events are on the port so far above that of its server.
+        Distance of the port of an engine's KV events above that of its server.
     """
     router = recipe.engine.router
     if router.kind == "dynamo":
@@ -55,7 +55,7 @@ def router_command(recipe: Recipe, *, events_offset: int = 1) -> tuple[str, ...]
         "--health-success-threshold": "1",
         "--worker-startup-timeout-secs": str(_ADD_S),
         "--worker-startup-check-interval": "1",
-        # an engine that fails is the orchestrator's to remove, and comes back when it is given again
+        # the orchestrator removes a failing engine, and adds it again later
         "--cb-timeout-duration-secs": "5",
     }
     words = (word for flag in flags.items() for word in flag)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.kvstore import KvStoreConfig
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.interpreter import module_command
 from hpcrl.jobplan.commands.kv_transfer import has_rdma
-
-__all__ = ["STORE_PORTS", "join_command", "master_command"]
+from hpcrl.processes.interpreter import module_command
 
 STORE_PORTS = 3
 """For clients, for metadata of transfers, for health and metrics."""
@@ -19,7 +17,7 @@ _GIB = 1 << 30
 
 
 def master_command(store: KvStoreConfig, etcd: Sequence[str] = ()) -> tuple[str, ...]:
-    """The role ``store``; ``etcd`` are the endpoints of a site that has one."""
+    """Return the command of the role ``store``; ``etcd`` are the endpoints of a site that has one."""
     flags = {
         "--host": "{host}",
         "--port": "{port}",
@@ -43,21 +41,19 @@ def join_command(
     nodes: int,
     ranks_per_node: int,
 ) -> tuple[str, ...]:
-    """An engine's command that proves first that its node can use the pool; as it is where there is none.
+    """Return an engine's command that first verifies that its node can use the pool; unchanged without a pool.
 
     Parameters
     ----------
     command:
-        Of the engine.
+        Command of the engine.
     nodes, ranks_per_node:
         Shape of a replica; the ranks of a node share its segment evenly.
     """
     store = recipe.engine.kv_store
     if store is None:
         return command
-    node = None
-    if isinstance(cluster, SlurmCluster):
-        node = cluster.partitions[cluster.partition_name(role)].node
+    node = cluster.node_of(role)
     rdma = store.protocol == "rdma" or (store.protocol == "auto" and has_rdma(cluster, role))
     flags = {
         "--protocol": "rdma" if rdma else "tcp",

@@ -14,22 +14,10 @@ from typing import Any
 from hpcrl.config.engine_shape import engine_side, step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.interpreter import module_command
 from hpcrl.jobplan.commands.dynamo import has_events, kv_events
 from hpcrl.jobplan.commands.kv_transfer import transfer_config
 from hpcrl.jobplan.commands.router import asks_health
-
-__all__ = [
-    "LOW_LATENCY",
-    "RPC_PORT_OFFSET",
-    "all2all_backend",
-    "engine_flags",
-    "own_flags",
-    "rendered",
-    "vllm_command",
-    "vllm_ports",
-    "vllm_variables",
-]
+from hpcrl.processes.interpreter import module_command
 
 RPC_PORT_OFFSET = 2
 """Ports of a node of a wide replica: its ranks, then the node's health, then data-parallel RPC (first node)."""
@@ -38,28 +26,28 @@ LOW_LATENCY = "deepep_low_latency"
 
 
 def all2all_backend(role: Role) -> str:
-    """What moves tokens to their experts between GPUs: DeepEP's kernels for small batches where engines only decode."""
+    """Return vLLM's all-to-all backend for experts: DeepEP's kernels for small batches where engines only decode."""
     return LOW_LATENCY if role is Role.DECODE else "deepep_high_throughput"
 
 
 def vllm_ports(ranks_per_node: int, *, nodes: int) -> int:
-    """Neighbouring ports that each node of a replica needs."""
+    """Return the number of consecutive ports that each node of a replica needs."""
     return 1 if nodes * ranks_per_node == 1 else ranks_per_node + RPC_PORT_OFFSET
 
 
 def vllm_command(
     recipe: Recipe, role: Role, *, nodes: int, ranks_per_node: int, gpus: bool = False, rdma: bool = False
 ) -> tuple[str, ...]:
-    """The command of each node of a replica, with the plan's placeholders.
+    """Return the command of each node of a replica, with the plan's placeholders.
 
     Parameters
     ----------
     role:
         ENGINE, PREFILL or DECODE; decides how experts exchange tokens.
     nodes, ranks_per_node:
-        Shape of a replica; a rank is a GPU, or the whole node without.
+        Shape of a replica; a rank is a GPU, or the whole node without GPUs.
     gpus, rdma:
-        Whether ranks are GPUs, and whether their nodes have adapters for RDMA: how KV moves between engines.
+        Whether ranks are GPUs, and whether their nodes have adapters for RDMA: decide how KV moves between engines.
     """
     wide = nodes * ranks_per_node > 1
     host = "{node_host}" if nodes > 1 else "{host}"
@@ -71,7 +59,7 @@ def vllm_command(
         "enable-prompt-tokens-details": True,
         "disable-uvicorn-access-log": True,
         "middleware": f"hpcrl.inference.vllm.{_door(recipe)}",
-        # where it reads weights and as whom; calls can only agree (`hpcrl.inference.vllm.weights`)
+        # source of weights and identity of the reader; later calls must agree with them
         "additional-config": {"hpcrl": _told(recipe, role, host, servers=nodes * ranks_per_node)},
         **engine_flags(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
     }
@@ -81,7 +69,7 @@ def vllm_command(
     if wide:
         flags |= _wide(role, nodes=nodes, ranks_per_node=ranks_per_node, gpus=gpus)
     if ranks_per_node > 1:
-        # the older entry of the line below cannot start several ranks
+        # the older entry point of the line below cannot start several ranks
         command = module_command("{python}", "vllm.entrypoints.cli.main", "serve", recipe.model.path)
     else:
         # works with the CPU build too, whose `vllm` program asks for a distribution of another name
@@ -90,7 +78,7 @@ def vllm_command(
 
 
 def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_per_node: int) -> dict[str, Any]:
-    """What every program around vLLM's engine is told, whoever serves it; see `vllm_command`."""
+    """Return the flags of every program around vLLM's engine, whichever program serves it; see `vllm_command`."""
     engine, limits = recipe.engine, step_limits(recipe.engine, role)
     return {
         "served-model-name": recipe.name,
@@ -103,7 +91,7 @@ def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_pe
         "enable-prefix-caching": True,
         # log-probabilities of the distribution that tokens were drawn from: what the trainer compares with
         "logprobs-mode": "processed_logprobs",
-        # not what the model directory recommends: requests say how to sample
+        # sampling settings come from requests, not from the model directory
         "generation-config": "vllm",
         "enable-return-routed-experts": recipe.returns_routed_experts or None,
         "weight-transfer-config": {"backend": "hpcrl"},
@@ -113,13 +101,13 @@ def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_pe
 
 
 def own_flags(recipe: Recipe, role: Role) -> dict[str, Any]:
-    """``vllm_args`` of the recipe, those of the side last."""
+    """Return ``vllm_args`` of the recipe, those of the side last."""
     side = engine_side(recipe.engine, role)
     return {**recipe.engine.vllm_args, **(side.vllm_args if side is not None else {})}
 
 
 def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
-    """What vLLM reads from its environment.
+    """Return the variables that vLLM reads from its environment.
 
     Parameters
     ----------
@@ -130,10 +118,10 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         # the calls that update weights are not served without
         "VLLM_SERVER_DEV_MODE": "1",
         "HPCRL_VLLM_PLUGIN": "1",
-        # compute nodes have no business with the outside
+        # compute nodes must not access the internet
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_COLOR": "0",
-        # left alone it listens, for all but HTTP, on the address of the default route, or of the node's own name
+        # by default it listens, for all but HTTP, on the address of the default route, or of the node's own name
         "VLLM_HOST_IP": "{node_host}",
     }
     if recipe.engine.kv_store is not None:
@@ -141,11 +129,11 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
         variables["PYTHONHASHSEED"] = "0"
     if gpus:
         if recipe.trainer.precision.fp8 is not None:
-            # left alone vLLM rounds scales of weights and activations up to powers of two, also those of published
-            # weights: they would not be the trainer's any more (the rule `fp8-is-one`)
+            # by default vLLM rounds scales of weights and activations up to powers of two, also those of published
+            # weights: they would differ from the trainer's (the rule `fp8-is-one`)
             variables["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
         return {**variables, "VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
-    # whole GiB; engines of one machine share its cores by OMP_NUM_THREADS, each left alone would take all
+    # whole GiB; engines of one machine share its cores by OMP_NUM_THREADS, each one would take all by default
     gib = str(math.ceil(recipe.engine.kv_cache_gib))
     if recipe.engine.vllm_args.get("enforce-eager"):
         # a few functions of the sampler are compiled even so, at the first request: 27 s of a core at each start
@@ -158,13 +146,13 @@ def vllm_variables(recipe: Recipe, *, gpus: bool) -> dict[str, str]:
 
 
 def _door(recipe: Recipe) -> str:
-    """Module and class of the layer that answers first."""
+    """Return module and class of the outermost middleware."""
     door = "RunAccessBehindRouter" if asks_health(recipe) else "RunAccess"
-    return f"rows_aside.{door}WithRows" if recipe.returns_routed_experts else f"access.{door}"
+    return f"routed_experts_middleware.{door}WithRows" if recipe.returns_routed_experts else f"access.{door}"
 
 
 def _told(recipe: Recipe, role: Role, host: str, *, servers: int) -> dict[str, Any]:
-    """What `hpcrl.inference.vllm.weights` is told."""
+    """Return the configuration of `hpcrl.inference.vllm.weights`."""
     told: dict[str, Any] = {"reader": _reader(recipe, role, host), "servers": servers}
     if recipe.trainer.lora is not None:
         told["kept_base_bytes"] = int(recipe.handoff.adapter_base_gib * (1 << 30))
@@ -172,9 +160,10 @@ def _told(recipe: Recipe, role: Role, host: str, *, servers: int) -> dict[str, A
 
 
 def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:
-    """An `hpcrl.weights.read.registration.ReaderIdentity` as JSON.
+    """Return an `hpcrl.weights.read.registration.ReaderIdentity` as JSON.
 
-    The number of a server is added to its name where a replica has several."""
+    The number of a server is added to its name where a replica has several.
+    """
     handoff = recipe.handoff
     reader: dict[str, Any] = {
         "name": f"{role.value}-{{replica}}",
@@ -191,7 +180,7 @@ def _reader(recipe: Recipe, role: Role, host: str) -> dict[str, Any]:
 
 
 def _wide(role: Role, *, nodes: int, ranks_per_node: int, gpus: bool) -> dict[str, Any]:
-    """Data parallel attention, expert parallel experts over all ranks of a replica."""
+    """Return the flags of data-parallel attention, with expert-parallel experts over all ranks of a replica."""
     several = ranks_per_node > 1
     start = f"{{node_rank*{ranks_per_node}}}" if nodes > 1 else 0
     return {
@@ -210,7 +199,7 @@ def _wide(role: Role, *, nodes: int, ranks_per_node: int, gpus: bool) -> dict[st
 
 
 def rendered(flags: dict[str, Any]) -> list[str]:
-    """``--name value``; True is the flag alone, False its ``--no-`` form, None nothing."""
+    """Return flags as ``--name value``; True gives the flag alone, False its ``--no-`` form, None nothing."""
     words: list[str] = []
     for name, value in flags.items():
         if value is None:

@@ -12,11 +12,9 @@ from hpcrl.modeling.layers.mlp import GatedMLP
 from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
 from hpcrl.models.arch import DeepseekV3Arch, Glm4MoeArch, GlmMoeDsaArch, SigmoidMoeArch
 
-__all__ = ["deepseek_v3_block", "glm4_moe_block", "glm_moe_dsa_block", "sigmoid_router"]
-
 
 def sigmoid_router(arch: SigmoidMoeArch) -> SigmoidRouter:
-    """The router of a sparse layer."""
+    """Return the router of a sparse layer."""
     return SigmoidRouter(
         arch.hidden_size,
         arch.n_routed_experts,
@@ -37,15 +35,15 @@ def _mlp(arch: SigmoidMoeArch, layer: int) -> nn.Module:
 
 
 def deepseek_v3_block(arch: DeepseekV3Arch, layer: int) -> nn.Module:
-    """A layer of DeepSeek-V3 or Kimi K2."""
+    """Return a layer of DeepSeek-V3 or Kimi K2."""
     return Block(arch, LatentAttention(arch, layer), _mlp(arch, layer))
 
 
 def glm_moe_dsa_block(arch: GlmMoeDsaArch, layer: int) -> nn.Module:
-    """A layer of GLM-5."""
+    """Return a layer of GLM-5."""
     return Block(arch, SparseLatentAttention(arch, layer), _mlp(arch, layer))
 
 
 def glm4_moe_block(arch: Glm4MoeArch, layer: int) -> nn.Module:
-    """A layer of GLM-4.5, 4.6 or 4.7."""
+    """Return a layer of GLM-4.5, 4.6 or 4.7."""
     return Block(arch, GroupedQueryAttention(arch, layer), _mlp(arch, layer))

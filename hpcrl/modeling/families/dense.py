@@ -9,8 +9,6 @@ from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.mlp import GatedMLP
 from hpcrl.models.arch import DenseArch, Qwen3Arch, Qwen3MoeArch
 
-__all__ = ["dense_block"]
-
 
 def dense_block(arch: DenseArch | Qwen3Arch | Qwen3MoeArch, layer: int) -> nn.Module:
     """Make a dense layer; biases, norms of queries and keys, and windows are those of ``arch``."""

@@ -14,8 +14,6 @@ from hpcrl.modeling.layers.mlp import GatedMLP
 from hpcrl.modeling.layers.moe import Experts, SoftmaxRouter, SparseMLP
 from hpcrl.models.arch import GatedDeltaArch, Qwen3NextArch, Qwen35Arch, Qwen35MoeArch
 
-__all__ = ["SharedExpertNames", "qwen3_5_block", "qwen3_5_moe_block", "qwen3_next_block"]
-
 
 class SharedExpertNames(RenamedTensors):
     """The one shared expert is ``shared_expert``."""
@@ -24,19 +22,19 @@ class SharedExpertNames(RenamedTensors):
 
 
 def qwen3_next_block(arch: Qwen3NextArch, layer: int) -> nn.Module:
-    """A layer of Qwen3-Next: dense where the config says so."""
+    """Return a layer of Qwen3-Next; the config says which ones are dense."""
     if not arch.is_sparse(layer):
         return _block(arch, layer, GatedMLP(arch.hidden_size, arch.intermediate_size))
     return _block(arch, layer, _sparse(arch, layer))
 
 
 def qwen3_5_block(arch: Qwen35Arch, layer: int) -> nn.Module:
-    """A layer of dense Qwen3.5."""
+    """Return a layer of dense Qwen3.5."""
     return _block(arch, layer, GatedMLP(arch.hidden_size, arch.intermediate_size))
 
 
 def qwen3_5_moe_block(arch: Qwen35MoeArch, layer: int) -> nn.Module:
-    """A layer of Qwen3.5 with experts."""
+    """Return a layer of Qwen3.5 with experts."""
     return _block(arch, layer, _sparse(arch, layer))
 
 

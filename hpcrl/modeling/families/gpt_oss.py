@@ -1,4 +1,4 @@
-"""gpt-oss, whose published experts of a layer are one tensor each, as ours."""
+"""gpt-oss, whose published experts of a layer are one tensor each, as in hpcrl's models."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.moe import ChosenSoftmaxRouter, ClampedExperts, SparseMLP
 from hpcrl.models.arch import GptOssArch
 
-__all__ = ["FusedNames", "gpt_oss_block"]
-
 
 class FusedNames(RenamedTensors):
-    """Routers are ``router``, and experts lie together."""
+    """Routers are named ``router``, and experts share one tensor."""
 
     FUSED: ClassVar = True
     NAMES: ClassVar = {".mlp.gate.": ".mlp.router."}
 
 
 def gpt_oss_block(arch: GptOssArch, layer: int) -> nn.Module:
-    """A layer of gpt-oss."""
+    """Return a layer of gpt-oss."""
     gate = ChosenSoftmaxRouter(arch.hidden_size, arch.num_local_experts, top_k=arch.num_experts_per_tok)
     experts = ClampedExperts(
         arch.hidden_size,

@@ -12,8 +12,6 @@ from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.moe import Experts, SigmoidRouter, SparseMLP
 from hpcrl.models.arch import MinimaxM2Arch
 
-__all__ = ["MixtralNames", "minimax_m2_block"]
-
 
 class MixtralNames(RenamedTensors):
     """Sparse blocks are ``block_sparse_moe``; an expert has ``w1`` (gate), ``w3`` (up) and ``w2`` (down)."""
@@ -28,7 +26,7 @@ class MixtralNames(RenamedTensors):
 
 
 def minimax_m2_block(arch: MinimaxM2Arch, layer: int) -> nn.Module:
-    """A layer of MiniMax-M2."""
+    """Return a layer of MiniMax-M2."""
     gate = SigmoidRouter(
         arch.hidden_size,
         arch.num_local_experts,

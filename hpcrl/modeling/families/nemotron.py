@@ -18,8 +18,6 @@ from hpcrl.modeling.layers.norm import norm_of
 from hpcrl.modeling.rope import RotaryTables
 from hpcrl.models.arch import NemotronHArch
 
-__all__ = ["BackboneNames", "nemotron_h_block"]
-
 
 class BackboneNames(RenamedTensors):
     """The model is ``backbone``."""
@@ -50,7 +48,7 @@ class _Block(DecoderLayer):
 
 
 def nemotron_h_block(arch: NemotronHArch, layer: int) -> nn.Module:
-    """A layer of Nemotron 3."""
+    """Return a layer of Nemotron 3."""
     match arch.layers_block_type[layer]:
         case "mamba":
             return _Block(arch, Mamba2(arch, layer))

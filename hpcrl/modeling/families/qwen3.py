@@ -10,11 +10,9 @@ from hpcrl.modeling.layers.attention import GroupedQueryAttention
 from hpcrl.modeling.layers.moe import Experts, SoftmaxRouter, SparseMLP
 from hpcrl.models.arch import Qwen3MoeArch
 
-__all__ = ["qwen3_moe_block"]
-
 
 def qwen3_moe_block(arch: Qwen3MoeArch, layer: int) -> nn.Module:
-    """A layer of Qwen3-MoE: dense where the config says so."""
+    """Return a layer of Qwen3-MoE; the config says which ones are dense."""
     if not arch.is_sparse(layer):
         return dense_block(arch, layer)
     gate = SoftmaxRouter(

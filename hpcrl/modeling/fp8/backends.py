@@ -13,22 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised, Quantiser
-from hpcrl.weights.format.quantize import BLOCK
-
-__all__ = ["Backend", "Groups", "Reference"]
+from hpcrl.weights.format.quantise import BLOCK
 
 
 class Groups(NamedTuple):
-    """Where rows of experts lie when each expert's begin at a multiple of 128. The host is not asked how many they are.
+    """Layout of experts' rows in which each expert begins at a multiple of 128. The counts are not copied to the host.
 
     Attributes
     ----------
     places:
-        ``[rows]`` int64: where each row goes.
+        ``[rows]`` int64: new position of each row.
     experts:
-        ``[spread]`` int32: the expert of each place, -1 behind the last one's.
+        ``[spread]`` int32: the expert of each position, -1 after the last expert.
     sizes:
-        ``[experts]`` int64: places of each, multiples of 128.
+        ``[experts]`` int64: positions of each expert, multiples of 128.
     """
 
     places: Tensor
@@ -52,7 +50,7 @@ class Groups(NamedTuple):
         return cls(places, torch.where(at < len(counts), at, -1).int(), sizes)
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows ``[rows, columns]`` in their places, zeros between them."""
+        """Return rows ``[rows, columns]`` in their places, with zeros between them."""
         # in place: index_copy would make a second copy of all rows
         return rows.new_zeros(len(self.experts), rows.shape[1]).index_copy_(0, self.places, rows)
 
@@ -62,29 +60,32 @@ class Backend(Protocol):
 
     name: str
     version: str
-    """Of the library, for messages."""
+    """Version of the library, for messages."""
     quantiser: Quantiser
-    """What quantises for it: bit for bit the plain one."""
+    """Quantiser for this backend, bit-identical with the plain one."""
 
     def multiply(self, a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-        """``a @ b.mT`` of rows ``a [M, K]`` and blocks ``b [N, K]``."""
+        """Return ``a @ b.mT`` of rows ``a [M, K]`` and blocks ``b [N, K]``."""
         ...
 
     def multiply_rows(self, a: Quantised, b: Quantised) -> Tensor:
-        """``a @ b.mT`` of rows ``a [M, K]`` and rows ``b [N, K]``."""
+        """Return ``a @ b.mT`` of rows ``a [M, K]`` and rows ``b [N, K]``."""
         ...
 
     def multiply_groups(self, a: Quantised, b: Quantised, groups: Groups, dtype: torch.dtype) -> Tensor:
-        """Each row of ``a [spread, K]`` with the blocks ``b [experts, N, K]`` of its expert; others are anything."""
+        """Multiply each row of ``a [spread, K]`` by its expert's block of ``b [experts, N, K]``.
+
+        Rows between the experts' are undefined.
+        """
         ...
 
     def multiply_within_groups(self, a: Quantised, b: Quantised, groups: Groups) -> Tensor:
-        """``[experts, M, N]``: of rows ``a [M, spread]`` and ``b [N, spread]`` the sum over each expert's places."""
+        """Return ``[experts, M, N]``: ``a [M, spread] @ b [N, spread].mT``, summed over each expert's places."""
         ...
 
 
 class Reference:
-    """Plain torch on any device: the product of the numbers that quantised matrices stand for, in float32."""
+    """Plain torch on any device: multiplies the numbers that quantised matrices represent, in float32."""
 
     name = "reference"
     version: str = torch.__version__

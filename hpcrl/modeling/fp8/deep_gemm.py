@@ -16,18 +16,16 @@ from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised
 from hpcrl.modeling.libraries import loading
 
-__all__ = ["DeepGemm", "need_hopper"]
-
 _NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous")
 _BY_ROWS = (1, 1, 128)
-"""What DeepGEMM calls a product of two matrices that are both quantised by rows."""
+"""DeepGEMM's recipe for a product of two matrices that are both quantised by rows."""
 _TOKENS_ARE_ROWS, _TOKENS_ARE_SUMMED = "nk", "mn"
-"""Which of a product's sizes ``[m, k] @ [n, k].T`` DeepGEMM compiles into a kernel: those of the weight. It compiles
-anew, for seconds, for each new value of these, and numbers of tokens differ between micro-batches."""
+"""Sizes of a product ``[m, k] @ [n, k].T`` that DeepGEMM compiles into a kernel: those of the weight. Each new value
+takes seconds to compile, and numbers of tokens differ between micro-batches."""
 
 
 def need_hopper(device: torch.device) -> None:
-    """LookupError where ``device`` is no GPU of NVIDIA's Hopper: others have no float32 scales of 128 numbers."""
+    """Raise LookupError unless ``device`` is an NVIDIA Hopper GPU: others lack float32 scales of 128 numbers."""
     if device.type != "cuda":
         raise LookupError(f"is for GPUs of NVIDIA, and this trainer computes on {device.type}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -41,7 +39,7 @@ class DeepGemm:
     name = "deep_gemm"
 
     def __init__(self, device: torch.device) -> None:
-        """LookupError with the reason where it is not there."""
+        """Load the library (LookupError with the reason if that fails)."""
         need_hopper(device)
         ways = " (DeepGEMM from its sources, or sgl-deep-gemm for this torch)"
         with loading("is not installed where the trainer runs, or does not load", ways):
@@ -60,7 +58,7 @@ class DeepGemm:
 
     def multiply_rows(self, a: Quantised, b: Quantised) -> Tensor:
         """See `Backend`."""
-        # it adds to what is there
+        # zeros: the kernel adds to its output
         product = a.scales.new_zeros(len(a.values), len(b.values))
         if a.values.shape[1]:
             self._library.fp8_gemm_nt(
@@ -92,6 +90,6 @@ class DeepGemm:
 
 
 def _flat(rows: Quantised, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Groups one behind the other, each ``[rows, size]`` in one piece, and the scales of all of them, column-major."""
+    """Return the groups concatenated, each ``[rows, size]`` contiguous, and the scales of all of them, column-major."""
     parts = [part.flatten() for part in torch.split(rows.values[:, : sum(sizes)], sizes, 1)]
     return torch.cat(parts), rows.scales[:, : sum(sizes) // 128]

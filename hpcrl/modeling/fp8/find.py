@@ -1,4 +1,4 @@
-"""Which backend multiplies in FP8, and whether it does so as the reference does: tried before a trainer begins."""
+"""Finds the backend that multiplies in FP8, and checks it against the reference before a trainer begins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hpcrl.modeling.fp8.deep_gemm import DeepGemm
 from hpcrl.modeling.fp8.quantiser import PLAIN
 from hpcrl.modeling.fp8.scaled_mm import ScaledMm
 
-__all__ = ["find_backend", "products", "try_backend"]
-
 _WHERE = "trainer.precision.fp8.backend"
 _TOLERANCE = 0.01
-"""Norm of what differs over that of the reference: rounding to bfloat16 is 0.2 %, scales of other rows all of it."""
+"""Maximum relative norm of the difference: rounding to bfloat16 makes 0.2 %, scales of wrong rows 100 %."""
 _ROWS, _COLUMNS, _SUMMED = 256, 384, 512
 _COUNTS = (130, 0, 70)
 _LONG_ROWS, _LONG_COUNTS = 128, (150_000, 0, 144, 112_000)
@@ -26,13 +24,13 @@ of a large run has in one layer: what a library has room for, and which program 
 
 
 def find_backend(name: str, device: torch.device) -> Backend:
-    """The backend ``name`` of `Fp8Config.backend` for ``device``; but for the reference, it has been tried there.
+    """Return the backend ``name`` of `Fp8Config.backend` for ``device``; all but the reference are tried there first.
 
     Raises
     ------
     UsageError
-        It cannot be used here, or gives other numbers than the reference; or ``auto``, and none of those for this
-        device can.
+        The backend cannot be used here, or its numbers differ from the reference; or ``auto``, and no backend for this
+        device can be used.
     """
     if name == "reference" or (name == "auto" and device.type == "cpu"):
         return Reference()
@@ -50,7 +48,7 @@ def find_backend(name: str, device: torch.device) -> Backend:
 
 
 def products(backend: Backend, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Each kind of product of `Backend` by name, of the same random numbers, whose magnitudes differ between blocks.
+    """Yield each kind of product of `Backend` by name, of random numbers whose magnitudes differ between blocks.
 
     Shapes are those of `Backend`, but `multiply_groups` comes without the rows between those of experts.
     """
@@ -77,7 +75,7 @@ def products(backend: Backend, device: torch.device) -> Iterator[tuple[str, Tens
 
 
 def long_products(backend: Backend, device: torch.device, counts: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    """The products of `Backend` that sum over tokens, by name, where experts have ``counts`` of them."""
+    """Yield the products of `Backend` that sum over tokens, by name, for experts with ``counts`` tokens."""
     draw = torch.Generator(device).manual_seed(0)
 
     def normal(tokens: int) -> Tensor:
@@ -94,26 +92,26 @@ def long_products(backend: Backend, device: torch.device, counts: tuple[int, ...
 def all_products(
     backend: Backend, device: torch.device, long_counts: tuple[int, ...] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """`products`, and `long_products` unless ``long_counts`` is None."""
+    """Yield `products`, and `long_products` unless ``long_counts`` is None."""
     yield from products(backend, device)
     if long_counts is not None:
         yield from long_products(backend, device, long_counts)
 
 
 def long_counts_for(device: torch.device) -> tuple[int, ...] | None:
-    """Tokens of experts for `long_products`; None on a processor, where no library multiplies and it takes seconds."""
+    """Return tokens of experts for `long_products`; None on a CPU, where no library multiplies and it takes seconds."""
     return None if device.type == "cpu" else _LONG_COUNTS
 
 
 def try_backend(backend: Backend, device: torch.device) -> None:
-    """LookupError where ``backend`` fails on ``device``, or differs from the reference."""
+    """Compare ``backend`` on ``device`` with the reference (LookupError if it fails or differs)."""
     long_counts = long_counts_for(device)
     tried = all_products(backend, device, long_counts)
     for name, wanted in all_products(Reference(), device, long_counts):
         try:
             _, found = next(tried)
         except Exception as error:
-            # compilers and drivers raise what they like; whatever it is, the backend is not to be had
+            # compilers and drivers raise any type: the backend cannot be used
             raise LookupError(f"{backend.version} fails on {device.type}: {type(error).__name__}: {error}") from error
         distance = float("inf")
         if found.shape == wanted.shape:

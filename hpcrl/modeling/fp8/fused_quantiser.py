@@ -21,39 +21,37 @@ from hpcrl.modeling.fp8.quantiser import (
     Quantiser,
     empty_row_scales,
 )
-from hpcrl.weights.format.quantize import BLOCK
-
-__all__ = ["find_quantiser", "fused_quantiser", "try_quantiser"]
+from hpcrl.weights.format.quantise import BLOCK
 
 _ROWS_AT_ONCE = 32
 
 
 def find_quantiser(device: torch.device) -> Quantiser:
-    """The fused one, which has been tried on ``device``; the plain one where Triton is not installed.
+    """Return the fused quantiser after a test on ``device``; the plain one if Triton is not installed.
 
     Raises
     ------
     LookupError
-        Triton is installed and does not load, or the fused one fails, or gives other bits than torch.
+        Triton is installed but does not load, or the fused quantiser fails, or its bits differ from torch's.
     """
     try:
         made = fused_quantiser()
     except ModuleNotFoundError as error:
         if error.name == "triton":
             return PLAIN
-        raise LookupError(f"quantises by triton, which does not load: {error}") from error
+        raise LookupError(f"quantises with Triton, which does not load: {error}") from error
     except Exception as error:
-        # it looks for compilers and drivers while it is imported, and raises what it likes
-        raise LookupError(f"quantises by triton, which does not load: {type(error).__name__}: {error}") from error
+        # its import looks for compilers and drivers, and may raise any type
+        raise LookupError(f"quantises with Triton, which does not load: {type(error).__name__}: {error}") from error
     try_quantiser(made, device)
     return made
 
 
 def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
-    """The program in Triton; ImportError where that is not installed.
+    """Return the quantiser in Triton (ImportError if Triton is not installed).
 
     With float32 as ``dtype`` values are divided by their scales and not rounded: Triton's interpreter (3.9) does not
-    carry where a number is rounded up to the next power of 2.
+    carry when a number is rounded up to the next power of 2.
     """
     programs: Any = import_module("hpcrl.modeling.fp8.triton_programs")
 
@@ -85,7 +83,7 @@ def fused_quantiser(dtype: torch.dtype = torch.float8_e4m3fn) -> Quantiser:
 
 
 def try_quantiser(quantiser: Quantiser, device: torch.device) -> None:
-    """LookupError where ``quantiser`` fails, or gives other bits than torch on random numbers of all magnitudes."""
+    """Compare ``quantiser`` with torch on random numbers of all magnitudes (LookupError if it fails or differs)."""
     draw = torch.Generator().manual_seed(0)
     # not in bfloat16 in Triton's interpreter, which has no such numbers
     dtype = torch.float32 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16

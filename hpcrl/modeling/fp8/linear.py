@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.fp8.backends import Backend
 from hpcrl.modeling.fp8.products import linear_product, rounded
-from hpcrl.modeling.layers.low_rank import AdaptedLinear
-from hpcrl.modeling.opaque import opaque
-
-__all__ = ["Fp8Linear", "effective_weight"]
+from hpcrl.modeling.low_rank import AdaptedLinear
 
 
 class Fp8Linear(nn.Linear):
@@ -27,16 +25,16 @@ class Fp8Linear(nn.Linear):
 
     @opaque
     def forward(self, x: Tensor) -> Tensor:
-        """``[T, in_features]`` to ``[T, out_features]``."""
+        """Map ``[T, in_features]`` to ``[T, out_features]``."""
         y = linear_product(x, self.weight, self.backend)
         return y if self.bias is None else y + self.bias
 
 
 def effective_weight(linear: nn.Linear) -> Tensor:
-    """The numbers that ``linear`` multiplies with, for who multiplies with them in another way.
+    """Return the numbers that ``linear`` multiplies with, for callers that multiply in another way.
 
-    ``[out_features, in_features]``, with gradient to the weight, or to the factors of its adapter. With a weight in FP8
-    they are as FP8 has them, in the dtype of the weight.
+    ``[out_features, in_features]``, with gradient to the weight, or to the factors of its adapter. A weight in FP8 is
+    rounded to FP8 and returned in its own dtype.
     """
     if isinstance(linear, AdaptedLinear):
         return linear.effective()

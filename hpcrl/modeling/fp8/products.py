@@ -12,25 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.compile.saved_ops import register_op
 from hpcrl.modeling.fp8.backends import Backend, Groups
 from hpcrl.modeling.fp8.quantiser import Quantised, Quantiser, quantise_blocks
-from hpcrl.modeling.kept import as_operator
-from hpcrl.weights.format.quantize import BLOCK
-
-__all__ = ["grouped_product", "linear_product", "rounded"]
+from hpcrl.weights.format.quantise import BLOCK
 
 _IN_USE: dict[str, Backend] = {}
-"""Backends by name: an operator of torch takes no other objects than these."""
+"""Backends by name: an operator of torch takes names, but not such objects."""
 
 
 def linear_product(x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
-    """``x @ weight.T`` of ``[T, in]`` and ``[out, in]``: ``[T, out]`` in the dtype of ``x``."""
+    """Return ``x @ weight.T`` of ``[T, in]`` and ``[out, in]``: ``[T, out]`` in the dtype of ``x``."""
     y: Tensor = _Linear.apply(x, weight, backend)  # type: ignore[no-untyped-call]
     return y
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, backend: Backend, *, parts: int = 1) -> Tensor:
-    """Rows that are sorted by expert, each with the matrix of its own.
+    """Multiply rows that are sorted by expert, each by its expert's matrix.
 
     Parameters
     ----------
@@ -54,7 +52,7 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Tensor, backend: Backend,
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """``weight [out, in]`` as FP8 has it, in its own dtype, for what multiplies with it in another way.
+    """Return ``weight [out, in]`` rounded to FP8, in its own dtype, for callers that multiply in another way.
 
     The gradient goes through as if nothing had been rounded.
     """
@@ -124,7 +122,7 @@ class _Grouped(torch.autograd.Function):
         return of_x, of_weight, None, None
 
 
-@as_operator("(Tensor x, Tensor weight, Tensor counts, int parts, str backend) -> Tensor")
+@register_op("(Tensor x, Tensor weight, Tensor counts, int parts, str backend) -> Tensor")
 def _fp8_grouped_product(x: Tensor, weight: Tensor, counts: Tensor, parts: int, backend: str) -> Tensor:
     quantiser = _IN_USE[backend].quantiser
     groups, blocks = Groups.of(counts, len(x)), _blocks(weight, parts, quantiser)
@@ -139,13 +137,13 @@ def _fp8_grouped_product(x: Tensor, weight: Tensor, counts: Tensor, parts: int, 
 
 
 def _blocks(weight: Tensor, parts: int, quantiser: Quantiser) -> Quantised:
-    """``[experts, out, in]`` of which each part begins a block: ``[experts, parts · whole blocks, ...]``."""
+    """Return ``[experts, out, in]`` with each part at a block's start: ``[experts, parts · whole blocks, ...]``."""
     blocks = quantiser.blocks(torch.unflatten(weight, 1, (parts, -1)))
     return Quantised(blocks.values.flatten(1, 2), blocks.scales.flatten(1, 2))
 
 
 def _spread_apart(groups: Groups, rows: Tensor, parts: int) -> Tensor:
-    """Rows ``[rows, out]`` in their places, with zeros between them and where the blocks of a part go beyond it."""
+    """Return rows ``[rows, out]`` in their places, with zeros between them and at the ends of parts' last blocks."""
     cut = torch.unflatten(rows, 1, (parts, -1))
     size = cut.shape[2]
     made = rows.new_zeros(len(groups.experts), parts, -(-size // BLOCK) * BLOCK)

@@ -17,30 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcrl.weights.format.quantize import BLOCK
-
-__all__ = [
-    "LEAST_OF_BLOCK",
-    "LEAST_OF_ROW",
-    "PLAIN",
-    "SCALE_OF_AMAX",
-    "TMA_ROWS",
-    "Quantised",
-    "Quantiser",
-    "block_amax",
-    "dequantise",
-    "empty_row_scales",
-    "quantise",
-    "quantise_blocks",
-    "quantise_rows",
-    "scales_of",
-]
+from hpcrl.weights.format.quantise import BLOCK
 
 SCALE_OF_AMAX = float.fromhex("0x1.24924ap-9")
 """1 / 448 rounded to float32: the scale of a block, or of 128 numbers of a row, over its largest magnitude. 448 is the
 largest number of e4m3. A program may hold it in float32 or float64, because it is the same number in both."""
 LEAST_OF_BLOCK = 1e-4
-"""The largest magnitude of a block of weights counts as this at least."""
+"""Minimum of the largest magnitude of a block of weights; a smaller one counts as this."""
 LEAST_OF_ROW = 1e-30
 """The same for a row of activations or gradients: gradients are divided by the tokens of a batch, and may be as small
 as 1e-12 throughout; with the floor of weights they would be rounded to nothing. Its reciprocal is still finite."""
@@ -65,11 +48,11 @@ class Quantised(NamedTuple):
 
     @property
     def mT(self) -> Quantised:
-        """Transposed. Quantised blocks stay what they are; of quantised rows it would be something else."""
+        """Return the transpose. It is valid for quantised blocks, not for quantised rows."""
         return Quantised(self.values.mT.contiguous(), self.scales.mT.contiguous())
 
     def dequantised(self) -> Tensor:
-        """The numbers that it stands for, float32."""
+        """Return the numbers that it represents, in float32."""
         cut = torch.unflatten(self.values.float(), -1, (-1, BLOCK))
         if self.scales.shape[-2] == self.values.shape[-2]:
             return (cut * self.scales[..., None]).flatten(-2)
@@ -77,7 +60,7 @@ class Quantised(NamedTuple):
 
 
 def quantise_blocks(weight: Tensor) -> Quantised:
-    """Matrices ``[..., rows, columns]`` in blocks of 128 x 128."""
+    """Quantise matrices ``[..., rows, columns]`` in blocks of 128 x 128."""
     rows = weight.shape[-2]
     blocks = torch.unflatten(torch.unflatten(_whole(weight, rows), -1, (-1, BLOCK)), -3, (-1, BLOCK))
     scales = scales_of(blocks.abs().amax((-3, -1)).float())
@@ -86,7 +69,7 @@ def quantise_blocks(weight: Tensor) -> Quantised:
 
 
 def quantise_rows(x: Tensor) -> Quantised:
-    """Matrices ``[..., rows, columns]``, 128 numbers of a row at a time."""
+    """Quantise matrices ``[..., rows, columns]``, 128 numbers of a row at a time."""
     groups = torch.unflatten(_whole(x), -1, (-1, BLOCK))
     scales = empty_row_scales(x, x.shape[-2], groups.shape[-2])
     scales.copy_(groups.abs().amax(-1)).clamp_(LEAST_OF_ROW).mul_(SCALE_OF_AMAX)
@@ -104,20 +87,20 @@ def empty_row_scales(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _whole(x: Tensor, rows: int = 0) -> Tensor:
-    """``x`` with zeros up to whole blocks of its columns and ``rows``; not a copy where nothing is added."""
+    """Pad ``x`` with zeros to whole blocks of its columns and ``rows``; return it uncopied if nothing is added."""
     columns, more = -x.shape[-1] % BLOCK, -rows % BLOCK
     return F.pad(x, (0, columns, 0, more)) if columns or more else x
 
 
 class Quantiser(NamedTuple):
-    """What does `quantise_rows` and `quantise_blocks` on a device."""
+    """Implementation of `quantise_rows` and `quantise_blocks` for a device."""
 
     rows: Callable[[Tensor], Quantised]
     blocks: Callable[[Tensor], Quantised]
 
 
 PLAIN = Quantiser(quantise_rows, quantise_blocks)
-"""In plain torch: it defines every bit."""
+"""Quantiser in plain torch, which defines every bit of the result."""
 
 
 def _rounded(x: Tensor, scales: Tensor) -> Tensor:
@@ -125,22 +108,22 @@ def _rounded(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def scales_of(amax: Tensor) -> Tensor:
-    """What a quantised element of a block is multiplied with, ``max(amax, LEAST_OF_BLOCK) * SCALE_OF_AMAX``.
+    """Return the factors of quantised elements of blocks, ``max(amax, LEAST_OF_BLOCK) * SCALE_OF_AMAX``.
 
-    Of the largest magnitudes of blocks of weights, float32 of any shape: the same shape.
+    ``amax`` holds the largest magnitudes of blocks of weights, float32 of any shape; the result has the same shape.
     """
     return amax.clamp(LEAST_OF_BLOCK) * SCALE_OF_AMAX
 
 
 def block_amax(part: Tensor, low: tuple[int, ...]) -> Tensor:
-    """The largest magnitude in each 128 x 128 block that ``part`` touches, of a matrix that is cut between ranks.
+    """Return the largest magnitude in each 128 x 128 block that ``part`` touches, of a matrix split between ranks.
 
     Parameters
     ----------
     part:
-        ``[rows, columns]`` of a matrix, from index ``low`` of it.
+        ``[rows, columns]``, a part of the matrix that begins at index ``low``.
     low:
-        Two numbers.
+        Row and column.
 
     Returns
     -------
@@ -155,7 +138,7 @@ def block_amax(part: Tensor, low: tuple[int, ...]) -> Tensor:
 
 
 def quantise(part: Tensor, low: tuple[int, ...], scales: Tensor) -> Tensor:
-    """``part [rows, columns]`` of a matrix, from index ``low`` of it, in float8_e4m3fn.
+    """Quantise ``part [rows, columns]`` of a matrix, from index ``low`` of it, to float8_e4m3fn.
 
     ``scales [blocks, blocks]`` float32 are those of the blocks that it touches (see `block_amax`).
     """
@@ -163,7 +146,7 @@ def quantise(part: Tensor, low: tuple[int, ...], scales: Tensor) -> Tensor:
 
 
 def dequantise(quantised: Tensor, scales: Tensor, low: tuple[int, ...] = (0, 0)) -> Tensor:
-    """In float32 a whole matrix ``[rows, columns]``, or the part of it from index ``low``.
+    """Return in float32 a whole matrix ``[rows, columns]``, or the part of it from index ``low``.
 
     ``scales [blocks, blocks]`` float32 are those of the blocks that it touches (see `block_amax`).
     """
@@ -171,7 +154,7 @@ def dequantise(quantised: Tensor, scales: Tensor, low: tuple[int, ...] = (0, 0))
 
 
 def _spread(scales: Tensor, low: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """The scale of each element."""
+    """Return the scale of each element."""
     for dim, (begin, size) in enumerate(zip(low, shape, strict=True)):
         blocks = torch.arange(begin, begin + size, device=scales.device) // BLOCK - begin // BLOCK
         scales = scales.index_select(dim, blocks)

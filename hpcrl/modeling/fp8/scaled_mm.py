@@ -15,14 +15,12 @@ from hpcrl.modeling.fp8.backends import Groups
 from hpcrl.modeling.fp8.deep_gemm import need_hopper
 from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised
-from hpcrl.weights.format.quantize import BLOCK
-
-__all__ = ["ScaledMm"]
+from hpcrl.weights.format.quantise import BLOCK
 
 _ROWS_AT_ONCE = 16
-"""cuBLASLt wants numbers of rows that are multiples of this."""
+"""cuBLASLt requires numbers of rows that are multiples of this."""
 _SCALES_AT_ONCE = 4
-"""And scales of blocks along the sum in such runs."""
+"""It requires scales of blocks along the sum in multiples of this."""
 _FIRST_CUDA = (12, 9)
 
 
@@ -33,7 +31,7 @@ class ScaledMm:
     version: str = torch.__version__
 
     def __init__(self, device: torch.device) -> None:
-        """LookupError with the reason where it is not there."""
+        """Check that the operator exists (LookupError with the reason if not)."""
         need_hopper(device)
         cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
         if cuda < _FIRST_CUDA:
@@ -104,9 +102,10 @@ def _padded(rows: Quantised) -> Quantised:
 
 
 def _by_columns(scales: Tensor) -> Tensor:
-    """The same numbers column-major without a gap, with the very strides that torch asks for.
+    """Return the same numbers column-major without a gap, with exactly the strides that torch requires.
 
-    A single column has any stride for `torch.Tensor.contiguous`: that of a larger matrix it was cut from would stay.
+    `torch.Tensor.contiguous` accepts any stride for a single column: the stride of the larger matrix that it was cut
+    from would remain.
     """
     rows, columns = scales.shape
     if scales.stride() == (1, rows):

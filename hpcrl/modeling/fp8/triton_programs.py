@@ -11,8 +11,6 @@ import triton.language as tl
 
 from hpcrl.modeling.fp8.quantiser import SCALE_OF_AMAX, TMA_ROWS
 
-__all__ = ["quantise_tiles"]
-
 _SCALE_OF_AMAX = tl.constexpr(SCALE_OF_AMAX)
 _TMA_ROWS = tl.constexpr(TMA_ROWS)
 
@@ -33,10 +31,10 @@ def quantise_tiles(
     BY_ROW: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
 ):
-    """A tile of ``ROWS`` rows and ``BLOCK`` columns of one of several matrices, with a scale each row or for the tile.
+    """Quantise a tile of ``ROWS`` rows and ``BLOCK`` columns of a matrix, with a scale per row or for the tile.
 
-    ``values [matrices, padded rows, padded columns]``; rows are padded where ``WHOLE_ROWS``. Scales of rows lie as
-    `hpcrl.modeling.fp8.quantiser.empty_row_scales` has them, ``[matrices, blocks, aligned rows]`` in memory.
+    ``values [matrices, padded rows, padded columns]``; rows are padded if ``WHOLE_ROWS``. Scales of rows have the
+    layout of `hpcrl.modeling.fp8.quantiser.empty_row_scales`, ``[matrices, blocks, aligned rows]`` in memory.
     """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -54,7 +52,7 @@ def quantise_tiles(
         place = (matrix * blocks + tl.program_id(2)) * aligned + row
         tl.store(scales + place, scale, mask=row < padded)
     else:
-        # as many equal numbers as rows: the reciprocal of one number is no tensor
+        # a vector of equal numbers: the reciprocal of a scalar would not be a tensor
         every = tl.full([ROWS], 0.0, tl.float32) + tl.max(largest, 0)
         scale = tl.maximum(every, least) * tl.full([ROWS], _SCALE_OF_AMAX, tl.float32)
         place = (matrix * tl.num_programs(1) + tl.program_id(1)) * blocks + tl.program_id(2)

@@ -12,13 +12,11 @@ from hpcrl.modeling.kernels.fused import FusedKernel
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments
 from hpcrl.modeling.kernels.plain import PlainKernel
 
-__all__ = ["add_sinks", "attend", "kernel_for", "merge", "sink_gradients", "use_flash_attention_3"]
-
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def kernel_for(inputs: QKV) -> Kernel:
-    """The fastest kernel that takes them."""
+    """Return the fastest kernel that supports these inputs."""
     q, _, v = inputs
     if q.device.type == "cpu":
         return FusedKernel()
@@ -52,7 +50,7 @@ def use_flash_attention_3(device: torch.device, dtype: torch.dtype) -> None:
 
             activate_flash_attention_impl("FA3")
         except Exception as error:  # noqa: BLE001 - raised below
-            # it looks for compilers and drivers while it is imported, and raises what it likes
+            # its import looks for compilers and drivers, and may raise any type
             reason = f"{type(error).__name__}: {error}"
             problem = f"needs the package flash_attn_3 where the trainer runs, which does not load: {reason}"
     if problem:
@@ -69,20 +67,20 @@ def attend(
     sinks: Tensor | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
-    """Attention of queries over the keys of their segments.
+    """Compute attention of queries over the keys of their segments.
 
     Parameters
     ----------
     inputs:
         Queries, keys and values.
     segments:
-        Which keys each query sees.
+        Segments of keys that each query sees.
     scale:
-        Of the scores; None for ``key_dim ** -0.5``.
+        Factor of the scores; None for ``key_dim ** -0.5``.
     sinks:
         ``[heads]``: a score without a value that takes part in the softmax of each head (gpt-oss); None: there is none.
     kernel:
-        None: that of `kernel_for`.
+        Kernel to use; None: that of `kernel_for`.
 
     Returns
     -------
@@ -96,21 +94,21 @@ def attend(
 
 
 def merge(so_far: Attended, more: Attended) -> Attended:
-    """The softmax over the keys of both, which are of the same queries and in float32 at least."""
+    """Combine two attention results for the same queries, at least float32, into a softmax over the keys of both."""
     lse = torch.logaddexp(so_far.lse, more.lse)
     shares = [(part.lse - lse).exp()[..., None] for part in (so_far, more)]
     return Attended(so_far.out * shares[0] + more.out * shares[1], lse)
 
 
 def add_sinks(attended: Attended, sinks: Tensor) -> Attended:
-    """Give the attention of a softmax that has ``sinks [heads]`` beside the keys."""
+    """Return the attention of a softmax that has ``sinks [heads]`` in addition to the keys."""
     out, lse = attended
     with_sinks = torch.logaddexp(lse, sinks.to(lse.dtype))
     return Attended(out * (lse - with_sinks).exp()[..., None].to(out.dtype), with_sinks)
 
 
 def sink_gradients(grad: Tensor, attended: Attended, sinks: Tensor) -> Tensor:
-    """Gradients of ``sinks [heads]``: a score without a value takes from all others."""
+    """Return gradients of ``sinks [heads]``: a score without a value takes weight from all others."""
     out, lse = attended
     weights = (sinks.to(lse.dtype) - lse).exp()
     return -(weights * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)

@@ -16,20 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import QKV, Attended, QueryRange, Segments, score_dtype
-from hpcrl.modeling.transfer import kept_for_layers
-
-__all__ = ["FusedKernel"]
+from hpcrl.modeling.memory.transfer import kept_for_layers
 
 _LONG = 2048
-"""A sequence of so many tokens keeps the kernel busy alone."""
+"""Tokens from which a single sequence uses all threads of the kernel."""
 _WINDOW_STEP = 1024
-"""Queries that share one mask where there is a window."""
+"""Queries that share one mask if there is a window."""
 
 
 class _Padded(NamedTuple):
     """Sequences of like lengths: ``places [n, longest]`` of tokens, padded with the last token of each.
 
-    ``real`` are the flat places that are no padding, ``tokens`` what stands there.
+    ``real`` are the flat places without padding, ``tokens`` the token at each place.
     """
 
     places: Tensor
@@ -38,7 +36,7 @@ class _Padded(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Sequences of one length, one behind the other."""
+    """Sequences of one length, concatenated."""
 
     tokens: slice
     sequences: int
@@ -95,7 +93,7 @@ class FusedKernel:
 
 
 def _forward(inputs: QKV, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``[n, heads, tokens of each, dim]`` of a part, and the logarithms ``[n, heads, tokens of each]``."""
+    """Return the output ``[n, heads, tokens of each, dim]`` and logarithms ``[n, heads, tokens of each]`` of a part."""
     q, k, v = inputs
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _take(q, part.queries),
@@ -110,11 +108,11 @@ def _forward(inputs: QKV, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad: Tensor, inputs: QKV, attended: Attended, part: _Part, scale: float) -> QKV:
-    """Gradients of the inputs of a part, ``[n, heads, tokens of each, dim]``."""
+    """Return gradients of the inputs of a part, ``[n, heads, tokens of each, dim]``."""
     (q, k, v), (out, lse) = inputs, attended
     own, sums = _take(grad, part.queries), _take(lse[..., None], part.queries)[..., 0]
     if isinstance(part.queries, _Padded):
-        # padding repeats the last token of a sequence, whose weights are none above 1, and has no gradient
+        # padding repeats the last token of a sequence, so that no weight exceeds 1; its gradient is set to 0
         filled = torch.ones_like(part.queries.places, dtype=torch.bool)
         filled.view(-1)[part.queries.real] = False
         own = own.masked_fill(filled[:, None, :, None], 0.0)
@@ -134,7 +132,7 @@ def _backward(grad: Tensor, inputs: QKV, attended: Attended, part: _Part, scale:
 
 
 def _is_one(parts: tuple[_Part, ...], q: Tensor, k: Tensor) -> bool:
-    """Whether a single part has all tokens where they are: what the kernel returns is the result, uncopied."""
+    """Return whether a single part has all tokens in place, so that the kernel's result needs no copy."""
     if len(parts) != 1:
         return False
     (part,) = parts
@@ -143,27 +141,27 @@ def _is_one(parts: tuple[_Part, ...], q: Tensor, k: Tensor) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``[n, heads, tokens of each, …]`` to ``[tokens, heads, …]``; a view of what the kernel returns."""
+    """Permute ``[n, heads, tokens of each, …]`` to ``[tokens, heads, …]``; a view of the kernel's result."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
-    """The kernel takes values as wide as keys; zeros change neither."""
+    """Pad values with zeros to the width of keys, which the kernel requires; zeros do not change the result."""
     return F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x
 
 
 def _take(x: Tensor, where: _Padded | _Row) -> Tensor:
-    """``[tokens, heads, dim]`` to ``[n, heads, tokens of each, dim]``."""
+    """Permute ``[tokens, heads, dim]`` to ``[n, heads, tokens of each, dim]``."""
     return (_split(x, where) if isinstance(where, _Row) else x[where.places]).transpose(1, 2)
 
 
 def _split(x: Tensor, row: _Row) -> Tensor:
-    """A view ``[n, tokens of each, heads, dim]``."""
+    """Return a view ``[n, tokens of each, heads, dim]``."""
     return x[row.tokens].view(row.sequences, -1, *x.shape[1:])
 
 
 def _put(target: Tensor, where: _Padded | _Row, x: Tensor) -> None:
-    """`_take` the other way, without padding."""
+    """Store the inverse of `_take`, without padding."""
     if isinstance(where, _Row):
         _split(target, where).copy_(x.transpose(1, 2))
     else:
@@ -171,7 +169,7 @@ def _put(target: Tensor, where: _Padded | _Row, x: Tensor) -> None:
 
 
 def _add(target: Tensor, where: _Padded | _Row, x: Tensor) -> None:
-    """Several windows have a key in common; a sequence that is not cut has its keys alone."""
+    """Add gradients of keys: several windows share a key; the keys of an uncut sequence are its own."""
     if isinstance(where, _Row):
         _split(target, where).add_(x.transpose(1, 2))
     else:
@@ -202,7 +200,7 @@ def _parts(segments: Segments) -> tuple[_Part, ...]:
 
 
 def _row(group: list[slice]) -> _Row | None:
-    """Where nothing has to be padded, nothing is copied."""
+    """Return a row of adjacent sequences of equal length, which need neither padding nor copies; None for others."""
     if any(a.stop != b.start or a.stop - a.start != b.stop - b.start for a, b in pairwise(group)):
         return None
     return _Row(slice(group[0].start, group[-1].stop), len(group))
@@ -216,7 +214,7 @@ def _pad(group: list[slice], longest: int) -> _Padded:
 
 
 def _windows(run: QueryRange, window: int) -> Iterator[_Part]:
-    """Some queries at a time, with the keys that one of them sees."""
+    """Yield ranges of queries, each with all keys that any of them sees."""
     for begin in range(run.queries.start, run.queries.stop, _WINDOW_STEP):
         end = min(begin + _WINDOW_STEP, run.queries.stop)
         first = max(run.keys.start, begin - window + 1)
@@ -226,7 +224,7 @@ def _windows(run: QueryRange, window: int) -> Iterator[_Part]:
 
 @kept_for_layers(8)
 def _mask(queries: int, keys: int, window: int) -> Tensor:
-    """The mask for the last queries of as many keys; the same for all pieces of a sequence but its ends."""
+    """Return the mask for the last queries of ``keys``; equal for all pieces of a sequence except its ends."""
     distance = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
     seen = (distance >= 0) & (distance < window)
     return torch.from_numpy(np.where(seen, np.float32(0.0), np.float32("-inf")))

@@ -1,4 +1,4 @@
-"""What a kernel of dense attention computes, forward and backward."""
+"""Interface of a kernel of dense attention, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["QKV", "Attended", "Kernel", "QueryRange", "Segments", "score_dtype"]
-
 
 class QueryRange(NamedTuple):
     """A run of queries, and the keys that belong to it."""
@@ -22,16 +20,16 @@ class QueryRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """Which keys each query sees: those of its own segment.
+    """Segments of flat queries and keys: each query sees only keys of its own segment.
 
     Attributes
     ----------
     queries, keys:
         Start of each segment among flat queries and keys, and the end of the last: ``[n + 1]``. A segment may be empty.
     causal:
-        A query sees no key behind it; queries and keys are the same tokens then.
+        Whether a query sees no later key; queries and keys are then the same tokens.
     window:
-        A query sees the last so many keys up to itself; None: all of them. Causal segments alone have one.
+        Number of last keys, up to itself, that a query sees; None for all. Only causal segments have a window.
     """
 
     queries: tuple[int, ...]
@@ -45,7 +43,7 @@ class Segments:
         assert self.window is None or (self.causal and self.window > 0)
 
     def __iter__(self) -> Iterator[QueryRange]:
-        """Segments in which there is something to compute."""
+        """Yield the segments in which there is something to compute."""
         for (begin, end), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
             if begin < end and first < last:
                 yield QueryRange(slice(begin, end), slice(first, last))
@@ -84,11 +82,11 @@ class Kernel(Protocol):
     name: str
 
     def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
-        """Attend; ``scale`` is of the scores."""
+        """Compute attention; ``scale`` multiplies the scores."""
         ...
 
     def backward(self, grad: Tensor, inputs: QKV, attended: Attended, segments: Segments, scale: float) -> QKV:
-        """Gradients of ``inputs``, in their shapes, where ``grad [Q, heads, value_dim]`` is that of the output.
+        """Return gradients of ``inputs``, in their shapes, for the output's gradient ``grad [Q, heads, value_dim]``.
 
         ``attended`` may be of a softmax over more than the keys that are here (keys of other ranks, sinks): a weight is
         ``exp(score - lse)``, and its gradient depends on the output alone otherwise. What is returned is then the part
@@ -98,5 +96,5 @@ class Kernel(Protocol):
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which scores of activations of ``dtype`` are summed."""
+    """Return the dtype in which scores of activations of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,6 +1,6 @@
 """Dense attention in plain torch: the reference that defines the result, on any device and in any dtype.
 
-Queries go through in chunks of bounded memory: there is no matrix of scores of all pairs of tokens.
+Queries are processed in chunks of bounded memory, without a matrix of scores of all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import QKV, Attended, QueryRange, Segments, score_dtype
 
-__all__ = ["PlainKernel"]
-
 _CHUNK_BYTES = 64 << 20
-"""About the memory that the scores of a chunk of queries take."""
+"""Approximate bytes of the scores of a chunk of queries."""
 
 
 class PlainKernel:
@@ -71,7 +69,7 @@ def _chunks(segments: Segments, heads: int) -> Iterator[QueryRange]:
 
 
 def _scores(q: Tensor, k: Tensor, part: QueryRange, segments: Segments, scale: float) -> Tensor:
-    """``[key_heads, chunk · heads of each, keys]``, minus infinity where a query sees no key."""
+    """Return ``[key_heads, chunk · heads of each, keys]``, minus infinity for keys that a query does not see."""
     scores = (_grouped(q[part.queries], k.shape[1]) @ _by_head(k[part.keys]).transpose(1, 2)).to(score_dtype(q.dtype))
     scores *= scale
     if segments.causal:
@@ -83,17 +81,17 @@ def _scores(q: Tensor, k: Tensor, part: QueryRange, segments: Segments, scale: f
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """``[tokens, heads, dim]`` to ``[heads, tokens, dim]``."""
+    """Permute ``[tokens, heads, dim]`` to ``[heads, tokens, dim]``."""
     return x.transpose(0, 1)
 
 
 def _grouped(x: Tensor, key_heads: int) -> Tensor:
-    """``[tokens, heads, dim]`` to ``[key_heads, heads of each · tokens, dim]``: those of a key head together."""
+    """Permute ``[tokens, heads, dim]`` to ``[key_heads, heads of each · tokens, dim]``: grouped by key head."""
     tokens, heads, dim = x.shape
     by_head = x.transpose(0, 1).reshape(key_heads, heads // key_heads, tokens, dim)
     return by_head.reshape(key_heads, -1, dim)
 
 
 def _by_token(x: Tensor, heads: int) -> Tensor:
-    """`_grouped` the other way."""
+    """Return the inverse of `_grouped`."""
     return x.reshape(heads, -1, x.shape[2]).transpose(0, 1)

@@ -13,24 +13,22 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Segments
-from hpcrl.modeling.transfer import kept_for_layers, to_device
-
-__all__ = ["VarlenKernel"]
+from hpcrl.modeling.memory.transfer import kept_for_layers, to_device
 
 _STEP = 8
-"""FlashAttention takes heads whose width is a multiple of this."""
+"""FlashAttention requires heads whose width is a multiple of this."""
 
 
 class VarlenKernel:
     """See `hpcrl.modeling.kernels.kernel.Kernel`.
 
-    The backward pass adds in the order of arrival, unless torch is told to be deterministic
+    The backward pass adds in the order of arrival, unless torch is set to be deterministic
     (``torch.use_deterministic_algorithms``).
     """
 
     name = "varlen"
     widest = 256
-    """Channels of a head, at most."""
+    """Maximum channels of a head."""
 
     def forward(self, inputs: QKV, segments: Segments, scale: float) -> Attended:
         """See `Kernel`."""
@@ -52,7 +50,7 @@ class VarlenKernel:
             window_size=_window(segments),
             **options,
         )
-        # [heads, Q]; where there is no key FlashAttention says plus infinity
+        # [heads, Q]; FlashAttention returns plus infinity for a query without keys
         lse = lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == float("inf"), float("-inf"))
         return Attended(out[..., :width].contiguous(), lse)
 
@@ -91,18 +89,18 @@ def _knows_groups() -> bool:
 
 
 def _for_each_head(x: Tensor, share: int) -> Tensor:
-    """``[K, key_heads, dim]`` once for each head of queries that a head of keys is for, neighbours in order."""
+    """Repeat ``[K, key_heads, dim]`` for each query head of a key head; repeats are neighbours."""
     return x.repeat_interleave(share, 1)
 
 
 def _widen(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The kernel takes values as wide as keys; zeros change neither."""
+    """Pad tensors with zeros to the width that the kernel requires; zeros do not change the result."""
     width = -(-max(x.shape[2] for x in tensors) // _STEP) * _STEP
     return tuple(F.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x for x in tensors)
 
 
 def _starts(segments: Segments, q: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Starts of queries and of keys on the device, and the longest segment."""
+    """Return the starts of queries and of keys on the device, and the longest segment of each."""
     (of_queries, longest_q), (of_keys, longest_k) = (
         _on_device(starts, q.device) for starts in (segments.queries, segments.keys)
     )
@@ -117,7 +115,7 @@ def _on_device(starts: tuple[int, ...], device: torch.device) -> tuple[Tensor, i
 
 
 def _window(segments: Segments) -> tuple[int, int]:
-    """Keys before and behind a query that it sees, beside its own; -1: all."""
+    """Return the numbers of keys before and after a query that it sees, without its own; -1: all."""
     if not segments.causal:
         return -1, -1
     return (-1 if segments.window is None else segments.window - 1), 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.norm import norm_of
-from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
 from hpcrl.models.arch import GroupedQueryArch
-
-__all__ = ["GroupedQueryAttention"]
 
 
 class GroupedQueryAttention(nn.Module):
@@ -37,7 +35,7 @@ class GroupedQueryAttention(nn.Module):
             self.q_norm, self.k_norm = (norm_of(arch, width) for width in widths)
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         tokens = x.shape[0]
         q, k, gate = self.q_proj(x), self.k_proj(x), None
         if self.gated:

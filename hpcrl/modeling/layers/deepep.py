@@ -21,11 +21,9 @@ from hpcrl.modeling.layers.dispatch import Dispatched
 from hpcrl.modeling.layers.rows import RowOrder, copy_rows, mix_rows
 from hpcrl.modeling.sums import count_rows
 
-__all__ = ["DeepEPDispatcher", "ElasticBuffer", "Exchange", "MakeBuffer", "find_deepep"]
-
 
 class ElasticBuffer(Protocol):
-    """What is used of DeepEP's class of this name. Kernels have been waited for when a call returns."""
+    """Used methods of DeepEP's class of this name. Kernels have completed when a call returns."""
 
     def dispatch(self, x: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Any, Any]:
         """Send ``x [T, width]``, whose experts and weights are ``topk_idx`` and ``topk_weights``, ``[T, k]``.
@@ -36,9 +34,9 @@ class ElasticBuffer(Protocol):
         ...
 
     def combine(self, x: Tensor, **settings: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """Rows ``[rows, width]`` back: those of each token added up, ``[T, width]``; the same of weights; an event.
+        """Return the sums ``[T, width]`` of each token's rows ``[rows, width]``; the same of weights; an event.
 
-        ``handle`` is that of the call that brought them.
+        ``handle`` is that of the call that dispatched the rows.
         """
         ...
 
@@ -61,7 +59,7 @@ def find_deepep(device: torch.device) -> MakeBuffer:
     Raises
     ------
     UsageError
-        It cannot be used here: it is not installed, does not start, is too old, or there is no GPU.
+        It cannot be used here: it is not installed, does not start, is too old, or a GPU is missing.
     """
     if device.type != "cuda":
         raise UsageError(f"{_WHERE} needs GPUs of NVIDIA, and this trainer computes on {device.type}\n{_HINT}")
@@ -71,7 +69,7 @@ def find_deepep(device: torch.device) -> MakeBuffer:
         install = ", or install DeepEP 2.0 from its sources in the environment of the trainer"
         raise UsageError(f"{_WHERE}: the package deep_ep is not installed here ({error})\n{_HINT}{install}") from error
     except Exception as error:
-        # its import asserts that NCCL and CUDA are as it wants them, and starts its compiler
+        # its import asserts versions of NCCL and CUDA, and starts its compiler
         raise _does_not_start("the package deep_ep cannot be imported here", error) from error
     try:
         made: MakeBuffer = package.ElasticBuffer
@@ -82,7 +80,7 @@ def find_deepep(device: torch.device) -> MakeBuffer:
 
 
 def _does_not_start(what: str, error: Exception) -> UsageError:
-    """Return the error for people where DeepEP is there and does not start: what to look at is NCCL and CUDA."""
+    """Return the error for a DeepEP that is installed but does not start: mostly NCCL or CUDA is the reason."""
     found = ""
     # absent from builds of torch without CUDA
     with suppress(Exception):
@@ -98,16 +96,16 @@ class Exchange:
     """The buffer that all layers share; it is made when the first tokens leave, on all ranks of the group at once."""
 
     def __init__(self, make: MakeBuffer, group: dist.ProcessGroup, *, most_tokens: int, timeout_s: float) -> None:
-        """Remember how to make it.
+        """Remember how to make the buffer.
 
         Parameters
         ----------
         most_tokens:
-            Of one rank in one pass, and the same on all.
+            Maximum tokens of one rank in one pass, the same on all ranks.
         timeout_s:
-            How long a rank waits for the others in one exchange. They may compile kernels meanwhile, so it is no
-            shorter than the timeout of collectives. DeepEP's own defaults are 100 s on the GPU, after which the kernel
-            traps, and 300 s on the host.
+            Timeout in seconds of a rank's wait for the others in one exchange. They may compile kernels meanwhile, so
+            it is not shorter than the timeout of collectives. DeepEP's own defaults are 100 s on the GPU, after which
+            the kernel traps, and 300 s on the host.
         """
         self._make, self._group, self.most_tokens = make, group, most_tokens
         self._timeout_s = math.ceil(timeout_s)
@@ -123,9 +121,9 @@ class Exchange:
         """
         wanted = (width, experts_per_token)
         if wanted not in self._buffers:
-            # DeepEP takes the group's communicator, which torch makes in the group's first collective on a device; a
-            # `device_id` of the process group would make it earlier, and cuts mesh groups by splitting, which Gloo's
-            # half of our groups cannot do
+            # DeepEP takes the group's communicator, which torch makes in the group's first collective on a device. A
+            # `device_id` of the process group would make it earlier, but splits it for mesh groups, which the Gloo half
+            # of these groups does not support
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             self._buffers[wanted] = self._made(width, experts_per_token)
         return self._buffers[wanted]
@@ -151,15 +149,15 @@ class Exchange:
 
 
 class DeepEPDispatcher:
-    """See `hpcrl.modeling.layers.dispatch.Dispatcher`. Experts are dealt out in equal runs over ranks."""
+    """See `hpcrl.modeling.layers.dispatch.Dispatcher`. Experts are distributed in equal runs over ranks."""
 
     def __init__(self, experts: int, ranks: int, exchange: Exchange) -> None:
-        """Of a layer with ``experts``, a multiple of ``ranks``."""
+        """Prepare a dispatcher for a layer with ``experts``, a multiple of ``ranks``."""
         assert experts % ranks == 0
         self._experts, self._here, self._exchange = experts, experts // ranks, exchange
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
-        """See `Dispatcher`. The host waits for the device: it has to know how many rows come.
+        """See `Dispatcher`. The host waits for the device, to learn how many rows arrive.
 
         Raises
         ------
@@ -171,10 +169,10 @@ class DeepEPDispatcher:
         way = _Way(self._exchange.buffer(x.shape[1], chosen.shape[1], x.device), self._experts)
         rows, shares, experts = _Leave.apply(way, x, weights, chosen)  # type: ignore[no-untyped-call]
         places = experts.flatten()
-        # what is of other ranks comes last, and is left out
+        # rows of other ranks' experts are sorted last, and left out
         key = torch.where(places < 0, self._here, places)
         counts = count_rows(key, self._here + 1)[: self._here]
-        # the device has just been waited for: there is nothing left that this could wait for
+        # the exchange has synchronised with the device already: `int` costs no further wait
         here = key.argsort(stable=True)[: int(counts.sum())]
         order = RowOrder.of(here, *experts.shape)
 
@@ -186,7 +184,7 @@ class DeepEPDispatcher:
 
 
 class _Way:
-    """How the tokens of one layer went in one pass, for those that come back."""
+    """Handle of the dispatch of one layer in one pass, for the tokens that return."""
 
     def __init__(self, buffer: ElasticBuffer, experts: int) -> None:
         self.buffer, self.experts = buffer, experts

@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.context import BatchContext
-from hpcrl.modeling.delta_rule import DeltaRule
-from hpcrl.modeling.opaque import opaque
+from hpcrl.modeling.recurrence.delta_rule import DeltaRule
 from hpcrl.modeling.rope import RotaryTables
 from hpcrl.models.arch import GatedDeltaArch
-
-__all__ = ["GatedDeltaMixer", "HeadNumbers"]
 
 
 class HeadNumbers(nn.Linear):
@@ -28,7 +26,7 @@ class _NormThenGate(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[T, heads, size]`` to the same."""
+        """Map ``[T, heads, size]`` to the same shape."""
         normed = F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
         return (self.weight * normed * F.silu(gate.float())).to(x.dtype)
 
@@ -63,13 +61,13 @@ class GatedDeltaMixer(nn.Module):
         self.out_proj = nn.Linear(arch.value_size, hidden, bias=False)
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         mixed, gate, strength, decay = self._grouped(x) if self.interleaved else self._apart(x)
         mixed = F.silu(self.convolve(mixed, context))
         queries, keys, values = (
             part.reshape(len(x), heads, -1)
             for part, heads in zip(
-                torch.split(mixed, self.parts, dim=-1), (self.key_heads, self.key_heads, self.heads), strict=True
+                torch.split(mixed, self.parts, dim=1), (self.key_heads, self.key_heads, self.heads), strict=True
             )
         )
         logs = -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float())
@@ -78,17 +76,17 @@ class GatedDeltaMixer(nn.Module):
         return mixed_down
 
     def _grouped(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What is convolved, and of each head the gate, the strength and the decay: published by key heads."""
+        """Return the inputs of the convolution and each head's gate, strength and decay, published by key heads."""
         repeats = self.heads // self.key_heads
         widths = [self.key_dim, self.key_dim, repeats * self.value_dim, repeats * self.value_dim]
         *convolved, gate = torch.split(self.in_proj_qkvz(x).view(len(x), self.key_heads, -1), widths, dim=-1)
         strength, decay = self.in_proj_ba(x).view(len(x), self.key_heads, -1).chunk(2, dim=-1)
-        mixed = torch.cat([part.flatten(1) for part in convolved], dim=-1)
+        mixed = torch.cat([part.flatten(1) for part in convolved], dim=1)
         gate = gate.reshape(len(x), self.heads, self.value_dim)
         return mixed, gate, strength.flatten(1), decay.flatten(1)
 
     def _apart(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same, published one by one."""
+        """Return the same as `_grouped` for weights that are published separately."""
         gate = self.in_proj_z(x).view(len(x), self.heads, self.value_dim)
         return self.in_proj_qkv(x), gate, self.in_proj_b(x), self.in_proj_a(x)
 

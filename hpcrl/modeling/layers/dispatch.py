@@ -1,4 +1,4 @@
-"""The way of tokens to their experts and back, on one rank or over the ranks among which experts are dealt out."""
+"""The way of tokens to their experts and back, on one rank or over the ranks among which experts are distributed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.modeling.exchange import exchange_rows
 from hpcrl.modeling.layers.rows import RowOrder, copy_rows, inverse, mix_rows, permute_rows
+from hpcrl.modeling.parallel.collectives import exchange_rows
 from hpcrl.modeling.sums import count_rows
-
-__all__ = ["AllToAllDispatcher", "Dispatched", "Dispatcher", "LocalDispatcher", "fetch_sizes"]
 
 
 class Dispatched(NamedTuple):
-    """What experts of this rank have to compute.
+    """Rows that the experts of this rank compute.
 
     Attributes
     ----------
@@ -27,8 +25,8 @@ class Dispatched(NamedTuple):
     counts:
         ``[experts of this rank]`` int64: rows of each; any may be 0.
     combine:
-        Takes what the experts made of the rows, ``[rows, hidden_size]``, and returns ``[T, hidden_size]``: of each
-        token of this rank the sum over its experts, by weight.
+        Takes the experts' results for the rows, ``[rows, hidden_size]``, and returns ``[T, hidden_size]``: for each
+        token of this rank the weighted sum over its experts.
     """
 
     rows: Tensor
@@ -69,7 +67,7 @@ class LocalDispatcher:
 
 
 class AllToAllDispatcher:
-    """Experts are dealt out in equal runs over the ranks of a group; one all-to-all takes tokens there, one back.
+    """Experts are distributed in equal runs over the ranks of a group; one all-to-all takes tokens there, one back.
 
     Rows arrive in the order of ranks, and of tokens within one: equal input gives equal sums on every run.
     """
@@ -81,7 +79,7 @@ class AllToAllDispatcher:
         self._last: _Traffic | None = None
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Dispatched:
-        """See `Dispatcher`. It waits for the device once: the host has to know how many rows come and go.
+        """See `Dispatcher`. It waits for the device once: the host must know how many rows are sent and received.
 
         Where the same choice comes again, as the same object, because a layer is computed again for the backward pass,
         the host knows already.
@@ -104,7 +102,10 @@ class AllToAllDispatcher:
         return Dispatched(permute_rows(rows, by_expert, by_rank), coming.sum(0), combine)
 
     def _agree(self, flat: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """How many rows come, ``[ranks, experts here]``; how many go to each rank, and come from it. A collective."""
+        """Return the counts of received rows ``[ranks, experts here]``, and rows sent to and received from ranks.
+
+        Collective.
+        """
         leaving = count_rows(flat, self._experts).view(self._ranks, -1)
         coming = torch.empty_like(leaving)
         dist.all_to_all_single(coming, leaving, group=self._group)
@@ -113,7 +114,7 @@ class AllToAllDispatcher:
 
 
 class _Traffic(NamedTuple):
-    """What `AllToAllDispatcher` found of the choice ``of``."""
+    """Row counts that `AllToAllDispatcher` found for the choice ``of``."""
 
     of: weakref.ref[Tensor]
     coming: Tensor
@@ -122,7 +123,7 @@ class _Traffic(NamedTuple):
 
 
 def fetch_sizes(sizes: Tensor) -> list[list[int]]:
-    """Numbers of the device, ``[n, ranks]``, on the host: what collectives with uneven parts ask for.
+    """Copy device numbers ``[n, ranks]`` to host lists, which collectives with uneven parts need.
 
     The host waits for the device here, and nowhere else in a pass.
     """

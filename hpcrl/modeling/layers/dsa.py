@@ -8,16 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hpcrl.modeling.attention.sparse import REFERENCE
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.context import BatchContext, IndexQuery
 from hpcrl.modeling.fp8.linear import effective_weight
 from hpcrl.modeling.layers.mla import LatentAttention
-from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary
-from hpcrl.modeling.sparse_attention import REFERENCE
 from hpcrl.modeling.sparse_kernels.kernel import Chosen
 from hpcrl.models.arch import GlmMoeDsaArch
-
-__all__ = ["Indexer", "SparseLatentAttention"]
 
 
 class Indexer(nn.Module):
@@ -34,7 +32,7 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, queries: Tensor, rotary: RotaryTables) -> IndexQuery:
-        """Of tokens ``[T, hidden_size]`` and their compressed queries ``[T, q_lora_rank]``."""
+        """Compute the index query of tokens ``[T, hidden_size]`` and their compressed queries ``[T, q_lora_rank]``."""
         q = self.wq_b(queries).view(len(x), self.heads, self.dim)
         q = apply_rotary(q, rotary, interleaved=True)
         k = apply_rotary(self.k_norm(self.wk(x))[:, None], rotary, interleaved=True)[:, 0]
@@ -53,19 +51,19 @@ class SparseLatentAttention(LatentAttention):
         self.top_k, self.source = arch.index_topk, arch.index_source(layer)
         self.indexer = Indexer(arch) if self.source == layer else None
         self.kernel = REFERENCE
-        """What computes scores and attention; `hpcrl.modeling.sparse_kernels.find` finds others."""
+        """Kernel of scores and attention; `hpcrl.modeling.sparse_kernels.find` finds others."""
         self.is_shared = layer + 1 < arch.num_hidden_layers and arch.index_source(layer + 1) == self.source
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         tokens = x.shape[0]
         compressed = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(compressed).view(tokens, -1, self.nope_dim + self.rope_dim)
         q_pass, q_rot = torch.split(q, [self.nope_dim, self.rope_dim], dim=-1)
-        latent, k_rot = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
+        latent, k_rot = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=1)
         k_rot = apply_rotary(k_rot[:, None], rotary, interleaved=self.interleaved)[:, 0]
-        keys = torch.cat((self.kv_a_layernorm(latent), k_rot), dim=-1)
-        # what would make keys and values of latents is applied to queries and results instead
+        keys = torch.cat((self.kv_a_layernorm(latent), k_rot), dim=1)
+        # absorbed form: the expanding matrix is applied to queries and results instead of latents
         expand = effective_weight(self.kv_b_proj).view(q.shape[1], self.nope_dim + self.value_dim, self.latent_dim)
         to_key, to_value = torch.split(expand, [self.nope_dim, self.value_dim], dim=1)
         absorbed = torch.einsum("thn,hnl->thl", q_pass, to_key)
@@ -87,7 +85,7 @@ class SparseLatentAttention(LatentAttention):
         keys:
             ``[T, latent_dim + rotary_dim]``, of which the first ``latent_dim`` channels are the values.
         index:
-            What this layer's indexer says; None where it has none.
+            Output of this layer's indexer; None if it has none.
 
         Returns
         -------
@@ -105,7 +103,7 @@ class SparseLatentAttention(LatentAttention):
             keys, index_keys = context.gather(keys, None if index is None else index.k)
             if index is not None and index_keys is not None:
                 index = index._replace(k=index_keys)
-        # known where a layer before has chosen, or this one in the forward pass that is computed again
+        # known if an earlier layer has chosen, or this one in the forward pass that is being recomputed
         chosen = context.chosen.get(self.source)
         if chosen is None:
             assert index is not None

@@ -1,4 +1,4 @@
-"""Mamba-2: a state of fixed size stands for all tokens before."""
+"""Mamba-2: a state of fixed size represents all earlier tokens."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.context import BatchContext
-from hpcrl.modeling.opaque import opaque
+from hpcrl.modeling.recurrence.state_space import Scan
 from hpcrl.modeling.rope import RotaryTables
-from hpcrl.modeling.state_space import Scan
 from hpcrl.models.arch import NemotronHArch
-
-__all__ = ["GatedRMSNorm", "Mamba2"]
 
 
 class GatedRMSNorm(nn.Module):
@@ -24,7 +22,7 @@ class GatedRMSNorm(nn.Module):
         self.groups, self.eps = groups, eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``[T, size]`` float32 to the same."""
+        """Map ``[T, size]`` float32 to the same shape."""
         gated = (x * F.silu(gate.float())).view(len(x), self.groups, -1)
         y: Tensor = self.weight * F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(1)
         return y
@@ -50,13 +48,13 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(inner, arch.hidden_size, bias=arch.use_bias)
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
-        gate, mixed, dt = torch.split(self.in_proj(x), self.widths, dim=-1)
+        """Map ``[T, hidden_size]`` to the same shape."""
+        gate, mixed, dt = torch.split(self.in_proj(x), self.widths, dim=1)
         mixed = F.silu(self.convolve(mixed, context))
         values, keys, queries = (
             part.reshape(len(x), heads, -1)
             for part, heads in zip(
-                torch.split(mixed, self.parts, dim=-1), (self.heads, self.groups, self.groups), strict=True
+                torch.split(mixed, self.parts, dim=1), (self.heads, self.groups, self.groups), strict=True
             )
         )
         steps = F.softplus(dt.float() + self.dt_bias.float()).clamp(min=self.least_step)

@@ -8,20 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.fp8.linear import effective_weight
 from hpcrl.modeling.layers.norm import RMSNorm
-from hpcrl.modeling.opaque import opaque
 from hpcrl.modeling.rope import RotaryTables, apply_rotary, yarn_mscale
 from hpcrl.models.arch import DeepseekV3Arch
-
-__all__ = ["LatentAttention"]
 
 
 class LatentAttention(nn.Module):
     """DeepSeek-V3's attention in its expanded form, as training and prefill compute it.
 
-    Who expands is the layer, or an attention that gathers latents.
+    The layer expands latents, or an attention that gathers them.
     """
 
     def __init__(self, arch: DeepseekV3Arch, layer: int) -> None:
@@ -49,11 +47,11 @@ class LatentAttention(nn.Module):
             self.scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
     def forward(self, x: Tensor, rotary: RotaryTables, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         tokens = x.shape[0]
         q = self._queries(x).view(tokens, -1, self.nope_dim + self.rope_dim)
         q_pass, q_rot = torch.split(q, [self.nope_dim, self.rope_dim], dim=-1)
-        latent, k_rot = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=-1)
+        latent, k_rot = torch.split(self.kv_a_proj_with_mqa(x), [self.latent_dim, self.rope_dim], dim=1)
         latent = self.kv_a_layernorm(latent)
         q = torch.cat((q_pass, apply_rotary(q_rot, rotary, interleaved=self.interleaved)), dim=-1)
         k_rot = apply_rotary(k_rot[:, None], rotary, interleaved=self.interleaved)
@@ -61,13 +59,13 @@ class LatentAttention(nn.Module):
             k, v = self._expanded(latent, k_rot)
             y = self.attend(q, k, v, context)
         else:
-            rows = torch.cat((latent, k_rot[:, 0]), dim=-1)
+            rows = torch.cat((latent, k_rot[:, 0]), dim=1)
             y = self.attend_latents(q, rows, effective_weight(self.kv_b_proj), context)
         projected: Tensor = self.o_proj(y.reshape(tokens, -1))
         return projected
 
     def _expanded(self, latent: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads; one rotary key for all."""
+        """Return keys and values of all heads; all share one rotary key."""
         expanded = self.kv_b_proj(latent).view(len(latent), -1, self.nope_dim + self.value_dim)
         k_pass, v = torch.split(expanded, [self.nope_dim, self.value_dim], dim=-1)
         return torch.cat((k_pass, k_rot.expand(-1, k_pass.shape[1], -1)), dim=-1), v

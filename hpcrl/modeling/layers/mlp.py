@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.layers.swiglu import swiglu
 
-__all__ = ["GatedMLP", "SquaredMLP"]
-
 
 class GatedMLP(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202)."""
@@ -20,7 +18,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[…, hidden_size]`` to the same."""
+        """Map ``[…, hidden_size]`` to the same shape."""
         y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return y
 
@@ -34,6 +32,6 @@ class SquaredMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[…, hidden_size]`` to the same."""
+        """Map ``[…, hidden_size]`` to the same shape."""
         y: Tensor = self.down_proj(F.relu(self.up_proj(x)).square())
         return y

@@ -13,24 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.compile.opaque import opaque
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.layers.dispatch import Dispatcher, LocalDispatcher
-from hpcrl.modeling.layers.low_rank import GroupedAdapter, multiply_aligned, multiply_groups
 from hpcrl.modeling.layers.swiglu import swiglu
-from hpcrl.modeling.opaque import opaque
-
-__all__ = [
-    "ChosenSoftmaxRouter",
-    "ClampedExperts",
-    "Experts",
-    "GroupedProduct",
-    "Router",
-    "SigmoidRouter",
-    "SoftmaxRouter",
-    "SparseMLP",
-    "SquaredExperts",
-    "TokenGate",
-]
+from hpcrl.modeling.low_rank import GroupedAdapter, multiply_aligned, multiply_groups
 
 
 class Router(nn.Linear):
@@ -42,15 +29,15 @@ class Router(nn.Linear):
     top_k: int
 
     def scores(self, x: Tensor) -> Tensor:
-        """``[T, hidden_size]`` to ``[T, experts]``, with gradient."""
+        """Map ``[T, hidden_size]`` to scores ``[T, experts]``, with gradient."""
         raise NotImplementedError
 
     def prefer(self, scores: Tensor) -> Tensor:
-        """``[T, k]`` int64 of ``scores``, ordered by falling preference; no gradient goes through a choice."""
-        return scores.detach().topk(self.top_k, dim=-1).indices
+        """Return the ``k`` preferred experts of ``scores``: ``[T, k]`` int64, best first, without gradient."""
+        return scores.detach().topk(self.top_k, dim=1).indices
 
     def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
-        """Weights ``[T, k]`` float32 of the experts ``taken``, ``[T, k]`` int64, with gradient through ``scores``."""
+        """Return weights ``[T, k]`` float32 of the experts ``taken [T, k]`` int64, with gradient through ``scores``."""
         raise NotImplementedError
 
 
@@ -62,14 +49,14 @@ class SoftmaxRouter(Router):
         self.top_k, self.normalise = top_k, normalise
 
     def scores(self, x: Tensor) -> Tensor:
-        """Probabilities, ``[T, experts]`` float32."""
-        probabilities: Tensor = self(x).softmax(-1, dtype=torch.float32)
+        """Return probabilities, ``[T, experts]`` float32."""
+        probabilities: Tensor = self(x).softmax(1, dtype=torch.float32)
         return probabilities
 
     def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
         """See `Router`."""
         weights = scores.gather(1, taken)
-        return weights / weights.sum(-1, keepdim=True) if self.normalise else weights
+        return weights / weights.sum(1, keepdim=True) if self.normalise else weights
 
 
 class ChosenSoftmaxRouter(Router):
@@ -80,13 +67,13 @@ class ChosenSoftmaxRouter(Router):
         self.top_k = top_k
 
     def scores(self, x: Tensor) -> Tensor:
-        """Logits, ``[T, experts]`` in the dtype of the model."""
+        """Return logits, ``[T, experts]`` in the dtype of the model."""
         logits: Tensor = self(x)
         return logits
 
     def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
         """See `Router`."""
-        return scores.gather(1, taken).softmax(-1, dtype=torch.float32)
+        return scores.gather(1, taken).softmax(1, dtype=torch.float32)
 
 
 class SigmoidRouter(Router):
@@ -108,7 +95,7 @@ class SigmoidRouter(Router):
             Experts lie in ``groups`` groups of equal size; the best ``top_groups``, by their two best experts, are
             chosen from.
         scale:
-            Of the weights.
+            Factor of the weights.
         """
         super().__init__(hidden_size, experts, bias=False)
         self.top_k, self.normalise, self.scale = top_k, normalise, scale
@@ -116,14 +103,14 @@ class SigmoidRouter(Router):
         self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
     def scores(self, x: Tensor) -> Tensor:
-        """Sigmoids, ``[T, experts]`` float32, without the bias."""
+        """Return sigmoids, ``[T, experts]`` float32, without the bias."""
         return F.linear(x.float(), self.weight.float()).sigmoid()
 
     def weigh(self, scores: Tensor, taken: Tensor) -> Tensor:
         """See `Router`."""
         weights = scores.gather(1, taken)
         if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
         return weights * self.scale
 
     @torch.no_grad()
@@ -132,17 +119,17 @@ class SigmoidRouter(Router):
         preferred = scores + self.e_score_correction_bias
         if self.top_groups < self.groups:
             by_group = preferred.view(len(scores), self.groups, -1)
-            best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+            best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=1).indices
             closed = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, value=False)
             preferred = by_group.masked_fill(closed[..., None], float("-inf")).flatten(1)
-        return preferred.topk(self.top_k, dim=-1).indices
+        return preferred.topk(self.top_k, dim=1).indices
 
 
 class GroupedProduct(Protocol):
     """Rows that are sorted by expert, each multiplied with the matrix of its own."""
 
     def __call__(self, x: Tensor, weight: Tensor, counts: Tensor, *, parts: int = 1) -> Tensor:
-        """``x [rows, in]`` with ``weight [experts, out, in]``, of which ``counts [experts]`` rows are each one's.
+        """Multiply ``x [rows, in]`` by ``weight [experts, out, in]``; expert ``e`` has ``counts[e]`` of the rows.
 
         ``parts`` matrices lie one behind the other in the matrix of an expert.
         """
@@ -155,7 +142,7 @@ def plain_product(x: Tensor, weight: Tensor, counts: Tensor, *, parts: int = 1) 
 
 
 class _GroupedExperts(nn.Module):
-    """Experts whose matrices of a kind lie in one tensor, and may have adapters by its name."""
+    """Experts whose matrices of a kind share one tensor, and may have adapters by its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +150,7 @@ class _GroupedExperts(nn.Module):
         self.adapters = nn.ModuleDict()
 
     def multiply(self, name: str, x: Tensor, counts: Tensor, *, parts: int = 1) -> Tensor:
-        """`GroupedProduct` with the parameter ``name``, and what its adapter adds."""
+        """Apply `GroupedProduct` with the parameter ``name``, and add its adapter's result."""
         weight = local_part(getattr(self, name))
         if name not in self.adapters:
             return self.product(x, weight, counts, parts=parts)
@@ -247,13 +234,13 @@ class TokenGate(nn.Linear):
         super().__init__(hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[T, hidden_size]`` to ``[T, 1]``."""
+        """Map ``[T, hidden_size]`` to ``[T, 1]``."""
         numbers: Tensor = super().forward(x)
         return numbers.sigmoid()
 
 
 class SparseMLP(nn.Module):
-    """A router, the experts that it chooses, and shared experts beside them where there are any."""
+    """A router, the experts that it chooses, and shared experts if there are any."""
 
     def __init__(
         self,
@@ -274,7 +261,7 @@ class SparseMLP(nn.Module):
         latent_size:
             Width of what experts take and give, where projections lead there and back; None: there are none.
         shared_gate:
-            What shared experts make is multiplied with the sigmoid of a number from each token.
+            Whether the output of shared experts is multiplied with the sigmoid of a number from each token.
         """
         super().__init__()
         self.layer = layer
@@ -282,7 +269,7 @@ class SparseMLP(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
         self.outer = nn.ModuleDict()
-        """What the adapters of all experts have in common."""
+        """Common parts of the adapters of all experts."""
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if latent_size is not None:
             self.fc1_latent_proj = nn.Linear(gate.in_features, latent_size, bias=False)
@@ -291,7 +278,7 @@ class SparseMLP(nn.Module):
         self.dispatcher: Dispatcher = LocalDispatcher(gate.out_features)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """``[T, hidden_size]`` to the same."""
+        """Map ``[T, hidden_size]`` to the same shape."""
         scores = self.gate.scores(x)
         taken = self.take(scores, context)
         narrow = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
@@ -305,7 +292,7 @@ class SparseMLP(nn.Module):
 
     @opaque
     def take(self, scores: Tensor, context: BatchContext) -> Tensor:
-        """Experts ``[T, k]`` that tokens go to: the router's choice, or the engine's where that is replayed.
+        """Return the experts ``[T, k]`` of tokens: the router's choice, or the engine's if that is replayed.
 
         Where the layer is computed again, those of the first time.
         """
@@ -322,9 +309,9 @@ class SparseMLP(nn.Module):
 
     @opaque
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What experts make of ``x``, ``[T, expert width]``, by ``weights [T, k]`` float32: the same shape.
+        """Return the experts' results for ``x [T, expert width]``, combined by ``weights [T, k]`` float32.
 
-        ``chosen`` is ``[T, k]`` int64: global numbers of experts.
+        The result has the shape of ``x``. ``chosen`` is ``[T, k]`` int64: global numbers of experts.
         """
         rows, counts, combine = self.dispatcher.dispatch(x, weights, chosen)
         return combine(self.experts(rows, counts))

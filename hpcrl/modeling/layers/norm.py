@@ -11,8 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["RMSNorm", "ZeroCentredRMSNorm", "norm_of"]
-
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32 (Zhang and Sennrich 2019, arXiv 1910.07467), as transformers computes it."""
@@ -23,7 +21,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[…, size]`` to the same."""
+        """Map ``[…, size]`` to the same shape."""
         if torch.compiler.is_compiling():
             return _normed(x, self.eps) * self.weight
         y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -38,7 +36,7 @@ class ZeroCentredRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[…, size]`` to the same."""
+        """Map ``[…, size]`` to the same shape."""
         if torch.compiler.is_compiling():
             return (_normed(x.float(), self.eps) * (1.0 + self.weight.float())).to(x.dtype)
         y: Tensor = _ZeroCentredRMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -55,7 +53,7 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """By hand, because autograd keeps a copy of the input in float32 and the normed values beside the input."""
+    """RMS norm with its own gradient: autograd would keep a float32 copy of the input and the normed values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +87,7 @@ class _ZeroCentredRMSNorm(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, factors: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """Gradients of a norm's input and weight, of which it has made ``factors [size]``."""
+    """Return gradients of a norm's input and weight; ``factors [size]`` are the norm's from the forward pass."""
     of_x, of_weight, _ = ctx.needs_input_grad
     wide, size = x.float(), x.shape[-1]
     inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()

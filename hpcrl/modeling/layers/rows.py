@@ -1,7 +1,7 @@
 """Rows of tokens on their way to experts and back: permutations, copies for several experts, and sums by weight.
 
-Gradients are written by hand: autograd's indexing adds them up row after row, and keeps and makes copies that nobody
-needs. Sums are over the places of a token in their order, whatever the order of rows is: equal input gives equal sums.
+Gradients are written by hand: autograd's indexing adds them up row by row, and makes and keeps unneeded copies. Sums
+are over the places of a token in their order, whatever the order of rows is: equal input gives equal sums.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RowOrder", "copy_rows", "inverse", "mix_rows", "permute_rows"]
-
 
 class RowOrder(NamedTuple):
-    """How rows lie that are sorted by expert; a token has ``k`` places, of which each has a row, or none.
+    """Order of rows that are sorted by expert. A token has ``k`` places, each of which has a row or none.
 
     Attributes
     ----------
     places:
-        ``[rows]`` int64: of each row its place, ``token · k + i``.
+        ``[rows]`` int64: the place of each row, ``token · k + i``.
     by_token:
         ``[rows]`` int64: numbers of the rows in the order of their places.
     starts:
-        ``[T]`` int64: where the rows of each token begin in ``by_token``.
+        ``[T]`` int64: first index of each token's rows in ``by_token``.
     k:
         Places of a token.
     """
@@ -38,7 +36,7 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of(cls, places: Tensor, tokens: int, k: int) -> RowOrder:
-        """From ``places`` of ``tokens``: all of them, or those that have a row."""
+        """Make an order from ``places`` of ``tokens``: all places, or those that have a row."""
         rows = len(places)
         if rows == tokens * k:
             return cls(places, inverse(places), torch.arange(0, rows, k, device=places.device), k)
@@ -48,12 +46,12 @@ class RowOrder(NamedTuple):
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes ``order``, ``[n]`` int64."""
+    """Return the permutation that undoes ``order``, ``[n]`` int64."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """``x [n, D]`` in the order of the permutation ``order [n]``, which ``back [n]`` undoes."""
+    """Return ``x [n, D]`` in the order of the permutation ``order [n]``, which ``back [n]`` undoes."""
     permuted: Tensor = _Permute.apply(x, order, back)  # type: ignore[no-untyped-call]
     return permuted
 
@@ -89,7 +87,7 @@ class _Permute(torch.autograd.Function):
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RowOrder) -> Tensor:
-        # not as they are: what is not saved in this way is kept where a layer is computed again, too
+        # saved tensors are released with a recomputed layer; attributes of ``ctx`` would be kept
         ctx.save_for_backward(rows.by_token, rows.starts)
         return x.index_select(0, rows.places // rows.k)
 
@@ -123,7 +121,7 @@ class _Mix(torch.autograd.Function):
 
 
 def _sum_bags(rows: Tensor, order: Tensor, starts: Tensor, shares: Tensor | None = None) -> Tensor:
-    """Sums over rows, ``[bags, D]``; a bag is a run of ``order`` from each of ``starts`` on, as are ``shares``."""
+    """Return sums over rows, ``[bags, D]``; bags are ranges of ``order`` and ``shares`` that begin at ``starts``."""
     if not len(starts):
         return rows.new_zeros(0, rows.shape[1])
     return F.embedding_bag(order, rows.contiguous(), starts, mode="sum", per_sample_weights=shares)

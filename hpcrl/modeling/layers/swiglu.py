@@ -9,17 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["swiglu"]
-
 
 def swiglu(*parts: Tensor) -> Tensor:
-    """``silu(gate) · up``, ``[…, F]``.
+    """Return ``silu(gate) · up``, ``[…, F]``.
 
     Parameters
     ----------
     parts:
         Gate and up, ``[…, F]`` each, or one tensor ``[…, 2F]`` that has them one behind the other. The backward pass
-        puts their gradients into their memory: nobody else may need them then.
+        puts their gradients into their memory, so no other computation may need them then.
     """
     if torch.compiler.is_compiling():
         gate, up = _gate_and_up(parts)

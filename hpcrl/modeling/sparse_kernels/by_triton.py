@@ -1,4 +1,4 @@
-"""Sparse attention by programs of our own in Triton.
+"""Sparse attention by hpcrl's own programs in Triton.
 
 Never run on a GPU by this project: `tests/modeling/test_triton_programs.py` runs the programs in Triton's interpreter
 and compiles them for Hopper, `tests/modeling/sparse_kernels/test_sparse_gpu.py` holds them to the reference where there
@@ -18,15 +18,13 @@ from hpcrl.modeling.kernels.kernel import Attended
 from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
-__all__ = ["HOPPER", "SMALL", "AttentionBlocks", "TritonKernel", "attention_sizes", "blocks_of", "index_sizes"]
-
 _AMPERE = (8, 0)
 _HOPPER = 9
 _SCRATCH_BYTES = 1 << 30
-"""Of the backward pass: weights, their gradients, and the parts of rows' gradients, of some queries at a time."""
+"""Maximum bytes of the backward pass for weights, their gradients, and parts of rows' gradients, of some queries."""
 _SCORE_BYTES = 1 << 30
 _MOST_NARROW = (1 << 31) - 1
-"""Elements whose places have room in 32 bits with a sign."""
+"""Maximum elements whose indices fit signed 32-bit integers."""
 _SUMMED_AT_ONCE = 16
 _SUMMED_CHANNELS = 128
 
@@ -51,13 +49,13 @@ class AttentionBlocks(NamedTuple):
 
 
 HOPPER = AttentionBlocks(Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2))
-"""64 rows of a product is what the matrix instruction of Hopper (wgmma) takes. One program fills a multiprocessor."""
+"""Hopper's matrix instruction (wgmma) takes 64 rows of a product. One program fills a multiprocessor."""
 SMALL = AttentionBlocks(Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2))
 """For GPUs with less shared memory, by the matrix instruction of Ampere: 113 and 107 KiB for GLM-5."""
 INDEX = Blocks(64, 256, 8, 2)
-"""Of scores: at least 64 rows a product, which are the heads of some queries."""
+"""Blocks of scores: at least 64 rows per product, which are the heads of some queries."""
 _PRODUCTS = 8
-"""What one program computes with the same keys, which so are read once for 16 queries of 32 heads."""
+"""Products of one program with the same keys, which are read once for 16 queries of 32 heads."""
 
 
 class TritonKernel:
@@ -71,7 +69,7 @@ class TritonKernel:
     deterministic = True
 
     def __init__(self, device: torch.device, shape: SparseShape) -> None:
-        """LookupError with the reason where it cannot run."""
+        """Prepare the kernel (LookupError with the reason if it cannot run)."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not interpreted:
             raise LookupError(f"is for GPUs of NVIDIA, and this trainer computes on {device.type}")
@@ -116,7 +114,7 @@ class TritonKernel:
         return grad_q, grad_rows.to(rows.dtype)
 
     def _backward_part(self, grad: Tensor, inputs: Chosen, attended: Attended, grad_rows: Tensor) -> Tensor:
-        """The gradient of some queries; what they give to ``grad_rows`` is added there."""
+        """Return the gradient of some queries, and add their contribution to ``grad_rows``."""
         q, rows, chosen = inputs.tensors
         tokens, heads, _ = q.shape
         width, value_dim = chosen.shape[1], inputs.value_dim
@@ -164,7 +162,7 @@ class TritonKernel:
 
 
 def index_sizes(q: Tensor) -> dict[str, Any]:
-    """What the program of scores is compiled for, of ``q [T, heads, dim]``."""
+    """Return the compile-time sizes of the program of scores, for ``q [T, heads, dim]``."""
     _, heads, dim = q.shape
     return {
         "HEADS": heads,
@@ -181,12 +179,12 @@ def index_sizes(q: Tensor) -> dict[str, Any]:
 
 
 def blocks_of(capability: tuple[int, int]) -> AttentionBlocks:
-    """The blocks for a GPU of NVIDIA with this compute capability."""
+    """Return the blocks for an NVIDIA GPU with this compute capability."""
     return HOPPER if capability[0] == _HOPPER else SMALL
 
 
 def attention_sizes(inputs: Chosen, blocks: Blocks) -> dict[str, Any]:
-    """What programs of attention are compiled for."""
+    """Return the compile-time sizes of the programs of attention."""
     rest = inputs.q.shape[2] - inputs.value_dim
     return {
         "VALUE": inputs.value_dim,
@@ -207,10 +205,10 @@ def _block(heads: int, most: int) -> int:
 
 
 def _power(size: int) -> int:
-    """The power of 2 that has room for ``size``; products want 16 at least."""
+    """Return the smallest power of 2 that holds ``size``, at least 16: the minimum for products."""
     return max(16, 1 << (size - 1).bit_length()) if size else 16
 
 
 def _precision(x: Tensor) -> str:
-    """Products of float32 are those of float32, not of TF32."""
+    """Return the precision of products: float32 is multiplied in float32, not in TF32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"

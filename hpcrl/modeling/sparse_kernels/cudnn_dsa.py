@@ -21,8 +21,6 @@ from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.flash_mla import FlashMla, with_heads, with_indices
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
-__all__ = ["FlashMlaCudnn"]
-
 
 class FlashMlaCudnn(FlashMla):
     """See `hpcrl.modeling.sparse_kernels.kernel.SparseKernel`."""
@@ -31,11 +29,11 @@ class FlashMlaCudnn(FlashMla):
     deterministic = False
 
     def __init__(self, device: torch.device, shape: SparseShape) -> None:
-        """LookupError with the reason where it cannot run."""
+        """Load the library (LookupError with the reason if it cannot run)."""
         super().__init__(device, shape)
         with loading("needs nvidia-cudnn-frontend 1.32 with nvidia-cutlass-dsl, which does not load here"):
             library: Any = import_module("cudnn")
-            # it imports nvidia-cutlass-dsl where DSA is asked for
+            # the attribute access imports nvidia-cutlass-dsl
             functions = getattr(library, "DSA", None)
             backward = getattr(functions, "sparse_attention_backward_wrapper", None)
         if backward is None:

@@ -1,4 +1,4 @@
-"""Which kernel computes sparse attention, and whether it computes what the reference computes."""
+"""Finds the kernel of sparse attention, and checks it against the reference."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hpcrl.modeling.kernels.kernel import Attended
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel, SparseShape
 from hpcrl.modeling.sparse_kernels.reference import ReferenceKernel
 
-__all__ = ["find_sparse_kernel", "try_kernel"]
-
 _WHERE = "trainer.kernels.sparse_attention"
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
-"""Norm of what differs over that of the reference: sums in another order, in each dtype."""
+"""Maximum relative norm of the difference by dtype, for sums in another order."""
 _QUERIES, _KEYS = 4, 300
 
 Make = Callable[[torch.device, SparseShape], SparseKernel]
 
 
 def find_sparse_kernel(name: str, device: torch.device, shape: SparseShape) -> SparseKernel:
-    """The kernel ``name`` of the recipe's choices for a model of ``shape`` on ``device``; on a GPU it has been tried.
+    """Return the kernel ``name`` of the recipe's choices for a model of ``shape`` on ``device``.
+
+    On a GPU the kernel is tried first.
 
     Raises
     ------
     UsageError
-        It is not installed, is not for this device, shape or dtype, or gives other numbers than the reference.
+        It is not installed, does not support this device, shape or dtype, or its numbers differ from the reference.
     """
     is_plain = device.type != "cuda" or shape.dtype == torch.float32
     if name == "reference" or (name == "auto" and is_plain):
@@ -45,7 +45,7 @@ def find_sparse_kernel(name: str, device: torch.device, shape: SparseShape) -> S
 
 
 def _kinds() -> dict[str, Make]:
-    # what they import is not installed everywhere
+    # late imports: their libraries are not installed everywhere
     from hpcrl.modeling.sparse_kernels.by_triton import TritonKernel  # noqa: PLC0415
     from hpcrl.modeling.sparse_kernels.cudnn_dsa import FlashMlaCudnn  # noqa: PLC0415
     from hpcrl.modeling.sparse_kernels.flash_mla import FlashMla  # noqa: PLC0415
@@ -54,7 +54,7 @@ def _kinds() -> dict[str, Make]:
 
 
 class Results(NamedTuple):
-    """What a kernel computes: output, normaliser, gradients of queries and rows, scores of an indexer."""
+    """Results of a kernel: output, normaliser, gradients of queries and rows, scores of an indexer."""
 
     output: Tensor
     normaliser: Tensor
@@ -64,7 +64,7 @@ class Results(NamedTuple):
 
 
 def results(kernel: SparseKernel, device: torch.device, shape: SparseShape) -> Results:
-    """What ``kernel`` makes of a few random queries of ``shape``, some of which see less than others."""
+    """Return the results of ``kernel`` for a few random queries of ``shape``, some of which see less than others."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -84,20 +84,20 @@ def results(kernel: SparseKernel, device: torch.device, shape: SparseShape) -> R
         normal(_QUERIES, shape.index_heads),
         torch.linspace(1, _KEYS, _QUERIES, device=device).long(),
     )
-    # scores of what is not seen are -inf, which have no norm; one that is so by mistake differs from the right one
+    # scores of invisible keys are -inf, and a norm must be finite; a wrong -inf still differs from the right score
     return Results(*attended, *kernel.backward(grad, inputs, attended), scores.nan_to_num_(neginf=0.0))
 
 
 def try_kernel(kernel: SparseKernel, device: torch.device, shape: SparseShape) -> None:
-    """LookupError where ``kernel`` fails on ``device``, differs from the reference, or differs from itself.
+    """Compare ``kernel`` on ``device`` with the reference and itself (LookupError if it fails or differs).
 
-    The second where it says that it is deterministic.
+    The second result if the kernel claims to be deterministic.
     """
     try:
         found = results(kernel, device, shape)
         again = results(kernel, device, shape) if kernel.deterministic else found
     except Exception as error:
-        # compilers and drivers raise what they like; whatever it is, the kernel is not to be had
+        # compilers and drivers raise any type: the kernel cannot be used
         raise LookupError(f"fails on {device.type}: {type(error).__name__}: {error}") from error
     wanted = results(ReferenceKernel(), device, shape)
     for name, own, other, second in zip(Results._fields, found, wanted, again, strict=True):

@@ -1,4 +1,4 @@
-"""Sparse attention forward by FlashMLA (github.com/deepseek-ai/FlashMLA), backward by our programs in Triton.
+"""Sparse attention forward by FlashMLA (github.com/deepseek-ai/FlashMLA), backward by hpcrl's programs in Triton.
 
 ``flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v)`` as of commit 9241ae3 (April 2026), whose normaliser is
 a natural logarithm; another base would be found by the trial at the start. On Hopper it takes bfloat16, keys of 576 or
@@ -22,8 +22,6 @@ from hpcrl.modeling.libraries import loading
 from hpcrl.modeling.sparse_kernels.by_triton import TritonKernel
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 
-__all__ = ["FlashMla", "need_hopper_shape", "with_heads", "with_indices"]
-
 _HEADS = (64, 128)
 _INDICES = 128
 _VALUE_DIM, _DIMS = 512, (512, 576)
@@ -35,7 +33,7 @@ class FlashMla(TritonKernel):
     name = "flash_mla"
 
     def __init__(self, device: torch.device, shape: SparseShape) -> None:
-        """LookupError with the reason where it cannot run."""
+        """Load the library (LookupError with the reason if it cannot run)."""
         need_hopper_shape(device, shape)
         with loading("is not installed where the trainer runs, or does not load"):
             library: Any = import_module("flash_mla")
@@ -57,7 +55,7 @@ class FlashMla(TritonKernel):
 
 
 def need_hopper_shape(device: torch.device, shape: SparseShape) -> None:
-    """LookupError where Hopper's kernels for latents of 512 channels are not for ``device`` or ``shape``."""
+    """Raise LookupError if Hopper's kernels for latents of 512 channels do not support ``device`` or ``shape``."""
     if device.type != "cuda":
         raise LookupError(f"is for GPUs of NVIDIA, and this trainer computes on {device.type}")
     if (found := torch.cuda.get_device_capability(device)) != (9, 0):
@@ -72,7 +70,7 @@ def need_hopper_shape(device: torch.device, shape: SparseShape) -> None:
 
 
 def with_heads(x: Tensor) -> Tensor:
-    """``[T, heads, …]`` with as many heads as there are kernels for; the added zeros give nothing to any gradient."""
+    """Pad ``[T, heads, …]`` to a number of heads that has a kernel; the zeros contribute to no gradient."""
     heads = x.shape[1]
     more = next(n for n in _HEADS if n >= heads) - heads
     padding = (0, 0) * (x.ndim - 2) + (0, more)
@@ -80,5 +78,5 @@ def with_heads(x: Tensor) -> Tensor:
 
 
 def with_indices(chosen: Tensor) -> Tensor:
-    """``[T, width]`` int32 with a multiple of 128 indices; the added ones are none."""
+    """Pad ``[T, width]`` int32 to a multiple of 128 indices; the added ones are -1."""
     return F.pad(chosen, (0, -chosen.shape[1] % _INDICES), value=-1).contiguous()

@@ -1,4 +1,4 @@
-"""What a kernel of sparse attention computes."""
+"""Interface of a kernel of sparse attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from hpcrl.modeling.kernels.kernel import Attended
-
-__all__ = ["Chosen", "SparseKernel", "SparseShape"]
 
 
 class Chosen(NamedTuple):
@@ -44,9 +42,9 @@ class SparseShape(NamedTuple):
     Attributes
     ----------
     heads, dim, value_dim, width:
-        Of `Chosen`; ``width`` at most.
+        Sizes of `Chosen`; ``width`` is a maximum.
     index_heads, index_dim:
-        Of the indexer.
+        Sizes of the indexer.
     """
 
     heads: int
@@ -66,21 +64,21 @@ class SparseKernel(Protocol):
     """Whether it gives the same numbers each time."""
 
     def rows_at_once(self, heads: int, keys: int) -> int:
-        """How many queries `index_scores` is asked for at once, where there are so many heads and keys."""
+        """Return the number of queries to pass to one call of `index_scores`, for this number of heads and keys."""
         ...
 
     def forward(self, inputs: Chosen) -> Attended:
-        """``out [T, heads, value_dim]``, and ``lse [T, heads]`` float32."""
+        """Return ``out [T, heads, value_dim]``, and ``lse [T, heads]`` float32."""
         ...
 
     def backward(self, grad: Tensor, inputs: Chosen, attended: Attended) -> tuple[Tensor, Tensor]:
-        """Gradients of ``q`` and ``rows``, in their shapes, where ``grad [T, heads, value_dim]`` is that of ``out``."""
+        """Return gradients of ``q`` and ``rows``, in their shapes, for ``grad [T, heads, value_dim]`` of ``out``."""
         ...
 
     def index_scores(self, q: Tensor, k: Tensor, weights: Tensor, visible: Tensor) -> Tensor:
-        """The sum over heads of ``weight · relu(q · k)`` (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
+        """Return the sum over heads of ``weight · relu(q · k)`` (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
 
-        Of ``q [T, heads, dim]``, ``k [S, dim]`` and ``weights [T, heads]``: ``[T, S]`` float32. A query sees the first
-        ``visible [T]`` (int64) keys, and -inf is the score of all others.
+        ``q [T, heads, dim]``, ``k [S, dim]`` and ``weights [T, heads]`` give ``[T, S]`` float32. A query sees the first
+        ``visible [T]`` (int64) keys; the score of all others is -inf.
         """
         ...

@@ -13,10 +13,8 @@ from hpcrl.modeling.kernels.kernel import Attended
 from hpcrl.modeling.sparse_kernels.kernel import Chosen
 from hpcrl.modeling.sums import add_rows
 
-__all__ = ["ReferenceKernel"]
-
 _CHUNK_BYTES = 64 << 20
-"""About the memory that a chunk of queries takes for a moment."""
+"""Approximate bytes of temporary memory for a chunk of queries."""
 
 
 class ReferenceKernel:
@@ -69,14 +67,14 @@ class ReferenceKernel:
 
 
 def _chunks(inputs: Chosen) -> list[slice]:
-    """Queries that are computed together."""
+    """Return the ranges of queries that are computed together."""
     (tokens, heads, dim), width = inputs.q.shape, inputs.chosen.shape[1]
     step = max(1, _CHUNK_BYTES // (width * (3 * dim + 3 * heads) * 4))
     return [slice(begin, min(begin + step, tokens)) for begin in range(0, tokens, step)]
 
 
 def _scores(inputs: Chosen, part: slice) -> tuple[Tensor, Tensor]:
-    """The chosen keys ``[C, width, dim]`` and the scores ``[C, heads, width]`` in float32."""
+    """Return the chosen keys ``[C, width, dim]`` and the scores ``[C, heads, width]`` in float32."""
     q, rows, chosen = inputs.q[part], inputs.rows, inputs.chosen[part]
     keys = rows.index_select(0, chosen.clamp(min=0).flatten()).view(*chosen.shape, -1)
     scores = torch.bmm(q, keys.transpose(1, 2)).float() * inputs.scale

@@ -11,14 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["attend_forward", "attend_queries", "index_scores", "sum_rows"]
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _tile(start, rows, channels, inside, CHANNELS: tl.constexpr, stride):
-    """Channels of some rows of ``start [.., stride]``; zeros for rows not inside and channels beyond ``CHANNELS``."""
+    """Load channels of some rows of ``start [.., stride]``; zeros for rows not inside and beyond ``CHANNELS``."""
     at = start + (rows * stride)[:, None] + channels[None, :]
     if channels.shape[0] == CHANNELS:
         return tl.load(at, mask=inside[:, None], other=0.0)
@@ -44,7 +42,7 @@ def attend_forward(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some heads of one query over its chosen rows, by the online softmax."""
+    """Compute some heads of one query over its chosen rows, by the online softmax."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     there = head < heads
@@ -105,7 +103,7 @@ def attend_queries(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of some heads of one query; and, for the gradient of rows, weights and the gradients of scores."""
+    """Compute the gradient of some heads of one query, and the weights and score gradients that `sum_rows` needs."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     there = head < heads
@@ -199,7 +197,7 @@ def index_scores(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores of a run of keys for a run of queries: the sum over heads of ``weight · relu(q · k)``.
+    """Compute scores of a range of keys for a range of queries: the sum over heads of ``weight · relu(q · k)``.
 
     One product has the heads of ``QUERIES`` queries. The keys stay where they are for ``PRODUCTS`` of them. Where no
     query of a product sees a key, nothing is computed.

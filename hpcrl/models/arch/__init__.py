@@ -21,6 +21,7 @@ from hpcrl.models.arch.qwen3 import Qwen3Arch, Qwen3MoeArch
 from hpcrl.models.arch.rope import RopeScaling
 from hpcrl.models.configfile import read_config
 from hpcrl.models.defaults import completed
+from hpcrl.models.external import external_family, external_types
 from hpcrl.models.sizes import check_kinds, checked
 from hpcrl.models.wrapped import is_tied, language_config
 
@@ -83,8 +84,8 @@ Their sections of rotary embeddings are for positions in pictures; of text all s
 
 
 def trainable_types() -> tuple[str, ...]:
-    """Every ``model_type`` that can be run."""
-    return tuple(sorted(kind for arch in ARCHS for kind in arch.MODEL_TYPES))
+    """Every ``model_type`` that can be run, those of other packages included."""
+    return tuple(sorted({*(kind for arch in ARCHS for kind in arch.MODEL_TYPES), *external_types()}))
 
 
 def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
@@ -94,6 +95,8 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
     ------
     ValueError
         The family is none of these, it asks for what its model does not compute, or a size is missing.
+    ExtensionError
+        The family is that of another package, and cannot be imported.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config.json holds a {type(config).__name__}, not an object")
@@ -102,16 +105,21 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
         if kind in arch.MODEL_TYPES:
             if config.get("text_config") is not None:
                 # readers of sizes would read the inner config, and this one the outer
-                raise ValueError("text_config stands beside a model_type that has none; leave one of them out")
+                raise ValueError("text_config and a model_type without one exclude each other; remove one of them")
             whole = completed(config)
             check_kinds(whole)
             found = arch.from_hf_config(whole)
             checked(whole)
             return found
+    if (external := external_family(kind)) is not None:
+        completed_outside = external.complete(config)
+        read = external.arch.from_hf_config(completed_outside)
+        checked(completed_outside)
+        return read
     if (inner := wrapped_kind(config)) is not None:
         raise ValueError(
             f"model_type is {kind!r}, a wrapper around a language model of {inner} (text_config); what becomes of the "
-            "rest has to be said: model.vision of the recipe; or `hpcrl model extract DIR --output DIR` writes the "
+            "rest is set by model.vision of the recipe; or `hpcrl model extract DIR --output DIR` writes the "
             "language model alone"
         )
     text = config.get("text_config")
@@ -122,15 +130,15 @@ def arch_from_config(config: Mapping[str, Any]) -> ModelArch:
 
 
 def read_model_config(model_dir: Path) -> Any:
-    """Read ``model_dir/config.json`` as the family of the language model has it.
+    """Read ``model_dir/config.json`` in the form of the language model's family.
 
-    Of a model that also sees it is the ``text_config``, completed by what stands around it; whether head and embedding
-    are one is seen by the files, where they are there.
+    For a vision-language model this is the ``text_config``, completed by the values around it; the files decide whether
+    head and embedding are one, where they exist.
 
     Raises
     ------
     ValueError
-        It is no JSON, or what it wraps asks for what is not computed. The message has no path.
+        It is not JSON, or the wrapped config needs an unsupported computation. The message has no path.
     OSError
         The filesystem refused.
     """
@@ -155,12 +163,12 @@ def wrapped_kind(config: Any) -> str | None:
 
 
 def load_arch(model_dir: Path) -> ModelArch:
-    """Read ``model_dir/config.json``, of a model that also sees that of its language model.
+    """Read ``model_dir/config.json``; for a vision-language model that of its language model.
 
     Raises
     ------
     FileNotFoundError
-        There is no ``config.json``.
+        ``config.json`` does not exist.
     ValueError
         It is not a model this project can run (the message names the file).
     """

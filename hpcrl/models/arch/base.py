@@ -1,4 +1,4 @@
-"""What every family of decoders has in its ``config.json``, and how it is read and written."""
+"""Common keys of every decoder family in ``config.json``, with their readers and writers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families import facts_from_config
 from hpcrl.models.tensors import TensorSpec
 
-__all__ = ["GroupedQueryArch", "KvShape", "ModelArch", "StateShape"]
-
 _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Keys that `read_rope` alone reads: as they stand they are not what the fields of the same names hold."""
 
 
 class KvShape(NamedTuple):
-    """What attention keeps of a token in each layer: ``heads`` keys and as many values, of these sizes."""
+    """Shape of the KV of a token in each layer: ``heads`` keys and as many values, of these sizes."""
 
     heads: int
     key_dim: int
@@ -27,12 +25,12 @@ class KvShape(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What recurrent layers keep of a sequence, whatever its length.
+    """Shape of the state that recurrent layers keep of a sequence, whatever its length.
 
     Attributes
     ----------
     layers:
-        Which have a state.
+        Layers that have a state.
     conv:
         The last inputs of their short convolution, ``(inputs, channels)``, in the dtype of the model.
     recurrent:
@@ -85,46 +83,46 @@ class ModelArch:
 
     @property
     def kv(self) -> KvShape:
-        """What attention keeps of a token."""
+        """Return the shape of the KV of a token."""
         raise NotImplementedError
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated by the token's position."""
+        """Return the number of a head's channels that are rotated by the token's position."""
         raise NotImplementedError
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that keep something of every token."""
+        """Return the layers that keep something of every token."""
         return tuple(range(self.num_hidden_layers))
 
     @property
     def state(self) -> StateShape | None:
-        """What recurrent layers keep; None where there are none."""
+        """Return the shape of the state of recurrent layers; None where there are none."""
         return None
 
     @property
     def routed_experts(self) -> int:
-        """Experts of a sparse layer; 0 where the model is dense."""
+        """Return the number of experts of a sparse layer; 0 where the model is dense."""
         return 0
 
     @property
     def experts_per_token(self) -> int:
-        """Experts that a token visits in a sparse layer; 0 where the model is dense."""
+        """Return the number of experts that a token visits in a sparse layer; 0 where the model is dense."""
         return 0
 
     @property
     def zero_centred_norms(self) -> bool:
-        """Whether norms multiply with ``1 + weight``."""
+        """Return whether norms multiply with ``1 + weight``."""
         return False
 
     @property
     def has_latent_attention(self) -> bool:
-        """Whether keys and values of all heads come from one latent vector a token."""
+        """Return whether keys and values of all heads come from one latent vector a token."""
         return False
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether ``layer`` has experts."""
+        """Return whether ``layer`` has experts."""
         return False
 
     @classmethod
@@ -135,19 +133,19 @@ class ModelArch:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Everything else that can be known of this model."""
+        """Return all other facts of this model."""
         return facts_from_config(self.to_hf_config(), name=self.model_type)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of a published checkpoint, by its Hugging Face name."""
+        """Return all tensors of a published checkpoint, by their Hugging Face names."""
         return self.facts.tensors()
 
     def num_parameters(self) -> int:
-        """Parameters of the published checkpoint (tied embeddings counted once)."""
+        """Return the number of parameters of the published checkpoint (tied embeddings counted once)."""
         return self.facts.num_parameters()
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
-        """The ``config.json`` that transformers and vLLM read."""
+        """Return the ``config.json`` that transformers and vLLM read."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         own["rope_scaling"] = None if self.rope_scaling is None else self.rope_scaling.to_hf()
         if isinstance(self.eos_token_id, tuple):
@@ -181,7 +179,7 @@ class ModelArch:
         }
         values |= {key: value for key, value in read_rope(found).items() if key in cls.__dataclass_fields__}
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        # keys that are left out have their family's values by now
+        # missing keys have their family's defaults by now
         values |= {key: None for key in cls.NULLABLE if key not in values}
         missing = [f.name for f in fields(cls) if f.name not in values and f.default is f.default_factory]
         if missing:
@@ -210,24 +208,24 @@ class GroupedQueryArch(ModelArch):
 
     @property
     def qk_norm(self) -> Literal["none", "head", "all"]:
-        """Norms of queries and keys: none, of each head alone, or over the channels of all heads."""
+        """Return the norms of queries and keys: none, of each head alone, or over the channels of all heads."""
         return "none"
 
     @property
     def output_bias(self) -> bool:
-        """Whether ``attention_bias`` is of the output projection too."""
+        """Return whether ``attention_bias`` applies to the output projection too."""
         return False
 
     @property
     def output_gate(self) -> bool:
-        """Whether the output of each head is multiplied with the sigmoid of a gate that is projected with its query."""
+        """Return whether each head's output is multiplied with the sigmoid of a gate projected with its query."""
         return False
 
     @property
     def sinks(self) -> bool:
-        """Whether each head has a learned score that takes part in its softmax and has no value."""
+        """Return whether each head has a learned score that takes part in its softmax and has no value."""
         return False
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of ``layer`` sees, itself included; None for all before it."""
+        """Return the number of tokens that a query of ``layer`` sees, itself included; None for all before it."""
         return None

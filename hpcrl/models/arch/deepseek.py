@@ -9,12 +9,10 @@ from typing import Any, ClassVar, Literal
 from hpcrl.models.arch.base import GroupedQueryArch, KvShape, ModelArch
 from hpcrl.models.defaults import DEFAULTS
 
-__all__ = ["DeepseekV3Arch", "Glm4MoeArch", "SigmoidMoeArch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidMoeArch(ModelArch):
-    """What these families have in common: dense layers first, then experts in groups, and shared experts."""
+    """Common architecture of these families: dense layers first, then experts in groups, and shared experts."""
 
     intermediate_size: int
     moe_intermediate_size: int
@@ -79,7 +77,7 @@ class DeepseekV3Arch(SigmoidMoeArch):
     CONSTANTS: ClassVar[Mapping[str, Any]] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     NULLABLE: ClassVar[tuple[str, ...]] = ("q_lora_rank",)
     LATENT_NORM_EPS: ClassVar[float] = 1e-6
-    """Of the norms of latents, whatever ``rms_norm_eps`` is: so transformers and vLLM's loader have it."""
+    """Epsilon of the norms of latents, whatever ``rms_norm_eps`` is: transformers and vLLM's loader do the same."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int

@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 from hpcrl.models.arch.base import GroupedQueryArch
 from hpcrl.models.defaults import DEFAULTS
 
-__all__ = ["DenseArch", "LlamaArch", "MistralArch", "Qwen2Arch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DenseArch(GroupedQueryArch):
-    """What these families share: all channels of a head are rotated, and every layer has one gated block.
+    """Common architecture of these families: all channels of a head are rotated, and every layer has one gated block.
 
     Attributes
     ----------
@@ -74,7 +72,8 @@ class LlamaArch(DenseArch):
         super().__post_init__()
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size ({self.hidden_size}) is no multiple of num_attention_heads ({self.num_attention_heads}), "
+                f"hidden_size ({self.hidden_size}) is not a multiple of num_attention_heads "
+                f"({self.num_attention_heads}), "
                 "which transformers refuses of Llama also where head_dim is given"
             )
 
@@ -108,6 +107,6 @@ class MistralArch(DenseArch):
         super().check_config(config)
         if config.get("layer_types") and config.get("sliding_window") is not None:
             raise ValueError(
-                "layer_types stands beside sliding_window, and transformers gives every layer the window; leave "
+                "layer_types and sliding_window are both set, and transformers gives every layer the window; leave "
                 "layer_types out, or set sliding_window to null"
             )

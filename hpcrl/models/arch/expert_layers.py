@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from hpcrl.models.arch.base import GroupedQueryArch
 
-__all__ = ["ExpertLayersArch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayersArch(GroupedQueryArch):

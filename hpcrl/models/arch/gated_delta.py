@@ -10,23 +10,21 @@ from hpcrl.models.arch.base import GroupedQueryArch, StateShape
 from hpcrl.models.defaults import DEFAULTS
 from hpcrl.models.families.qwen3 import delta_layer_types
 
-__all__ = ["GatedDeltaArch", "Qwen3NextArch", "Qwen35Arch", "Qwen35MoeArch"]
-
 _DEFAULTS = DEFAULTS["qwen3_next"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaArch(GroupedQueryArch):
-    """What these families have in common.
+    """Common architecture of these families.
 
     Attributes
     ----------
     layer_types:
         ``linear_attention`` or ``full_attention`` for each layer; where a config names none, every
-        ``full_attention_interval``-th layer attends.
+        ``full_attention_interval``-th layer has full attention.
     mamba_ssm_dtype:
-        In which vLLM keeps the states of sequences; None: in the dtype of the model. Trainer and embedded engine have
-        them in float32.
+        Dtype in which vLLM keeps the states of sequences; None: the dtype of the model. Trainer and embedded engine
+        keep them in float32.
     """
 
     INTERLEAVED: ClassVar[bool] = False
@@ -79,12 +77,12 @@ class GatedDeltaArch(GroupedQueryArch):
 
     @property
     def key_size(self) -> int:
-        """Width of all queries of the delta rule, and of all keys."""
+        """Return the width of all queries of the delta rule, and of all keys."""
         return self.linear_num_key_heads * self.linear_key_head_dim
 
     @property
     def value_size(self) -> int:
-        """Width of all values of the delta rule."""
+        """Return the width of all values of the delta rule."""
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
@@ -148,7 +146,7 @@ class _GatedDeltaMoeArch(GatedDeltaArch):
 
     @property
     def normalises_weights(self) -> bool:
-        """Whether the weights of the experts of a token add up to 1."""
+        """Return whether the weights of a token's experts add up to 1."""
         return True
 
     def is_sparse(self, layer: int) -> bool:

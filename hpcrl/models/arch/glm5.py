@@ -11,8 +11,6 @@ from hpcrl.models.arch.deepseek import DeepseekV3Arch
 from hpcrl.models.defaults import DEFAULTS
 from hpcrl.models.families.deepseek import indexer_types
 
-__all__ = ["GlmMoeDsaArch"]
-
 _KINDS = ("full", "shared")
 
 
@@ -25,7 +23,7 @@ class GlmMoeDsaArch(DeepseekV3Arch):
     index_topk:
         Tokens that a query attends to at most.
     index_n_heads, index_head_dim:
-        Of the indexer.
+        Heads of the indexer, and their size.
     indexer_types:
         ``full`` for a layer with an indexer, ``shared`` for one that takes over what an earlier layer has chosen; empty
         for ``full`` everywhere.
@@ -63,11 +61,11 @@ class GlmMoeDsaArch(DeepseekV3Arch):
 
     @property
     def kv(self) -> KvShape:
-        """The latent with its rotary key, once for all heads, and beside it the key of the indexer."""
+        """Return the shape of the latent with its rotary key, once for all heads, and of the indexer's key."""
         return KvShape(1, self.kv_lora_rank + self.qk_rope_head_dim, self.index_head_dim)
 
     def index_source(self, layer: int) -> int:
-        """The layer whose indexer chooses for ``layer``."""
+        """Return the layer whose indexer chooses for ``layer``."""
         return max(i for i in range(layer + 1) if self.indexer_types[i] == "full")
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from hpcrl.models.arch.expert_layers import ExpertLayersArch
 
-__all__ = ["GptOssArch"]
-
 _KINDS = ("sliding_attention", "full_attention")
 _ROPE = {
     "rope_type": "yarn",
@@ -19,7 +17,7 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Where a config says nothing, as transformers has it."""
+"""Defaults of a config, as in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class GptOssArch(ExpertLayersArch):
     layer_types:
         ``sliding_attention`` or ``full_attention`` for each layer; empty for both in turn.
     swiglu_alpha, swiglu_limit:
-        Of the activation of experts: see `hpcrl.modeling.layers.moe.ClampedExperts`.
+        Parameters of the activation of experts: see `hpcrl.modeling.layers.moe.ClampedExperts`.
     """
 
     MODEL_TYPES: ClassVar[tuple[str, ...]] = ("gpt_oss",)
@@ -73,7 +71,7 @@ class GptOssArch(ExpertLayersArch):
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
         config = super().to_hf_config(dtype)
-        # without a word about it readers stretch frequencies
+        # without the key readers scale frequencies
         rope = config.pop("rope_scaling") or {"rope_type": "default"}
         rope = {**rope, "rope_theta": config.pop("rope_theta")}
         return {**config, "layer_types": list(self.layer_types), "rope_parameters": rope}

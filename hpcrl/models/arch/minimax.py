@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from hpcrl.models.arch.expert_layers import ExpertLayersArch
 
-__all__ = ["MinimaxM2Arch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MinimaxM2Arch(ExpertLayersArch):
@@ -61,7 +59,7 @@ class MinimaxM2Arch(ExpertLayersArch):
             found["num_local_experts"] = found["num_experts"]
         rope = found.get("rope_parameters") or {}
         if found.get("rotary_dim") and found.get("head_dim") and "partial_rotary_factor" not in {**found, **rope}:
-            # how published configs say it
+            # the form of published configs
             found["partial_rotary_factor"] = found["rotary_dim"] / found["head_dim"]
         # published checkpoints lack the modules of multi-token prediction that their config names
         modules = found.get("num_mtp_modules", found.get("num_nextn_predict_layers")) or 0

@@ -10,8 +10,6 @@ from hpcrl.models.arch.base import GroupedQueryArch, StateShape
 from hpcrl.models.arch.deepseek import SigmoidMoeArch
 from hpcrl.models.families.nemotron import block_types
 
-__all__ = ["NemotronHArch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHArch(SigmoidMoeArch, GroupedQueryArch):
@@ -62,7 +60,7 @@ class NemotronHArch(SigmoidMoeArch, GroupedQueryArch):
 
     @property
     def conv_channels(self) -> int:
-        """Channels of the short convolution: values, and what each group writes to the state and reads of it."""
+        """Return the channels of the short convolution: values, and each group's inputs and outputs of the state."""
         return self.mamba_num_heads * self.mamba_head_dim + 2 * self.n_groups * self.ssm_state_size
 
     @property

@@ -9,12 +9,10 @@ from typing import Any, ClassVar, Literal
 from hpcrl.models.arch.base import GroupedQueryArch
 from hpcrl.models.defaults import DEFAULTS
 
-__all__ = ["Qwen3Arch", "Qwen3MoeArch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Qwen3(GroupedQueryArch):
-    """What the dense and the sparse models of Qwen3 share."""
+    """Common architecture of the dense and the sparse models of Qwen3."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""What a ``config.json`` says about rotary embeddings, in the keys of transformers 5 and of earlier versions."""
+"""Rotary embeddings of a ``config.json``, in the keys of transformers 5 and of earlier versions."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["RopeScaling", "read_rope"]
-
 _KINDS = ("linear", "llama3", "yarn")
 _PLAIN = ("default", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are stretched to longer contexts; names and meaning are those of transformers.
+    """Scaling of frequencies to longer contexts; names and meaning are those of transformers.
 
     Attributes
     ----------
     rope_type:
         ``linear``, ``llama3`` or ``yarn``.
     factor:
-        By how much.
+        Factor of the context length.
     original_max_position_embeddings:
         Context that the model was trained with before (``llama3`` and ``yarn``).
     attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim, truncate:
-        Of ``yarn``.
+        Parameters of ``yarn``.
     low_freq_factor, high_freq_factor:
-        Of ``llama3``.
+        Parameters of ``llama3``.
     """
 
     rope_type: str
@@ -56,19 +54,19 @@ class RopeScaling:
             raise ValueError(f"rope scaling of type {self.rope_type} lacks {', '.join(missing)}")
 
     def to_hf(self) -> dict[str, Any]:
-        """As it stands in a ``config.json``, without what it does not say."""
+        """Return the keys of ``config.json``, without those that have no value."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``, as far as a config has them.
+    """Return the keys ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``, as far as a config has them.
 
     Raises
     ------
     ValueError
-        Frequencies are stretched in a way that is not known, or what it needs is missing.
+        The scaling of frequencies is not supported, or one of its parameters is missing.
     """
-    # as transformers: one group is read, rope_scaling where it says anything, and nothing of the other one
+    # like transformers: one group is read, rope_scaling where it is set, and the other one is ignored
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
@@ -90,7 +88,7 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         if kind in ("llama3", "yarn"):
             known["original_max_position_embeddings"] = _original(config, given)
         if "truncate" in given:
-            # null is false to transformers
+            # null counts as false in transformers
             known["truncate"] = bool(given["truncate"])
         for key, value in known.items():
             if key not in ("rope_type", "truncate"):
@@ -100,12 +98,12 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _original(config: Mapping[str, Any], given: Mapping[str, Any]) -> int:
-    """The context that frequencies were trained with: of the group, or the whole context where it says none."""
+    """Return the context that frequencies were trained with: the group's, or the whole context where it has none."""
     value, outside = given.get("original_max_position_embeddings"), config.get("original_max_position_embeddings")
     value = config.get("max_position_embeddings") if value is None else value
     if outside is not None and outside != value:
         raise ValueError(
-            f"original_max_position_embeddings is {outside!r} beside the rope group, where transformers does not read "
+            f"original_max_position_embeddings is {outside!r} outside the rope group, where transformers does not read "
             f"it, and takes {value!r}; write it into the group"
         )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

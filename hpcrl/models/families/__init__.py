@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hpcrl.models.defaults import completed
+from hpcrl.models.external import external_family
 from hpcrl.models.facts import ModelFacts, Naming
 from hpcrl.models.families.common import Config, Reader
 from hpcrl.models.families.deepseek import deepseek, glm4_moe
@@ -26,13 +27,17 @@ def facts_from_config(config: Config, *, name: str) -> ModelFacts:
     ------
     ValueError
         The architecture is not known, or sizes are missing or impossible (`hpcrl.models.sizes`).
+    ExtensionError
+        The architecture is that of another package, and cannot be imported.
     """
     whole = checked(config)
-    # models that also see wrap the language model's config
+    # vision-language models wrap the language model's config
     inner = whole.get("text_config", config)
     config = checked(completed(inner) if isinstance(inner, Mapping) else inner)
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
+    if family is None and (external := external_family(kind)) is not None:
+        family, config = external.facts, checked(external.complete(config))
     if family is None:
         raise ValueError(f"model_type is {kind!r}; known are {', '.join(sorted(FAMILIES))}")
     try:

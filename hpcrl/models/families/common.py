@@ -1,4 +1,4 @@
-"""What readers of families share: sizes that every config has, norms, attention and dense blocks."""
+"""Common parts of the readers of families: sizes that every config has, norms, attention and dense blocks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import DenseMlp, Gqa
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["Config", "Reader", "common", "decoder_norms", "dense", "gqa", "layer_types", "norms"]
-
 Config = Mapping[str, Any]
 Reader = Callable[[Config, str], ModelFacts]
 """Takes a checked config and the name for people."""
 
 
 def common(config: Config, name: str) -> dict[str, Any]:
-    """Arguments of `ModelFacts` beside its layers."""
+    """Return the arguments of `ModelFacts` other than its layers."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     storage = config.get("quantization_config") or {}
     return {
@@ -33,12 +31,12 @@ def common(config: Config, name: str) -> dict[str, Any]:
 
 
 def norms(hidden_size: int, *names: str) -> tuple[Weight, ...]:
-    """Norms over the hidden size."""
+    """Return the norms over the hidden size."""
     return tuple(Weight(f"{name}.weight", (hidden_size,), Part.NORM) for name in names)
 
 
 def decoder_norms(config: Config) -> tuple[Weight, ...]:
-    """The two norms of most decoder layers."""
+    """Return the two norms of most decoder layers."""
     return norms(config["hidden_size"], "input_layernorm", "post_attention_layernorm")
 
 
@@ -53,7 +51,7 @@ def gqa(
     sinks: bool = False,
     rotary: bool = True,
 ) -> Gqa:
-    """Attention with the usual keys; ``output_bias``: ``attention_bias`` is of the output too."""
+    """Return attention with the usual keys; ``output_bias``: ``attention_bias`` is of the output too."""
     heads = config["num_attention_heads"]
     bias = bool(config.get("attention_bias", False))
     return Gqa(
@@ -73,10 +71,10 @@ def gqa(
 
 
 def dense(config: Config, width: str = "intermediate_size") -> DenseMlp:
-    """A block for every token, as wide as the key ``width`` says."""
+    """Return a dense block for every token, whose width is the value of the key ``width``."""
     return DenseMlp(hidden_size=config["hidden_size"], intermediate_size=config[width])
 
 
 def layer_types(config: Config, otherwise: Callable[[int], str]) -> list[str]:
-    """``layer_types`` of the config; where it has none, what ``otherwise`` says of each layer."""
+    """Return ``layer_types`` of the config; without it, the value of ``otherwise`` for each layer."""
     return list(config.get("layer_types") or map(otherwise, range(config["num_hidden_layers"])))

@@ -7,8 +7,6 @@ from hpcrl.models.families.common import Config, common, decoder_norms, dense, g
 from hpcrl.models.layers import Gqa, Indexer, Layer, Mla, Mlp, Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["deepseek", "glm4_moe", "indexer_types"]
-
 
 def _mla(config: Config) -> Mla:
     return Mla(
@@ -25,7 +23,7 @@ def _mla(config: Config) -> Mla:
 
 
 def _sparse_mla(config: Config) -> tuple[Mla, Mla]:
-    """Attention of a layer with an indexer, and of one that takes over the choice of an earlier layer."""
+    """Return the attention of a layer with an indexer, and of one that takes over the choice of an earlier layer."""
     plain = _mla(config)
     indexer = Indexer(
         hidden_size=config["hidden_size"],
@@ -41,7 +39,7 @@ def _sparse_mla(config: Config) -> tuple[Mla, Mla]:
 
 
 def indexer_types(config: Config) -> list[str]:
-    """``full`` or ``shared`` for each layer; GLM-5.2 and later share, by list, pattern or period.
+    """Return ``full`` or ``shared`` for each layer; GLM-5.2 and later share, by list, pattern or period.
 
     ValueError where the pattern is empty.
     """
@@ -71,15 +69,15 @@ def _is_dense(config: Config, layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
     if kinds:
         return bool(kinds[layer] == "dense")
-    # transformers reads no first_k_dense_replace of GLM-4.7-Flash: its first layer is dense where nothing else is told
+    # like transformers, which ignores first_k_dense_replace of GLM-4.7-Flash: by default the first layer is dense
     return bool(layer < config.get("first_k_dense_replace", 1))
 
 
 def _mtp(config: Config, mixer: Gqa | Mla, mlp: Mlp) -> tuple[Layer, ...]:
-    """A layer behind two norms and a projection of hidden state and embedding.
+    """Return a layer behind two norms and a projection of hidden state and embedding.
 
     DeepSeek's checkpoints repeat embedding and head in the module, GLM's from 4.6 on do not. A ``config.json`` does
-    not say so: the shipped ones have the key ``mtp_embeddings`` where it is not the family's habit.
+    not record that: the shipped ones have the key ``mtp_embeddings`` where the family's default does not apply.
     """
     d, v = config["hidden_size"], config["vocab_size"]
     habit = "shared" if config["model_type"] == "glm_moe_dsa" else "own"
@@ -96,7 +94,7 @@ def _mtp(config: Config, mixer: Gqa | Mla, mlp: Mlp) -> tuple[Layer, ...]:
 
 
 def deepseek(config: Config, name: str) -> ModelFacts:
-    """DeepSeek-V3, V3.2 and Kimi K2; GLM-5 and GLM-4.7-Flash have the same layers.
+    """Return the facts of DeepSeek-V3, V3.2 and Kimi K2; GLM-5 and GLM-4.7-Flash have the same layers.
 
     ValueError where ``config`` names kinds of indexers for another number of layers.
     """
@@ -118,7 +116,7 @@ def deepseek(config: Config, name: str) -> ModelFacts:
 
 
 def glm4_moe(config: Config, name: str) -> ModelFacts:
-    """GLM-4.5, 4.6 and 4.7."""
+    """Return the facts of GLM-4.5, 4.6 and 4.7."""
     # query, key and value have biases where attention_bias says so, the output never
     attention = gqa(config, qk_norm="head" if config.get("use_qk_norm", False) else "none", output_bias=False)
     moe, block = _deepseek_moe(config), dense(config)

@@ -6,8 +6,6 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families.common import Config, common, decoder_norms, gqa
 from hpcrl.models.layers import DenseMlp, Gqa, Layer
 
-__all__ = ["llama", "mistral", "qwen2"]
-
 
 def qwen2(config: Config, name: str) -> ModelFacts:
     """Read the facts of Qwen2 and Qwen2.5, whose queries, keys and values have biases whatever a config says."""

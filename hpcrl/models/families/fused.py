@@ -6,19 +6,17 @@ from hpcrl.models.facts import ModelFacts, Naming
 from hpcrl.models.families.common import Config, common, decoder_norms, dense, gqa, layer_types
 from hpcrl.models.layers import ExpertNames, Layer, Moe
 
-__all__ = ["LLAMA4_NAMES", "gpt_oss", "llama4"]
-
 LLAMA4_NAMES = Naming(
     embedding="language_model.model.embed_tokens.weight",
     final_norm="language_model.model.norm.weight",
     layers="language_model.model.layers",
     lm_head="language_model.lm_head.weight",
 )
-"""Of published models, which also see; the language model alone has the usual names."""
+"""Names of published vision-language models; the language model alone has the usual names."""
 
 
 def gpt_oss(config: Config, name: str) -> ModelFacts:
-    """gpt-oss, with experts as transformers saves them, ``[experts, in, out]``.
+    """Return the facts of gpt-oss, with experts as transformers saves them, ``[experts, in, out]``.
 
     Published checkpoints hold experts in MXFP4, as ``*_blocks`` and ``*_scales``; they have the same parameters.
     """
@@ -42,9 +40,9 @@ def gpt_oss(config: Config, name: str) -> ModelFacts:
 
 
 def llama4(config: Config, name: str) -> ModelFacts:
-    """The language model of Llama 4, without its eyes.
+    """Return the facts of the language model of Llama 4, without its vision part.
 
-    Layers with rotary embeddings see their own chunk; those without (every fourth) see all tokens.
+    Layers with rotary embeddings attend within their own chunk; those without (every fourth) to all tokens.
     """
     full, chunked = gqa(config), gqa(config, chunk=config.get("attention_chunk_size"))
     moe = Moe(

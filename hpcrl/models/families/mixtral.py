@@ -6,18 +6,19 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.families.common import Config, common, decoder_norms, gqa
 from hpcrl.models.layers import ExpertNames, Gqa, Layer, Moe
 
-__all__ = ["minimax_m2", "mixtral"]
-
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction_bias="e_score_correction_bias")
 
 
 def mixtral(config: Config, name: str) -> ModelFacts:
-    """Mixtral; a window, where the config has one, is of every layer."""
+    """Return the facts of Mixtral; a window, where the config has one, is of every layer."""
     return _facts(config, name, gqa(_unbiased(config), window=config.get("sliding_window")), correction_bias=False)
 
 
 def minimax_m2(config: Config, name: str) -> ModelFacts:
-    """MiniMax-M2. Its checkpoints lack the modules of multi-token prediction that its config names."""
+    """Return the facts of MiniMax-M2.
+
+    Its checkpoints lack the modules of multi-token prediction that its config names.
+    """
     attention = gqa(_unbiased(config), qk_norm="all" if config.get("use_qk_norm", True) else "none")
     return _facts(config, name, attention, correction_bias=True)
 

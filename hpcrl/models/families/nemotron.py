@@ -7,14 +7,12 @@ from hpcrl.models.families.common import Config, common, gqa, norms
 from hpcrl.models.layers import DenseMlp, Gqa, Layer, Mamba2, Mlp, Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["block_types", "nemotron_h"]
-
 _BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
 _BLOCK_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def block_types(config: Config, listed: str, pattern: str) -> list[str]:
-    """``mamba``, ``attention``, ``moe`` or ``mlp`` for each layer, from a list or a pattern of letters.
+    """Return ``mamba``, ``attention``, ``moe`` or ``mlp`` for each layer, from a list or a pattern of letters.
 
     Raises
     ------
@@ -76,7 +74,7 @@ def _nemotron_modules(config: Config, kind: str) -> tuple[Gqa | Mamba2 | None, M
 
 
 def nemotron_h(config: Config, name: str) -> ModelFacts:
-    """Nemotron 3 Nano and Super."""
+    """Return the facts of Nemotron 3 Nano and Super."""
     kinds = block_types(config, "layers_block_type", "hybrid_override_pattern")
     naming = Naming("backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers", "mtp.layers")
     layers = tuple(_nemotron_layer(config, kind) for kind in kinds)

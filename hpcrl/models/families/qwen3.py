@@ -9,8 +9,6 @@ from hpcrl.models.families.common import Config, common, decoder_norms, dense, g
 from hpcrl.models.layers import GatedDeltaNet, Layer, Mlp, Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["delta_layer_types", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next"]
-
 
 def qwen3(config: Config, name: str) -> ModelFacts:
     """Read the facts of dense Qwen3."""
@@ -41,13 +39,15 @@ def _sparse_layers(config: Config) -> list[bool]:
 
 
 def delta_layer_types(config: Config) -> list[str]:
-    """``linear_attention`` or ``full_attention`` for each layer of a hybrid of gated delta rule and attention."""
+    """Return ``linear_attention`` or ``full_attention`` for each layer of a hybrid of delta rule and attention."""
     every = config.get("full_attention_interval") or 4
     return layer_types(config, lambda i: "linear_attention" if (i + 1) % every else "full_attention")
 
 
 def qwen3_next(config: Config, name: str) -> ModelFacts:
-    """Three layers of the gated delta rule to one of gated attention, experts and a gated shared expert in each.
+    """Return the facts of Qwen3-Next.
+
+    It has three layers of the gated delta rule to one of gated attention, experts and a gated shared expert in each.
 
     Its checkpoints have a module of multi-token prediction that its ``config.json`` does not name: shipped ones have
     ``num_nextn_predict_layers``.
@@ -79,7 +79,7 @@ def _shared_moe(config: Config) -> Moe:
 
 
 def _gated_delta(config: Config, name: str, mlp: Callable[[int], Mlp], *, interleaved: bool) -> ModelFacts:
-    """Facts of a hybrid: ``mlp`` makes the block of the layer of a number.
+    """Return the facts of a hybrid: ``mlp`` makes the block of a layer by its number.
 
     Modules of multi-token prediction have experts where the model has any.
     """

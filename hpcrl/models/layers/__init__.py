@@ -45,10 +45,10 @@ class Layer:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """All weights by their names in the layer."""
+        """Return all weights by their names in the layer."""
         parts = ((self.mixer_prefix, self.mixer), (self.mlp_prefix, self.mlp))
         own = (
-            Weight(prefix + w.name, w.shape, w.part, w.tp_dim, w.dtype, w.quantized, w.copies, w.trained)
+            Weight(prefix + w.name, w.shape, w.part, w.tp_dim, w.dtype, w.quantised, w.copies, w.trained)
             for prefix, module in parts
             if module is not None
             for w in module.weights

@@ -8,8 +8,6 @@ from typing import Literal
 from hpcrl.models.layers.common import kv_element_bytes, linear
 from hpcrl.models.tensors import FP8_BLOCK, Part, Weight
 
-__all__ = ["Gqa", "Indexer", "Mla"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gqa:
@@ -22,7 +20,7 @@ class Gqa:
     qk_norm: Literal["none", "head", "all"] = "none"
     """Norms of queries and keys: a weight for each channel of a head, or for all channels of all heads."""
     bias: bool = False
-    """Of q, k and v."""
+    """Whether q, k and v have a bias."""
     output_bias: bool = False
     output_gate: bool = False
     """Queries are projected together with a gate of the output (Qwen3-Next)."""
@@ -31,9 +29,10 @@ class Gqa:
     rotary: bool = True
     """Queries and keys are rotated by their positions."""
     window: int | None = None
-    """A query sees at most so many tokens, itself included; None: all before it."""
+    """Maximum number of tokens that a query attends to, itself included; None: all before it."""
     chunk: int | None = None
-    """A query sees its own chunk of so many tokens, up to itself (Llama 4); None: all before it."""
+    """Size of a chunk in tokens: a query attends within its own chunk, up to itself (Llama 4); None: to all before
+    it."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -60,35 +59,35 @@ class Gqa:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that a query sees, and the most whose keys and values are kept; None: there is none."""
+        """Return the maximum tokens that a query sees, which is also the maximum that is kept; None: no maximum."""
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return min(limits, default=None)
 
     def seen(self, context: float) -> float:
-        """Tokens that a query sees; in a later chunk the mean over its places, so that it is smooth in the context."""
+        """Return the tokens that a query sees; in a later chunk the mean over its places, smooth in the context."""
         if self.limit is None or context <= self.limit:
             return context
         return float(self.limit) if self.chunk is None else (self.limit + 1) / 2
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Keys and values: ``2 · kv_heads · head_dim · bytes``."""
+        """Return the bytes of keys and values: ``2 · kv_heads · head_dim · bytes``."""
         return 2 * self.num_key_value_heads * self.head_dim * kv_element_bytes(dtype)
 
     def kept_tokens(self, length: int) -> int:
-        """Tokens of a sequence of ``length`` whose keys and values must be kept."""
+        """Return the tokens of a sequence of ``length`` whose keys and values must be kept."""
         return length if self.limit is None else min(length, self.limit)
 
     def state_bytes_per_sequence(self, dtype: str) -> int:
-        """Attention has no state beside its cache."""
+        """Return 0: attention has no state other than its cache."""
         return 0
 
     @property
     def projection_flops(self) -> int:
-        """``2 · weights`` a token."""
+        """Return the FLOPs of projections: ``2 · weights`` a token."""
         return 2 * sum(w.elements for w in self.weights if len(w.shape) == 2)
 
     def score_flops(self, context: float, *, absorbed: bool = False) -> float:
-        """``4 · heads · head_dim · seen``: queries with keys, weights with values."""
+        """Return the FLOPs of queries with keys, and weights with values: ``4 · heads · head_dim · seen``."""
         return 4.0 * self.num_attention_heads * self.head_dim * self.seen(context)
 
 
@@ -104,7 +103,7 @@ class Indexer:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Every rank of tensor parallelism has the whole indexer."""
+        """Return the weights; every rank of tensor parallelism has the whole indexer."""
         part = Part.INDEXER
         return (
             *linear("indexer.wq_b", self.n_heads * self.head_dim, self.q_lora_rank, part, tp=None),
@@ -116,16 +115,16 @@ class Indexer:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys in FP8 and a float32 scale for each 128 of them, whatever the dtype of the KV cache is."""
+        """Return the bytes of FP8 keys and a float32 scale for each 128 of them, for every dtype of the KV cache."""
         return self.head_dim + 4 * -(-self.head_dim // FP8_BLOCK)
 
     @property
     def projection_flops(self) -> int:
-        """``2 · weights`` a token."""
+        """Return the FLOPs of projections: ``2 · weights`` a token."""
         return 2 * sum(w.elements for w in self.weights if len(w.shape) == 2)
 
     def score_flops(self, context: float) -> float:
-        """``2 · heads · head_dim · context`` and a weighted sum over heads: the part that grows with the context."""
+        """Return the FLOPs that grow with the context: ``2 · heads · head_dim · context``, and a sum over heads."""
         return 2.0 * self.n_heads * (self.head_dim + 1) * context
 
 
@@ -169,7 +168,7 @@ class Mla:
         )
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """The latent and the rotary key, once for all heads, and the indexer's keys.
+        """Return the bytes of the latent and the rotary key, once for all heads, and of the indexer's keys.
 
         Sparse attention in FP8 keeps the rotary part in bfloat16 and a float32 scale for each 128 latents
         (vLLM's ``fp8_ds_mla``: 512 + 16 + 128 = 656 bytes).
@@ -181,24 +180,27 @@ class Mla:
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that a query attends to; the cache keeps all, because the choice changes with the query."""
+        """Return the maximum tokens that a query attends to.
+
+        The cache keeps all, because the choice changes with the query.
+        """
         return self.topk
 
     def kept_tokens(self, length: int) -> int:
-        """All tokens are kept."""
+        """Return ``length``: all tokens are kept."""
         return length
 
     def state_bytes_per_sequence(self, dtype: str) -> int:
-        """Attention has no state beside its cache."""
+        """Return 0: attention has no state other than its cache."""
         return 0
 
     @property
     def projection_flops(self) -> int:
-        """``2 · weights`` a token, the indexer's not included; absorbed and expanded form cost the same."""
+        """Return the FLOPs ``2 · weights`` a token, without the indexer's; absorbed and expanded form cost the same."""
         return 2 * sum(w.elements for w in self.weights if len(w.shape) == 2 and w.part is Part.ATTENTION)
 
     def score_flops(self, context: float, *, absorbed: bool = False) -> float:
-        """Queries with keys and weights with values, over at most ``topk`` tokens.
+        """Return the FLOPs of queries with keys and weights with values, over at most ``topk`` tokens.
 
         Expanded (training, prefill): ``2 · heads · (nope + rope + v)`` a key. Absorbed (decode, and sparse kernels):
         ``2 · heads · (2 · kv_lora + rope)`` a key.

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: dense ones, and routed experts with shared ones beside them."""
+"""Feed-forward blocks: dense ones, and routed experts with shared ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from hpcrl.models.layers.common import linear
 from hpcrl.models.tensors import Part, Weight
-
-__all__ = ["DenseMlp", "ExpertNames", "Moe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,24 +30,25 @@ class DenseMlp:
 
     @property
     def flops(self) -> int:
-        """``2 · weights`` a token."""
+        """Return the FLOPs: ``2 · weights`` a token."""
         return 2 * sum(w.elements for w in self.weights if len(w.shape) == 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """How a family names and lays out the tensors of its sparse layers.
+    """Names and layout of the tensors of a family's sparse layers.
 
     Attributes
     ----------
     router:
-        Of the router's matrix, without ``.weight``.
+        Name of the router's matrix, without ``.weight``.
     correction_bias:
-        Of the router's bias that only chooses.
+        Name of the router's bias that affects only the choice.
     gate, up, down:
-        Of an expert's matrices.
+        Names of an expert's matrices.
     fused:
-        All experts of a layer are one tensor each for ``gate_up_proj`` and ``down_proj``, ``[experts, in, out]``.
+        Whether all experts of a layer are one tensor each for ``gate_up_proj`` and ``down_proj``,
+        ``[experts, in, out]``.
     """
 
     router: str = "gate"
@@ -75,7 +74,7 @@ class Moe:
     """The output of the shared expert is scaled by a number from each token (``shared_expert_gate``)."""
     gated: bool = True
     bias: bool = False
-    """Of the router and of the matrices of routed experts."""
+    """Whether the router and the matrices of routed experts have a bias."""
     correction_bias: bool = False
     """The router has a bias that only chooses (``e_score_correction_bias``)."""
     correction_bias_dtype: str | None = "float32"
@@ -85,19 +84,19 @@ class Moe:
 
     @property
     def expert_width(self) -> int:
-        """Width of what an expert takes and gives."""
+        """Return the width of an expert's input and output."""
         return self.hidden_size if self.latent_size is None else self.latent_size
 
     @property
     def expert_weights(self) -> tuple[Weight, ...]:
-        """Weights of the routed experts; names have ``{}`` for the expert where each has its own tensors."""
+        """Return the weights of the routed experts; names have ``{}`` for the expert where each has its own tensors."""
         if self.names.fused:
             return self._fused_weights()
         d, f, n, part = self.expert_width, self.moe_intermediate_size, self.num_experts, Part.EXPERT
         names = (self.names.gate, self.names.up) if self.gated else (self.names.up,)
         return (
-            *(Weight(f"experts.{{}}.{x}.weight", (f, d), part, tp_dim=0, quantized=True, copies=n) for x in names),
-            Weight(f"experts.{{}}.{self.names.down}.weight", (d, f), part, tp_dim=1, quantized=True, copies=n),
+            *(Weight(f"experts.{{}}.{x}.weight", (f, d), part, tp_dim=0, quantised=True, copies=n) for x in names),
+            Weight(f"experts.{{}}.{self.names.down}.weight", (d, f), part, tp_dim=1, quantised=True, copies=n),
         )
 
     def _fused_weights(self) -> tuple[Weight, ...]:
@@ -107,19 +106,19 @@ class Moe:
             Weight("experts.down_proj_bias", (n, d), part),
         )
         return (
-            Weight("experts.gate_up_proj", (n, d, 2 * f), part, tp_dim=2, quantized=True),
-            Weight("experts.down_proj", (n, f, d), part, tp_dim=1, quantized=True),
+            Weight("experts.gate_up_proj", (n, d, 2 * f), part, tp_dim=2, quantised=True),
+            Weight("experts.down_proj", (n, f, d), part, tp_dim=1, quantised=True),
             *(biases if self.bias else ()),
         )
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one routed expert."""
+        """Return the number of parameters of one routed expert."""
         return sum(w.elements for w in self.expert_weights) // self.num_experts
 
     @property
     def shared(self) -> DenseMlp | None:
-        """The shared experts as one block."""
+        """Return the shared experts as one block."""
         if not self.shared_intermediate_size:
             return None
         return DenseMlp(
@@ -154,17 +153,20 @@ class Moe:
 
     @property
     def router_flops(self) -> int:
-        """``2 · hidden · experts`` a token."""
+        """Return the FLOPs of the router: ``2 · hidden · experts`` a token."""
         return 2 * self.hidden_size * self.num_experts
 
     @property
     def expert_flops(self) -> int:
-        """``2 · weights`` of the matrices of the chosen experts a token."""
+        """Return the FLOPs of the matrices of the chosen experts: ``2 · weights`` a token."""
         matrices = sum(w.elements for w in self.expert_weights if not w.name.endswith("_bias")) // self.num_experts
         return 2 * self.num_experts_per_tok * matrices
 
     @property
     def shared_flops(self) -> int:
-        """``2 · weights`` of the shared experts (and of the projections to and from the latent space) a token."""
+        """Return the FLOPs of the shared experts, and of the projections to and from the latent space.
+
+        They are ``2 · weights`` a token.
+        """
         own = 0 if self.shared is None else self.shared.flops + 2 * self.hidden_size * self.shared_gate
         return own + (0 if self.latent_size is None else 4 * self.hidden_size * self.latent_size)

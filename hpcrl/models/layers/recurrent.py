@@ -7,27 +7,25 @@ from dataclasses import dataclass
 from hpcrl.models.layers.common import kv_element_bytes, linear
 from hpcrl.models.tensors import DTYPE_BYTES, Part, Weight
 
-__all__ = ["GatedDeltaNet", "Mamba2"]
-
 
 class _Recurrent:
-    """What mixers have in common whose state stands for all tokens before."""
+    """Common base of mixers whose state stands for all tokens before."""
 
     __slots__ = ()
     chunk_size: int
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Nothing grows with the sequence."""
+        """Return 0: no memory grows with the sequence."""
         kv_element_bytes(dtype)
         return 0
 
     @property
     def limit(self) -> int | None:
-        """Within a chunk the kernels work as attention does; the state stands for all tokens before it."""
+        """Return the chunk size, within which kernels work as attention does; the state stands for tokens before."""
         return self.chunk_size
 
     def kept_tokens(self, length: int) -> int:
-        """No token is kept."""
+        """Return 0: no token is kept."""
         return 0
 
 
@@ -47,12 +45,12 @@ class Mamba2(_Recurrent):
 
     @property
     def inner_size(self) -> int:
-        """Width inside the mixer."""
+        """Return the width inside the mixer."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the short convolution: the input and two state projections a group."""
+        """Return the channels of the short convolution: the input and two state projections a group."""
         return self.inner_size + 2 * self.n_groups * self.state_size
 
     @property
@@ -73,18 +71,18 @@ class Mamba2(_Recurrent):
         )
 
     def state_bytes_per_sequence(self, dtype: str) -> int:
-        """The last ``conv_kernel - 1`` inputs of the convolution in ``dtype``, and the state in float32."""
+        """Return the bytes of the convolution's last ``conv_kernel - 1`` inputs in ``dtype``, and the float32 state."""
         conv = self.conv_dim * (self.conv_kernel - 1) * max(2, kv_element_bytes(dtype))
         return conv + self.num_heads * self.head_dim * self.state_size * 4
 
     @property
     def projection_flops(self) -> int:
-        """``2 · weights`` of both projections and the convolution a token."""
+        """Return the FLOPs of both projections and the convolution: ``2 · weights`` a token."""
         matrices = sum(w.elements for w in self.weights if len(w.shape) == 2)
         return 2 * (matrices + self.conv_dim * self.conv_kernel)
 
     def score_flops(self, context: float, *, absorbed: bool = False) -> float:
-        """The chunked scan: within a chunk as attention does, and into and out of the state.
+        """Return the FLOPs of the chunked scan: within a chunk as attention does, and into and out of the state.
 
         ``absorbed`` (decode) is the recurrence alone: ``6 · heads · head_dim · state``.
         """
@@ -106,7 +104,7 @@ class GatedDeltaNet(_Recurrent):
     value_head_dim: int
     conv_kernel: int
     chunk_size: int = 64
-    """Of the kernels of training and prefill; no config has it."""
+    """Chunk size of the kernels of training and prefill; no config has it."""
     state_dtype: str | None = None
     """In which engines keep the state; None: in that of the model, as vLLM does where the config says nothing."""
     interleaved: bool = True
@@ -114,17 +112,17 @@ class GatedDeltaNet(_Recurrent):
 
     @property
     def key_size(self) -> int:
-        """Width of all queries, and of all keys."""
+        """Return the width of all queries, and of all keys."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def inner_size(self) -> int:
-        """Width of all values, of the gate and of the output."""
+        """Return the width of all values, of the gate and of the output."""
         return self.num_value_heads * self.value_head_dim
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the short convolution: queries, keys and values."""
+        """Return the channels of the short convolution: queries, keys and values."""
         return 2 * self.key_size + self.inner_size
 
     @property
@@ -141,7 +139,10 @@ class GatedDeltaNet(_Recurrent):
 
     @property
     def _projections(self) -> tuple[Weight, ...]:
-        """Queries, keys, values and the gate; strength and decay of the update, one a value head, which FP8 keeps."""
+        """Return the weights of queries, keys, values and the gate, and of strength and decay of the update.
+
+        Strength and decay, one a value head, stay out of FP8.
+        """
         part, d, heads = Part.LINEAR_ATTENTION, self.hidden_size, self.num_value_heads
         if self.interleaved:
             return (
@@ -155,9 +156,10 @@ class GatedDeltaNet(_Recurrent):
         )
 
     def state_bytes_per_sequence(self, dtype: str) -> int:
-        """The last ``conv_kernel - 1`` inputs of the convolution, and a matrix ``key_dim × value_dim`` a value head.
+        """Return the bytes of the last ``conv_kernel - 1`` inputs of the convolution, and of the value heads' matrices.
 
-        Both in ``dtype`` (16 bits at least), the matrices in ``state_dtype`` where it is given.
+        Each value head has a matrix ``key_dim × value_dim``. Both are in ``dtype`` (16 bits at least), the matrices in
+        ``state_dtype`` where it is given.
         """
         own = max(2, kv_element_bytes(dtype))
         state = own if self.state_dtype is None else DTYPE_BYTES[self.state_dtype]
@@ -166,15 +168,15 @@ class GatedDeltaNet(_Recurrent):
 
     @property
     def projection_flops(self) -> int:
-        """``2 · weights`` of the projections and the convolution a token."""
+        """Return the FLOPs of the projections and the convolution: ``2 · weights`` a token."""
         matrices = sum(w.elements for w in self.weights if len(w.shape) == 2)
         return 2 * (matrices + self.conv_dim * self.conv_kernel)
 
     def score_flops(self, context: float, *, absorbed: bool = False) -> float:
-        """The delta rule: what the state says of the key, its correction, and what it says of the query.
+        """Return the FLOPs of the delta rule: the state's value of the key, its correction, its value of the query.
 
-        These are ``6 · heads · key_dim · value_dim``; ``absorbed`` (decode) is this recurrence alone. In chunks, keys
-        meet keys and queries meet keys, and both are applied to values, over at most ``chunk_size`` tokens.
+        These are ``6 · heads · key_dim · value_dim``; ``absorbed`` (decode) is this recurrence alone. In chunks,
+        products of keys with keys and of queries with keys are applied to values, over at most ``chunk_size`` tokens.
         """
         state = 6.0 * self.num_value_heads * self.key_head_dim * self.value_head_dim
         if absorbed:

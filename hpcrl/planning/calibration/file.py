@@ -1,6 +1,6 @@
 """The calibration file: what hardware really gives, what no data sheet has, what rollouts look like.
 
-Efficiencies are shares of a profile's numbers. Each entry names its source, and `hpcrl.planning.calibration.fit`
+Efficiencies are shares of a profile's numbers. Each entry names its source, and `hpcrl.planning.fit_calibration`
 makes a file from a run.
 """
 
@@ -19,22 +19,9 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
+from hpcrl.planning.distributions import UsualDistribution
 from hpcrl.planning.tables.file import load_table, shipped_tables
 from hpcrl.planning.tables.lookup import Tables
-from hpcrl.planning.times.distributions import UsualDistribution
-
-__all__ = [
-    "Calibration",
-    "ConstantName",
-    "EfficiencyName",
-    "Measured",
-    "Origin",
-    "Sourced",
-    "WorkloadConfig",
-    "load_calibration",
-    "load_site_calibration",
-    "shipped_calibration_path",
-]
 
 EfficiencyName = Literal[
     "gemm_bfloat16",
@@ -69,6 +56,7 @@ ConstantName = Literal[
     "request_overhead_s",
     "file_overhead_s",
     "tensor_load_s",
+    "serve_rate",
     "delta_share",
     "backward_attention_share",
     "process_start_s",
@@ -77,14 +65,14 @@ ConstantName = Literal[
 
 
 Origin = Literal["assumed", "published", "measured"]
-"""Where a number comes from: nobody measured it, somebody did elsewhere, or a run of this site."""
+"""Kind of a number's source: not measured, measured elsewhere, or measured by a run of this site."""
 
 FACTORS: dict[Origin, float] = {"assumed": 1.5, "published": 1.15, "measured": 1.05}
 """Factor by which the truth may be larger or smaller than a number, by where it comes from."""
 
 
 def origin_of(source: str) -> Origin:
-    """Read the first words of a source: ``assumed`` is nobody's measurement, ``run NAME`` is a run of this site."""
+    """Return the kind of a source by its first words: ``assumed`` is unmeasured, ``run NAME`` is of this site."""
     if source.startswith("assumed"):
         return "assumed"
     return "measured" if source.startswith("run ") else "published"
@@ -96,27 +84,27 @@ class Sourced(StrictModel):
     value: NonNegativeFloat
     """The number."""
     source: Annotated[str, Field(min_length=1)]
-    """Who measured it on what; ``assumed`` where nobody did."""
+    """Author and subject of the measurement; ``assumed`` where there was none."""
     spread: Annotated[float, Field(ge=1, le=10)] | None = None
     """Factor by which the truth may be larger or smaller. None: 1.5 where the source is ``assumed``, 1.05 for a run of
     the site, 1.15 for others."""
 
     @property
     def origin(self) -> Origin:
-        """Where it comes from, in a word."""
+        """Return the kind of the source: ``assumed``, ``published`` or ``measured``."""
         return origin_of(self.source)
 
     @property
     def factor(self) -> float:
-        """By how much the truth may be larger or smaller, 1 or more: `spread`, or what is usual for its origin."""
+        """Return the factor by which the truth may differ, 1 or more: `spread`, or the default of its origin."""
         return self.spread or FACTORS[self.origin]
 
 
 class WorkloadConfig(StrictModel):
-    """What rollouts of one environment look like."""
+    """Shape of the rollouts of one environment."""
 
     source: Annotated[str, Field(min_length=1)]
-    """Where the figures come from."""
+    """Source of the figures."""
     tokens: UsualDistribution
     """Tokens of a whole rollout: prompt, what the model says and what tools say. Cut at ``engine.max_model_len``."""
     prompt_tokens: PositiveFloat
@@ -133,11 +121,11 @@ class WorkloadConfig(StrictModel):
         tuple[Literal["tokens", "prompt_tokens", "turns", "sampled_share", "tool_s", "judge_s"], ...],
         Field(strict=False),
     ] = ()
-    """Of these, what the source does not say: predicted times have a wider range for it."""
+    """Fields that the source does not give: predicted times have a wider range for them."""
 
 
 class Measured(StrictModel):
-    """What one run measured. It holds for the same recipe on the same hardware, whatever the profile says of it."""
+    """Measurement of one run. It holds for the same recipe on the same hardware, whatever the profile lists."""
 
     run: str
     """The run."""
@@ -179,16 +167,16 @@ MEASURED_TIMES = (
     "update_s",
     "sampled_tokens_per_s",
 )
-"""What of a measured run is a time or a rate."""
+"""Fields of a measured run that are times or rates."""
 
 
 class Calibration(StrictModel):
     """A calibration file. What a file does not say is taken from the one that comes with hpcrl."""
 
     format_version: Literal[1] = 1
-    """Of this format."""
+    """Version of this format."""
     description: str = ""
-    """Where it holds, in a sentence."""
+    """Scope of validity, in a sentence."""
     efficiencies: dict[EfficiencyName, Sourced] = {}
     """Shares of a profile's numbers."""
     constants: dict[ConstantName, Sourced] = {}
@@ -198,16 +186,16 @@ class Calibration(StrictModel):
     measured: tuple[Measured, ...] = Field(default=(), strict=False)
     """Runs that were measured as a whole."""
     durations: dict[str, Any] | None = None
-    """What ``hpcrl simulate --durations`` takes (`hpcrl.simulation.inputs.durations`), of the same run."""
+    """Values for ``hpcrl simulate --durations`` (`hpcrl.simulation.inputs.durations`), of the same run."""
     _tables: Tables = PrivateAttr(default_factory=Tables)
 
     @property
     def tables(self) -> Tables:
-        """Measured times of kernels, from files of their own; where there are some, they count, not efficiencies."""
+        """Return the measured times of kernels from separate files; they take precedence over efficiencies."""
         return self._tables
 
     def with_tables(self, tables: Tables) -> Calibration:
-        """The same with these measured times."""
+        """Return the calibration with these measured times."""
         copy = self.model_copy()
         copy._tables = tables
         return copy
@@ -228,7 +216,7 @@ class Calibration(StrictModel):
         return self.constants[name].value
 
     def uncertain(self) -> Iterator[tuple[str, float, Origin]]:
-        """Names of all numbers, the factor by which each may be wrong, and where it comes from."""
+        """Yield the names of all numbers, the factor by which each may be wrong, and its origin."""
         for name, entry in self.efficiencies.items():
             yield f"efficiencies.{name}", entry.factor, entry.origin
         for constant, own in self.constants.items():
@@ -241,7 +229,7 @@ class Calibration(StrictModel):
                 yield f"measured.{field}", FACTORS["measured"], "measured"
 
     def moved(self, name: str, factor: float) -> Calibration:
-        """The same with one number of `uncertain` times ``factor``; a share stays at most 1."""
+        """Return the calibration with one number of `uncertain` times ``factor``; a share stays at most 1."""
         group, _, key = name.partition(".")
         if group == "tables":
             return self.with_tables(self.tables.moved(key, factor))
@@ -254,13 +242,13 @@ class Calibration(StrictModel):
         return self.model_copy(update={group: {**entries, key: entries[key].model_copy(update={"value": value})}})
 
     def measured_for(self, recipe: str, cluster: str) -> Measured | None:
-        """The measurement of a recipe on a cluster, the last one where there are several."""
+        """Return the measurement of a recipe on a cluster, the last one where there are several."""
         found = [entry for entry in self.measured if entry.recipe == recipe and entry.cluster == cluster]
         return found[-1] if found else None
 
 
 def shipped_calibration_path() -> Path:
-    """The file that comes with hpcrl."""
+    """Return the path of the calibration file that comes with hpcrl."""
     return Path(__file__).parent / "data" / "calibration.yaml"
 
 
@@ -289,7 +277,7 @@ def load_calibration(path: Path | None = None, tables: Sequence[Path] = ()) -> C
     ConfigError
         With every finding.
     UsageError
-        There is no such file.
+        The file does not exist.
     """
     shipped = _shipped().with_tables(Tables((*shipped_tables(), *(load_table(table) for table in tables))))
     if path is None:

@@ -11,39 +11,27 @@ from dataclasses import dataclass
 
 from hpcrl.models.layers import DenseMlp, GatedDeltaNet, Gqa, Layer, Mamba2, Mixer, Mla, Moe
 
-__all__ = [
-    "ActivationShape",
-    "attention_output_bytes",
-    "dear_output_bytes",
-    "expansion_bytes",
-    "fp8_copies_bytes",
-    "gradient_bytes",
-    "indexer_bytes",
-    "ring_bytes",
-    "saved_bytes",
-]
-
 _SCORES_BYTES = 1 << 30
 """Scores of an indexer that exist at a time: whole they are queries times the context in float32, 17 GB at 131,072
 tokens over four ranks, so that a trainer cuts the queries into pieces."""
 _CHUNK_BYTES = 64 << 20
-"""Of a piece of the queries in the trainer's own sparse attention (`hpcrl.modeling.sparse_attention`)."""
+"""Maximum bytes of a piece of the queries in the trainer's own sparse attention (`hpcrl.modeling.attention.sparse`)."""
 _BLOCK = 128
 """Channels of an activation that share a float32 scale in FP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationShape:
-    """What flows through a layer on one rank.
+    """Shape of the activations of a layer on one rank.
 
     Attributes
     ----------
     tokens:
         Tokens of the micro-batch on this rank (after context parallelism).
     element_bytes:
-        Of activations.
+        Bytes of an element of activations.
     on_gpu:
-        Sparse attention is by kernels, and not by plain torch.
+        Whether sparse attention runs on kernels, and not on plain torch.
     imbalance:
         Tokens that the busiest rank of expert parallelism receives, relative to the mean.
     gathers_from:
@@ -58,7 +46,7 @@ class ActivationShape:
 
 
 def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """All that is kept of a layer without activation checkpointing."""
+    """Return the bytes that are kept of a layer without activation checkpointing."""
     total = 0.0
     hidden = _hidden(layer)
     if layer.mixer is not None:
@@ -68,8 +56,11 @@ def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
     return round(total)
 
 
-def dear_output_bytes(layer: Layer, shape: ActivationShape, *, ep: int = 1, cp: int = 1) -> int:
-    """What selective checkpointing keeps beside a layer's input: outputs of attention, experts and exchanges."""
+def saved_op_output_bytes(layer: Layer, shape: ActivationShape, *, ep: int = 1, cp: int = 1) -> int:
+    """Return the bytes that selective checkpointing keeps in addition to a layer's input.
+
+    These are the outputs of attention, experts and exchanges.
+    """
     b, t, mlp = shape.element_bytes, shape.tokens, layer.mlp
     total = float(attention_output_bytes(layer, shape))
     if cp > 1 and isinstance(layer.mixer, Gqa):
@@ -86,7 +77,7 @@ def dear_output_bytes(layer: Layer, shape: ActivationShape, *, ep: int = 1, cp: 
 
 
 def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Output of the attention, with what its backward pass needs beside."""
+    """Return the bytes of the attention's output, with the other tensors that its backward pass needs."""
     mixer = layer.mixer
     if mixer is None:
         return 0
@@ -104,7 +95,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
 
 
 def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """The largest gradients of activations that exist together: those around the experts, and the residual's."""
+    """Return the bytes of the largest coexisting gradients of activations: around the experts, and the residual's."""
     b, t, d = shape.element_bytes, shape.tokens, _hidden(layer)
     mlp = layer.mlp
     # of a gated block those of gate and up take the memory of these
@@ -117,8 +108,11 @@ def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
 
 
 def fp8_copies_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Of the matrix product with the most of it: its input and the gradient of its output in FP8, each once with the
-    scales of its rows (for the product itself) and once with those of its columns (for the gradient of the weights)."""
+    """Return the bytes of FP8 copies of the matrix product that needs most.
+
+    The product copies its input and the gradient of its output in FP8, each once with the scales of its rows (for the
+    product itself) and once with those of its columns (for the gradient of the weights).
+    """
     mlp = layer.mlp
     each = 1 + 4 / _BLOCK
     if isinstance(mlp, Moe):
@@ -131,9 +125,10 @@ def fp8_copies_bytes(layer: Layer, shape: ActivationShape) -> int:
 
 
 def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
-    """What the indexer of sparse attention holds while it chooses; nothing of it is kept, for it has no gradient.
+    """Return the bytes that the indexer of sparse attention holds while it chooses.
 
-    Queries of all its heads, the keys of the whole ``context``, a piece of the scores, and the choice itself.
+    These are the queries of all its heads, the keys of the whole ``context``, a piece of the scores, and the choice
+    itself. None of it is kept, because the indexer has no gradient.
     """
     indexer = layer.mixer.indexer if isinstance(layer.mixer, Mla) else None
     if indexer is None:
@@ -150,10 +145,11 @@ def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
 
 
 def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """What the backward pass of a ring holds while it turns (`hpcrl.modeling.ring_attention`).
+    """Return the bytes that the backward pass of ring attention holds (`hpcrl.modeling.attention.ring`).
 
-    Keys and values that are here, those that come, and those of whom they are from as kernels want them; their
-    gradients that go and that come, and that of queries, in float32. What the layer's experts held is free by then.
+    These are the local keys and values, the received ones, and the copies that kernels need of the latter; the
+    gradients of keys and values that are sent and received, and that of queries, in float32. The memory of the layer's
+    experts is free by then.
     """
     b, t, mixer = shape.element_bytes, shape.tokens, layer.mixer
     if isinstance(mixer, Gqa):
@@ -168,11 +164,12 @@ def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
 
 
 def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """What the backward pass of gathered latents holds while it runs (`hpcrl.modeling.latent_gather`).
+    """Return the bytes that the backward pass of gathered latents holds (`hpcrl.modeling.attention.latent_gather`).
 
-    Of a rank's share of the heads over all tokens, which is as much as of all heads over its own: keys and values, what
-    they are made of, their gradients from the kernel and where they are put, and that of what they are made of.
-    Gradients of all latents, in float32 and as they travel. What the layer's experts held is free by then.
+    For a rank's share of the heads over all tokens, which is as much as for all heads over its own tokens: keys and
+    values, their sources, their gradients from the kernel and the buffers of these gradients, and the gradient of the
+    sources. Also gradients of all latents, in float32 and as they are sent. The memory of the layer's experts is free
+    by then.
     """
     mixer, b, t = layer.mixer, shape.element_bytes, shape.tokens
     if not isinstance(mixer, Mla) or not _gathered_latents(mixer, shape):
@@ -184,13 +181,19 @@ def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
 
 
 def _beyond_mlp(value: int, layer: Layer, shape: ActivationShape) -> int:
-    """What the backward pass of attention takes beyond what experts, or a dense block, of its layer held before it."""
+    """Return the bytes of attention's backward pass beyond the memory that the layer's MLP held before.
+
+    The MLP is the experts, or a dense block.
+    """
     before = gradient_bytes(layer, shape) + (0 if layer.mlp is None else _mlp(layer.mlp, shape))
     return max(0, round(value - before))
 
 
 def _gathered_latents(mixer: Mixer | None, shape: ActivationShape) -> int:
-    """Latents and rotary keys of all tokens of a context-parallel group; 0 where none are gathered to be expanded."""
+    """Return the bytes of gathered latents and rotary keys of all tokens of a context-parallel group.
+
+    0 where none are gathered to be expanded.
+    """
     if not isinstance(mixer, Mla) or mixer.topk is not None:
         return 0
     row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
@@ -204,7 +207,7 @@ def _hidden(layer: Layer) -> int:
 
 
 def _norm(width: int, shape: ActivationShape) -> float:
-    """Input and output."""
+    """Return the bytes of a norm's input and output."""
     return 2 * shape.element_bytes * shape.tokens * width
 
 
@@ -223,7 +226,7 @@ def _mixer(mixer: Mixer, shape: ActivationShape) -> float:
 def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     b, t = shape.element_bytes, shape.tokens
     q, kv = mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim
-    # the gate of the output, as it is projected beside queries and as it is applied, and the output before it
+    # the gate of the output, as it is projected with the queries and as it is applied, and the output before it
     gate = 3 * q * b * t if mixer.output_gate else 0
     # what a norm of each head reads, and what is rotated
     queries_and_keys = (q + kv) * b * t * (2 if mixer.qk_norm != "none" else 1)
@@ -310,10 +313,10 @@ def _dense(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
 
 
 def _clamped(mlp: DenseMlp | Moe) -> bool:
-    """gpt-oss's experts, whose gates are no SwiGLU."""
+    """Return whether it has gpt-oss's experts, whose gates are not SwiGLU."""
     return isinstance(mlp, Moe) and mlp.bias
 
 
 def _products(*, gated: bool) -> int:
-    """Gate, up and product, without a gate what is squared and its square."""
+    """Return the number of products: gate, up and product; without a gate the squared values and their squares."""
     return 3 if gated else 2

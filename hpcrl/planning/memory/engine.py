@@ -12,10 +12,8 @@ from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.ledger import GIB, Ledger, Term
 
-__all__ = ["EngineMemory", "KvCapacity", "engine_ledger", "kv_bytes_of_rank", "kv_capacity"]
-
 RUNTIME_BYTES = int(2.0 * GIB)
-"""CUDA context, NCCL, and what vLLM's own process holds beside tensors on a GPU."""
+"""Bytes of the CUDA context, NCCL, and other memory of vLLM's process on a GPU than tensors."""
 GRAPH_BYTES = int(1.5 * GIB)
 """CUDA graphs of decode, captured for a ladder of batch sizes."""
 DEEPEP_BUFFER_BYTES = int(1.0 * GIB)
@@ -27,27 +25,27 @@ _SCALED_CHANNELS = 128
 _KEYS_A_LATENT = 8
 """Indexer keys that vLLM gathers where it would unpack one latent (``get_max_prefill_buffer_size``)."""
 _PADDED_HEADS = 64
-"""FlashMLA's sparse kernel for prompts takes a multiple of so many heads on Hopper."""
+"""Multiple to which FlashMLA's sparse kernel for prompts pads the number of heads on Hopper."""
 _SCORES_BYTES = 512 << 20
 """Scores of indexers that vLLM holds at a time (``VLLM_SPARSE_INDEXER_MAX_LOGITS_MB``, 512 unless it is set)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What memory depends on.
+    """Inputs of the memory of an engine.
 
     Attributes
     ----------
     ranks, nodes:
         GPUs of a replica: ``tp`` of them share a data-parallel rank, and all of them share the experts; and its nodes.
     max_num_seqs, max_num_batched_tokens:
-        Of this kind of engine (`hpcrl.config.engine_shape.step_limits`): each side has its own.
+        Limits of this kind of engine (`hpcrl.config.engine_shape.step_limits`): each side has its own.
     gpu_memory_utilization:
         Share of a GPU that the engine may use.
     prompts_only:
-        A prefill engine: no CUDA graphs.
+        Whether it is a prefill engine: without CUDA graphs.
     low_latency:
-        DeepEP's low-latency kernels (a decode engine) in place of its high-throughput ones.
+        Whether it uses DeepEP's low-latency kernels (a decode engine) in place of its high-throughput ones.
     """
 
     ranks: int
@@ -65,22 +63,22 @@ class EngineMemory:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with sequences of their own."""
+        """Return the number of ranks with their own sequences."""
         return self.ranks // self.tp
 
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """What the KV cache of one data-parallel rank holds.
+    """Capacity of the KV cache of one data-parallel rank.
 
     Attributes
     ----------
     cache_bytes:
-        On each GPU.
+        Bytes on each GPU.
     tokens:
-        That fit.
+        Tokens that fit.
     sequences:
-        Of full length that fit (a fraction below one: not even a single one).
+        Sequences of full length that fit (a fraction below one: not even a single one).
     """
 
     cache_bytes: int
@@ -90,15 +88,15 @@ class KvCapacity:
 
 @lru_cache(maxsize=4096)
 def engine_ledger(facts: ModelFacts, memory: EngineMemory) -> Ledger:
-    """What a GPU holds beside the KV cache."""
+    """Return the memory of a GPU outside the KV cache."""
     return Ledger.of("serving", _terms(facts, memory))
 
 
 @lru_cache(maxsize=4096)
 def kv_bytes_of_rank(facts: ModelFacts, memory: EngineMemory, length: int = 1) -> int:
-    """Bytes of KV cache of a sequence of ``length`` on one GPU, each layer with the tokens that it must keep.
+    """Return the bytes of KV cache of a sequence of ``length`` on one GPU, by the tokens that layers must keep.
 
-    Latents are whole on each GPU, heads are dealt out (one at least).
+    Latents are whole on each GPU, heads are distributed (one at least).
     """
     return sum(_layer_kv(layer, memory, length) for layer in facts.layers)
 
@@ -115,9 +113,9 @@ def _layer_kv(layer: Layer, memory: EngineMemory, length: int) -> int:
 
 
 def kv_capacity(facts: ModelFacts, memory: EngineMemory, gpu_bytes: int) -> KvCapacity:
-    """What is left of a GPU for the KV cache, in tokens and sequences of ``max_model_len``.
+    """Return the capacity for the KV cache in the free memory of a GPU, in tokens and sequences of ``max_model_len``.
 
-    Tokens are of such sequences too: where layers have a window, they are fewer in shorter ones.
+    Tokens are counted for such sequences too: where layers have a window, shorter sequences fit fewer tokens.
     """
     left = max(0, round(gpu_bytes * memory.gpu_memory_utilization) - engine_ledger(facts, memory).total)
     state = facts.state_bytes_per_sequence(memory.kv_dtype) // memory.tp
@@ -159,7 +157,7 @@ def _latent_layers(facts: ModelFacts) -> list[Mla]:
 
 
 def _absorbed(facts: ModelFacts, m: EngineMemory) -> Term | None:
-    """The two halves of ``kv_b_proj``, which vLLM multiplies into queries and outputs when it decodes.
+    """Return the term of the two halves of ``kv_b_proj``, which vLLM multiplies into queries and outputs in decoding.
 
     Where the weights are in FP8 it makes a copy of them in bfloat16 and keeps the FP8 ones for prompts
     (``MLACommonImpl.process_weights_after_loading``); in bfloat16 both halves are views.
@@ -180,13 +178,13 @@ def _absorbed(facts: ModelFacts, m: EngineMemory) -> Term | None:
         "nope + v": first.qk_nope_head_dim + first.v_head_dim,
     }
     formula = "2 · layers · H / TP · kv_lora (nope + v)"
-    return Term("absorbed projections", value, formula, inputs, "vLLM, MLA beside FP8 weights")
+    return Term("absorbed projections", value, formula, inputs, "vLLM, MLA with FP8 weights")
 
 
 def _sparse_attention(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | None]:
-    """Workspaces of sparse attention, which all layers share.
+    """Yield the workspaces of sparse attention, which all layers share.
 
-    One holds either the latents that are unpacked for a kernel in bfloat16, beside its queries, or the indexer's keys
+    One holds either the latents that are unpacked for a kernel in bfloat16, with its queries, or the indexer's keys
     gathered from the cache; another the scores of queries against keys, cut into pieces of a fixed size.
     """
     sparse = [mixer for mixer in _latent_layers(facts) if mixer.indexer is not None]
@@ -194,7 +192,7 @@ def _sparse_attention(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | Non
         return
     mixer, length, t = sparse[0], m.max_model_len, m.max_num_batched_tokens
     width = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-    # vLLM's `sparse_mla_prefill_workspace_factor`, as it is resolved where nothing is set
+    # default of vLLM's `sparse_mla_prefill_workspace_factor`
     contexts = 5 if length <= 256 << 10 else 2
     key = sparse[0].indexer.kv_bytes_per_token
     keys = _KEYS_A_LATENT * contexts * length * key
@@ -226,7 +224,7 @@ def _sparse_attention(facts: ModelFacts, m: EngineMemory) -> Iterator[Term | Non
 
 
 def _dispatch(facts: ModelFacts, m: EngineMemory) -> Term:
-    """DeepEP's buffers, as vLLM asks for them (its ``device_communicators/all2all.py``).
+    """Return the term of DeepEP's buffers, as vLLM requests them (its ``device_communicators/all2all.py``).
 
     Low-latency kernels keep a place for every token that a rank may dispatch at every expert, to send and to receive,
     each twice for odd and even steps (DeepEP's ``LowLatencyLayout``). vLLM's cap of dispatched tokens is
@@ -247,7 +245,7 @@ def _dispatch(facts: ModelFacts, m: EngineMemory) -> Term:
 
 @lru_cache(maxsize=64)
 def _dense_weights(facts: ModelFacts, dtype: str, fp8: bool) -> tuple[int, int]:
-    """Bytes of all but experts: what tensor parallelism cuts, and what each rank has whole."""
+    """Return the bytes of all but experts: those that tensor parallelism cuts, and those that each rank has whole."""
     by_part = facts.weight_bytes(dtype)
     cut = by_part.get(Part.EMBEDDING, 0) + by_part.get(Part.LM_HEAD, 0)
     whole = facts.hidden_size * DTYPE_BYTES[dtype]

@@ -1,7 +1,7 @@
-"""Whether a recipe fits a cluster: memory of each GPU and each host by role, head-room, and what would make it fit.
+"""Check whether a recipe fits a cluster: memory of each GPU and each host by role, and head-room.
 
-Pure: `memory_report` turns recipe, profile and facts into numbers. What would make a recipe fit that does not is
-found by `hpcrl.planning.memory.remedies`.
+Pure: `memory_report` turns recipe, profile and facts into numbers. `hpcrl.planning.memory.remedies` finds settings that
+would make a recipe fit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
-from hpcrl.planning.memory.host import engine_host, orchestrator_terms, pool_terms, trainer_host
+from hpcrl.planning.memory.host import engine_host, environment_terms, orchestrator_terms, pool_terms, trainer_host
 from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
-
-__all__ = ["MemoryReport", "RoleMemory", "engine_host_place", "engine_memory", "memory_report", "trainer_memory"]
 
 HOST_RESERVE = 0.05
 """Share of a node's memory for the system, file handles, the site's daemons."""
@@ -56,21 +54,21 @@ class RoleMemory:
 
     @property
     def needed(self) -> int:
-        """Bytes that cannot be done without; of a KV cache it is one sequence of full length."""
+        """Return the required bytes; of a KV cache those of one sequence of full length."""
         return self.ledger.total
 
     @property
     def headroom(self) -> int | None:
-        """Bytes that are left (negative: that are missing); None: not known."""
+        """Return the free bytes (negative: missing ones); None: not known."""
         return None if self.capacity is None else self.capacity - self.needed
 
     @property
     def ok(self) -> bool:
-        """It fits, as far as is known."""
+        """Return whether it fits, as far as is known."""
         return self.headroom is None or self.headroom >= 0
 
     def summary(self) -> str:
-        """A line for people."""
+        """Return a summary in one line for people."""
         largest = self.ledger.largest
         head = f"{self.role.value} {self.kind}: {self.needed / GIB:.1f} GiB at {self.ledger.name}"
         binding = f"largest: {largest.name} {largest.value / GIB:.1f} GiB"
@@ -88,16 +86,16 @@ class MemoryReport:
 
     @property
     def ok(self) -> bool:
-        """Every place fits."""
+        """Return whether every place fits."""
         return all(place.ok for place in self.places)
 
     @property
     def short(self) -> tuple[RoleMemory, ...]:
-        """Places that do not fit."""
+        """Return the places that do not fit."""
         return tuple(place for place in self.places if not place.ok)
 
     def place(self, role: Role, kind: str) -> RoleMemory:
-        """The place of a role (KeyError where there is none)."""
+        """Return the place of a role (KeyError where there is none)."""
         for place in self.places:
             if (place.role, place.kind) == (role, kind):
                 return place
@@ -107,7 +105,7 @@ class MemoryReport:
 def memory_report(
     recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts, real: RealPass | None = None
 ) -> MemoryReport:
-    """Memory of every role of a recipe on a cluster.
+    """Return the memory of every role of a recipe on a cluster.
 
     Parameters
     ----------
@@ -124,11 +122,25 @@ def memory_report(
     if recipe.sft is not None:
         return MemoryReport(_trainer_places(recipe, cluster, facts, real))
     places = (*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts))
-    return MemoryReport(_one_host(places, recipe.engine.replicas) if recipe.engine.shares_node else places)
+    if recipe.engine.shares_node:
+        places = _one_host(places, recipe.engine.replicas)
+    return MemoryReport((*places, *_worker_places(recipe, cluster)))
+
+
+def _worker_places(recipe: Recipe, cluster: SlurmCluster) -> list[RoleMemory]:
+    """Return the host memory of a node of workers of environments: the part of it that a job asks for."""
+    workers = recipe.environment_workers
+    if workers is None or not workers.apart:
+        return []
+    capacity = round(node_hardware(cluster, Role.ENV).host_bytes * (1 - HOST_RESERVE))
+    if workers.memory_gib is not None:
+        capacity = min(capacity, round(workers.memory_gib * workers.per_node * GIB))
+    ledger = Ledger.of("environments", environment_terms(recipe, workers.per_node))
+    return [RoleMemory(Role.ENV, "host", ledger, capacity)]
 
 
 def _one_host(places: tuple[RoleMemory, ...], replicas: int) -> tuple[RoleMemory, ...]:
-    """Places of a node that trainer and engines share: it has one host, with what all of them keep there."""
+    """Return the places of a node that trainer and engines share, with one host that holds the parts of all."""
     trainer, engine = (place for place in places if place.kind == "host")
     of_engines = (
         replace(term, name=f"engines: {term.name}", value=term.value * replicas, formula=f"({term.formula}) · replicas")
@@ -207,7 +219,7 @@ def _trainer_places(
 
 
 def engine_memory(engine: EngineConfig, *, ranks: int, nodes: int, role: Role) -> EngineMemory:
-    """A replica of ``ranks`` GPUs on ``nodes`` nodes."""
+    """Return the memory inputs of a replica of ``ranks`` GPUs on ``nodes`` nodes."""
     saving, limits = engine.memory, step_limits(engine, role)
     return EngineMemory(
         ranks=ranks,
@@ -255,7 +267,7 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
 def engine_host_place(
     facts: ModelFacts, recipe: Recipe, node: NodeHardware, *, role: Role, memory: EngineMemory, ledger: Ledger
 ) -> RoleMemory:
-    """The host of a node of an engine; ``ledger`` says what one of its GPUs holds."""
+    """Return the host memory of a node of an engine; ``ledger`` is that of one of its GPUs."""
     weights = ledger["other weights"].value + (ledger["expert weights"].value if facts.moe_layers else 0)
     here = memory.ranks // memory.nodes
     host = engine_host(facts, recipe, role=role, ranks=memory.ranks, ranks_per_node=here, weight_bytes=weights)
@@ -263,14 +275,14 @@ def engine_host_place(
 
 
 def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
-    """The project's own engine: weights, and the cache as the recipe sizes it."""
+    """Return the ledger of the embedded engine: weights, and the cache as the recipe sizes it."""
     engine = recipe.engine
     b = DTYPE_BYTES[engine.dtype]
     weights = b * facts.num_parameters()
     cache = round(engine.kv_cache_gib * GIB)
-    # what adapters change is kept as it was, too; here all of it
+    # the weights that adapters change are also kept unchanged; here all of them
     kept = 0 if recipe.trainer.lora is None else weights
-    # a new version is loaded beside the one that is served
+    # a new version is loaded while the old one is served
     return Ledger.of(
         "serving",
         (
@@ -284,10 +296,10 @@ def _embedded(recipe: Recipe, facts: ModelFacts) -> Ledger:
 
 
 def _local(recipe: Recipe, cluster: LocalCluster, facts: ModelFacts, real: RealPass | None) -> RoleMemory:
-    """Everything on one machine."""
+    """Return the place of everything on one machine."""
     memory = replace(trainer_memory(recipe, device="cpu"), real=real)
     peak = trainer_peak(facts, memory)
-    # an engine of one process has one node, wherever that is
+    # a single-process engine has one node
     ranks, replicas = recipe.trainer.ranks, recipe.engine_nodes or recipe.engine.replicas
     engine = _embedded(recipe, facts).total
     terms: list[Term | None] = [

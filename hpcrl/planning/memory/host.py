@@ -18,8 +18,6 @@ from hpcrl.planning.memory.settings import TrainerMemory, checkpoint_term, image
 from hpcrl.planning.muon import moments_formula, spared_bytes
 from hpcrl.planning.routes import rollout_routes_bytes, token_routes_bytes
 
-__all__ = ["engine_host", "orchestrator_terms", "pool_terms", "trainer_host"]
-
 PROCESS_BYTES = int(4.0 * GIB)
 """A Python process with torch and CUDA: libraries, pinned pools, allocator."""
 ORCHESTRATOR_BYTES = int(2.0 * GIB)
@@ -27,21 +25,25 @@ ORCHESTRATOR_BYTES = int(2.0 * GIB)
 TOKEN_RECORD_BYTES = 17
 """A token of a rollout: id, log-probability, version and advantage of 4 bytes each, and a mask."""
 TEACHER_BYTES = 4
-"""Of a token: what a teacher says of it."""
+"""Bytes a token of a teacher's log-probability."""
 KEPT_ROWS_BYTES = 1 << 30
 """Rows of experts that a server keeps until they are fetched (`hpcrl.inference.kept_rows`)."""
 ENVIRONMENT_BYTES = 4 << 20
 """A rollout in flight: its conversation, its requests, its share of an environment's process."""
+SEGMENT_BYTES = 64 << 20
+"""A segment of a version (`hpcrl.weights.format.segments`), for which a reader registers memory."""
+WORKER_PROCESS_BYTES = 128 << 20
+"""A worker of environments, or the process of one of its environments, without rollouts and without data."""
 
 
 def trainer_host(facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, *, ranks_per_node: int) -> Ledger:
-    """A node of the trainer; on the first one the orchestrator runs as well."""
+    """Return the ledger of a node of the trainer; on the first node the orchestrator runs as well."""
     return Ledger.of("training", _trainer(facts, memory, recipe, ranks_per_node))
 
 
 def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int) -> Iterator[Term | None]:
     n = m.shards
-    # as the fullest ranks hold them, which are most
+    # the sizes of the fullest ranks, because most ranks are full
     p = facts.num_parameters() + model_padding(facts, shards=n, ep=m.ep)
     yield Term("processes", PROCESS_BYTES * per_node, "ranks · constant", {"ranks": per_node}, "assumed")
     if m.optimizer_offload:
@@ -65,6 +67,10 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         yield reference_term(facts, m, ranks_here=per_node)
     images = image_term(facts, m, ranks_here=per_node)
     yield images
+    if recipe.handoff.transport == "fabric":
+        count = recipe.handoff.fabric_versions
+        formula, inputs = "V / N · fabric_versions · ranks", {"fabric_versions": count}
+        yield Term("versions served over the fabric", images.value // m.images * count, formula, inputs)
     if recipe.handoff.delta_chain:
         share = recipe.handoff.delta_max_share
         yield Term("changes of a delta", round(images.value / m.images * share), "V / N · delta_max_share · ranks")
@@ -75,14 +81,18 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
 
 
 def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | None]:
-    """The orchestrator with all rollouts that may exist at once."""
+    """Yield the terms of the orchestrator with the maximum number of rollouts that may exist at once."""
     yield Term("orchestrator", ORCHESTRATOR_BYTES, "constant", {}, "assumed")
     flying, length = recipe.rollouts.max_in_flight, recipe.engine.max_model_len
     token = TOKEN_RECORD_BYTES + (0 if recipe.algorithm.distillation is None else TEACHER_BYTES)
     inputs = {"in flight": flying, "tokens": length, "token": token, "copies": PAYLOAD_COPIES}
     value = flying * length * token * PAYLOAD_COPIES
     yield Term("rollouts", value, "in flight · tokens · token · copies", inputs)
-    yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
+    workers = recipe.environment_workers
+    if workers is None:
+        yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
+    elif not workers.apart:
+        yield from environment_terms(recipe, workers.count)
     routes = 0
     if recipe.returns_routed_experts:
         routes = token_routes_bytes(facts)
@@ -96,8 +106,20 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
             )
 
 
+def environment_terms(recipe: Recipe, here: int) -> Iterator[Term]:
+    """Yield the terms of a node with ``here`` of the workers of environments."""
+    workers, flying, kinds = recipe.environment_workers, recipe.rollouts.max_in_flight, len(recipe.environments)
+    assert workers is not None
+    inputs: dict[str, float | str] = {"workers": here, "environments": kinds}
+    value = here * (1 + kinds) * WORKER_PROCESS_BYTES
+    yield Term("environment workers", value, "workers · (1 + environments) · constant", inputs, "assumed")
+    inputs = {"in flight": flying, "here": here, "workers": workers.count}
+    value = -(-flying * here // workers.count) * ENVIRONMENT_BYTES
+    yield Term("environments", value, "in flight · here / workers · constant", inputs, "assumed")
+
+
 def _routes_in_flight(recipe: Recipe, flying: int, one: int, inputs: Mapping[str, float]) -> Term:
-    """Rows of rollouts in flight, of which one may need ``one`` bytes."""
+    """Return the term of routed experts of rollouts in flight, of which one may need ``one`` bytes."""
     most, formula = flying * one, "in flight · tokens · layers · k · w · copies"
     limit = recipe.rollouts.routes_in_flight_gib
     if limit is None or most <= round(limit * GIB):
@@ -108,13 +130,13 @@ def _routes_in_flight(recipe: Recipe, flying: int, one: int, inputs: Mapping[str
 
 
 def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:
-    """Finished rollouts: batches that wait, one that is trained, and one that is fetched meanwhile.
+    """Return the term of finished rollouts: waiting batches, one that is trained, and one that is fetched meanwhile.
 
     On a node without the orchestrator its ranks share the latter two (`hpcrl.dock.warehouse.sharing`): never more.
     """
     settings = recipe.rollouts
     limit = round(settings.warehouse.limit_gib * GIB)
-    if settings.warehouse.backend == "mooncake":  # given to the pool at the start
+    if settings.warehouse.backend == "mooncake":  # memory that the pool gets at the start
         return Term("warehouse of rollouts", limit, "rollouts.warehouse.limit_gib")
     if settings.warehouse.directory is None:
         return None
@@ -127,7 +149,7 @@ def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:
 def engine_host(
     facts: ModelFacts, recipe: Recipe, *, role: Role, ranks: int, ranks_per_node: int, weight_bytes: int
 ) -> Ledger:
-    """A node of an engine of ``ranks`` GPUs; ``weight_bytes`` is what one of them holds."""
+    """Return the ledger of a node of an engine of ``ranks`` GPUs; ``weight_bytes`` are the weights of one GPU."""
     terms = _engine(facts, recipe, ranks, ranks_per_node, weight_bytes, role=role)
     return Ledger.of(f"serving ({role.value})", terms)
 
@@ -149,12 +171,17 @@ def _engine(
     if recipe.handoff.node_cache is not None:
         cache = round(recipe.handoff.node_cache_gib * GIB)
         yield Term("window of a version on the node", cache, "handoff.node_cache_gib")
+    if recipe.handoff.transport == "fabric":
+        streams = recipe.handoff.read_streams
+        formula = "segment · read_streams · ranks"
+        inputs = {"segment": SEGMENT_BYTES, "read_streams": streams, "ranks": per_node}
+        yield Term("segments pulled over the fabric", SEGMENT_BYTES * streams * per_node, formula, inputs)
     read = weight_bytes * per_node
     yield Term("page cache of weights", read, "W per GPU · ranks", {"W": weight_bytes}, counts=False)
 
 
 def pool_terms(recipe: Recipe, ranks: int) -> Iterator[Term]:
-    """What a node with so many ranks of an engine gives to the pool; nothing where there is none."""
+    """Yield the terms of the pool on a node with ``ranks`` ranks of an engine; nothing without a pool."""
     store = recipe.engine.kv_store
     if store is not None:
         yield Term("Mooncake segment", round(store.segment_gib * GIB), "engine.kv_store.segment_gib")
@@ -164,9 +191,9 @@ def pool_terms(recipe: Recipe, ranks: int) -> Iterator[Term]:
 
 
 def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:
-    """What the workers of a node read before requests are frozen (`hpcrl.inference.vllm.staging`).
+    """Return the bytes that the workers of a node read before requests are frozen (`hpcrl.inference.vllm.staging`).
 
-    A rank reads its own experts, and all that is no expert, as they were published. Where experts move it reads all.
+    A rank reads its own experts and all other parameters as they were published. Where experts move it reads all.
     """
     fp8 = recipe.handoff.kind == "fp8"
     by_part = facts.weight_bytes(recipe.handoff.dtype or recipe.trainer.dtype, fp8=fp8)
@@ -180,7 +207,10 @@ def _next_version(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per
 
 
 def _kept_base(facts: ModelFacts, recipe: Recipe, role: Role, ranks: int, per_node: int) -> Term:
-    """What workers keep of the base of adapters: of the blocks that these change, a rank its part, up to a limit."""
+    """Return the bytes that workers keep of the base of adapters.
+
+    Each rank keeps its part of the blocks that adapters change, up to a limit.
+    """
     assert recipe.trainer.lora is not None
     dtype = recipe.handoff.dtype or recipe.trainer.dtype
     experts, other = adapted_blocks(facts, recipe.trainer.lora.targets, dtype)

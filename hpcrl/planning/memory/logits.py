@@ -1,4 +1,4 @@
-"""Memory of the head: logits of all trained tokens, or of a piece of them (`hpcrl.trainer.memory.head`)."""
+"""Memory of the head: logits of all trained tokens, or of a piece of them (`hpcrl.trainer.step.head`)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import Term
 from hpcrl.planning.memory.settings import HEAD_PIECE_BYTES, LOGIT_PIECE_BYTES, TrainerMemory
 
-__all__ = ["logits_term"]
-
 
 def logits_term(facts: ModelFacts, m: TrainerMemory) -> Term:
-    """Logits, what they are worked on with, and the gradients of head and hidden states, in bytes."""
+    """Return the term of logits, their working memory, and the gradients of head and hidden states, in bytes."""
     d, v = facts.hidden_size, facts.vocab_size
     n, b, rows = m.logit_tokens, m.element_bytes, m.head_rows
     rounded = 0 if b == 4 else b
@@ -18,7 +16,7 @@ def logits_term(facts: ModelFacts, m: TrainerMemory) -> Term:
     inputs: dict[str, float | str] = {"n": n, "V": v, "D": d, "b": b, "rows": rows, "columns": columns}
     if m.lm_head_chunk_tokens is not None and m.loss_of_rollouts:
         # of a piece the gradient of its logits, rounded too, and what it adds to those of head and hidden states;
-        # beside it these two
+        # in addition these two
         value = (4 + rounded) * rows * columns + 4 * (2 * columns + n + rows) * d + b * v * d
         return Term("logits", value, "(4 + b) rows · columns + 4 (2 columns + n + rows) D + b V D", inputs)
     # a piece of them, and in bfloat16 a copy of it in float32

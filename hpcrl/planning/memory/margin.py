@@ -1,4 +1,4 @@
-"""How much of what is assumed about memory may be wrong until a plan no longer fits."""
+"""Margins of the assumptions about memory until a plan no longer fits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.settings import EXPERT_IMBALANCE
 from hpcrl.planning.memory.trainer import trainer_peak
 
-__all__ = ["ExpertMargin", "expert_margin"]
-
 _BISECTIONS = 12
 """To a thousandth of the range."""
 
@@ -27,7 +25,7 @@ class ExpertMargin:
     Attributes
     ----------
     planned:
-        What the plan counts with (assumed).
+        Value of the plan (assumed).
     most:
         All tokens on one rank: the degree of expert parallelism.
     overflows:
@@ -47,7 +45,7 @@ class ExpertMargin:
         if self.overflows is None:
             return f"the trainer's GPUs hold all tokens on one rank ({planned})"
         if self.overflows < 1:
-            return f"the trainer's GPUs overflow however even experts are ({planned})"
+            return f"the trainer's GPUs overflow even with perfectly balanced experts ({planned})"
         return (
             f"the trainer's GPUs overflow where one rank gets more than {self.overflows:.2f} times the mean of tokens "
             f"({planned})"
@@ -55,12 +53,12 @@ class ExpertMargin:
 
 
 def expert_margin(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> ExpertMargin | None:
-    """The margin of a recipe; None where experts are on every rank, or the trainer has no GPUs.
+    """Return the margin of a recipe; None where experts are on every rank, or the trainer has no GPUs.
 
     Raises
     ------
     ConfigError
-        The profile does not say how much memory a GPU has.
+        The profile lacks the memory of a GPU.
     """
     ep = recipe.trainer.parallelism.ep
     if not isinstance(cluster, SlurmCluster) or ep == 1 or not facts.num_experts:

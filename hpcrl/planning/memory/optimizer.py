@@ -1,4 +1,4 @@
-"""What the optimizer of a trainer rank holds on the device."""
+"""Memory of the optimizer of a trainer rank on the device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import Term
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.muon import BATCH_BYTES, ITERATION_COPIES, moments_formula, muon_matrices, spared_bytes
-
-__all__ = ["moments_term", "muon_batch_term", "staging_term"]
 
 
 def moments_term(facts: ModelFacts, memory: TrainerMemory, trained: int) -> Term:

@@ -18,12 +18,10 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Moe
 from hpcrl.models.tensors import Part, Weight
 
-__all__ = ["Padding", "layer_padding", "model_padding", "outer_padding", "rounded_gradients"]
-
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Numbers beside the parameters of some tensors.
+    """Padding elements of some tensors, in addition to their parameters.
 
     Attributes
     ----------
@@ -39,7 +37,7 @@ class Padding:
 
 @lru_cache(maxsize=4096)
 def layer_padding(facts: ModelFacts, index: int, *, shards: int, ep: int) -> Padding:
-    """Return the padding of a layer that is sharded over ``shards`` ranks, its experts dealt out over ``ep``."""
+    """Return the padding of a layer that is sharded over ``shards`` ranks, its experts distributed over ``ep``."""
     layer = facts.layers[index]
     dense = sum(_dense(w, shards) for w in layer.weights if w.part is not Part.EXPERT)
     if not isinstance(layer.mlp, Moe):
@@ -104,7 +102,7 @@ def _more(size: int, ranks: int) -> int:
 
 
 def _dense(weight: Weight, shards: int) -> int:
-    # what is not trained is a buffer, of which every rank has all
+    # untrained weights are buffers, which every rank holds whole
     return _more(weight.shape[0], shards) * prod(weight.shape[1:]) * weight.copies if weight.trained else 0
 
 

@@ -11,13 +11,11 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe, TrainerParallelismConfig
 from hpcrl.errors import MissingExtraError, UsageError
-from hpcrl.interpreter import module_command
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.known import find_config
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory.settings import RealPass
-
-__all__ = ["measure_pass"]
+from hpcrl.processes.interpreter import module_command
 
 _LIMIT_S = 600.0
 _UNSEEN = ("activation_offload", "optimizer_offload", "parameter_offload")
@@ -25,12 +23,12 @@ _UNSEEN = ("activation_offload", "optimizer_offload", "parameter_offload")
 
 
 def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
-    """A micro-batch of one full sequence through the recipe's model, without memory or numbers.
+    """Return the pass of a micro-batch of one full sequence through the recipe's model, on tensors without storage.
 
     Raises
     ------
     UsageError
-        The trainer does not run this model, or not as the recipe asks for; or measuring failed.
+        The trainer does not support this model, or the recipe's settings for it; or the measurement failed.
     MissingExtraError
         This Python has no torch.
     """
@@ -53,7 +51,7 @@ def measure_pass(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
     try:
         config = json.loads(find_config(recipe.model.path).read_text(encoding="utf-8-sig"))
         arch_from_config(config)
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise UsageError(f"--real-model, {recipe.model.path}: {error}") from error
     asked = {
         "config": config,

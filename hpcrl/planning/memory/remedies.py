@@ -1,4 +1,4 @@
-"""What would make a recipe fit: settings are changed one by one, each time planned again, and those that help kept."""
+"""Settings that would make a recipe fit: each is changed alone and planned again, and those that help are kept."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from hpcrl.jobplan.layout import demands
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report
-from hpcrl.planning.routes import may_fly, rollout_routes_bytes
-
-__all__ = ["Knob", "Shortage", "why_not"]
+from hpcrl.planning.routes import max_rollouts_in_flight, rollout_routes_bytes
 
 Changes = tuple[tuple[str, Any], ...]
 """Dotted keys of the recipe with new values."""
 
 _MOST_NODES = 64
-"""How many nodes a role may grow to in search of a fit."""
+"""Maximum nodes of a role in the search of a fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Knob:
     changes:
         As for ``--set``.
     price:
-        What it costs.
+        Cost of the change.
     headroom:
         Bytes that are left then.
     """
@@ -59,12 +57,12 @@ class Shortage:
 
     @property
     def missing(self) -> int:
-        """Bytes that are missing."""
+        """Return the bytes that are missing."""
         return -(self.place.headroom or 0)
 
 
 def why_not(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> tuple[Shortage, ...]:
-    """Each place that is short, with the changes that would make it fit, cheapest first."""
+    """Return each place that is short, with the changes that would make it fit, cheapest first."""
     report = memory_report(recipe, cluster, facts)
 
     def plan(changed: Recipe) -> MemoryReport:
@@ -74,7 +72,7 @@ def why_not(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> tuple
 
 
 def change(recipe: Recipe, changes: Changes) -> Recipe:
-    """The recipe with dotted keys set (no rules are checked)."""
+    """Return the recipe with dotted keys set (no rules are checked)."""
     for key, value in changes:
         recipe = _set(recipe, key.split("."), value)
     return recipe
@@ -97,7 +95,7 @@ def _helpful(
     short = {(p.role, p.kind) for p in plan(recipe).short}
 
     def headroom(changes: Changes) -> int | None:
-        """What is left at this place; None where another place that fitted gets short."""
+        """Return the free bytes at this place; None where another place that fitted does not fit any more."""
         report = plan(change(recipe, changes))
         others = {(p.role, p.kind) for p in report.short} - short
         return None if others else report.place(place.role, place.kind).headroom
@@ -111,7 +109,7 @@ def _helpful(
             continue
         left = headroom(changes)
         if left is not None and left >= 0:
-            # of changes of one kind the smallest that helps
+            # only the smallest helpful change of each kind
             helped.add(keys)
             knobs.append(Knob(changes, price, left))
         elif not knobs and not keys[0].endswith(".nodes"):
@@ -126,15 +124,24 @@ def _helpful(
 def _candidates(
     place: RoleMemory, recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts
 ) -> Iterator[tuple[Changes, str]]:
-    """Changes that may help at a place, cheapest first."""
+    """Yield changes that may help at a place, cheapest first."""
     if place.role is Role.TRAINER:
         yield from (_trainer_gpu if place.kind == "gpu" else _trainer_host)(recipe, cluster, facts)
         if place.kind == "host" and recipe.engine.shares_node:
             yield from _engine_host(recipe)
+    elif place.role is Role.ENV:
+        yield from _worker_host(recipe)
     elif place.kind == "gpu":
         yield from _engine_gpu(place.role, recipe, cluster)
     else:
         yield from _engine_host(recipe)
+
+
+def _worker_host(recipe: Recipe) -> Iterator[tuple[Changes, str]]:
+    workers = recipe.environment_workers
+    assert workers is not None
+    for factor in (2, 4, 8):
+        yield (("environment_workers.count", workers.count * factor),), "more workers, and nodes for them"
 
 
 def _trainer_gpu(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> Iterator[tuple[Changes, str]]:
@@ -190,10 +197,12 @@ def _trainer_host(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) ->
     memory = recipe.trainer.memory
     if recipe.handoff.delta_chain:
         yield (("handoff.delta_chain", 0),), "full versions only"
+    if recipe.handoff.transport == "fabric":
+        yield (("handoff.transport", "share"),), "engines read versions from the shared filesystem"
     if recipe.checkpoint.mode == "async":
         yield (("checkpoint.mode", "sync"),), "the trainer waits until a checkpoint is written"
     if recipe.returns_routed_experts and (one := rollout_routes_bytes(recipe, facts)):
-        now = may_fly(recipe, facts)[0]
+        now = max_rollouts_in_flight(recipe, facts)[0]
         for flying in (3 * now // 4, now // 2, now // 4):
             if flying >= recipe.rollouts.rollouts_per_step:
                 limit = float(math.ceil(flying * one / GIB))

@@ -1,4 +1,4 @@
-"""What the memory of a trainer depends on, and what its ranks hold in host memory for others: versions, checkpoints."""
+"""Inputs of the memory of a trainer, and the memory of its ranks on the host for versions and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,32 +15,22 @@ from hpcrl.planning.memory.activations import ActivationShape
 from hpcrl.planning.memory.padding import model_padding
 from hpcrl.planning.muon import moments_formula, spared_bytes
 
-__all__ = [
-    "EXPERT_IMBALANCE",
-    "RealPass",
-    "TrainerMemory",
-    "checkpoint_term",
-    "image_term",
-    "reference_term",
-    "trained_parameters",
-]
-
 OFFLOAD_BUCKET = 256 << 20
 """Bytes of optimizer state that move together (`hpcrl.trainer.memory.optimizer`)."""
 OFFLOAD_BUCKETS = 3
-"""Of them on the GPU at once: one comes, one is computed, one goes."""
+"""Number of these buckets on the GPU at once: one is fetched, one is computed, one is written back."""
 AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS = 4096, 1024
-"""Tokens of a piece of the head, where the recipe lets the trainer choose (`hpcrl.trainer.memory.head`)."""
+"""Tokens of a piece of the head, where the recipe lets the trainer choose (`hpcrl.trainer.step.head`)."""
 HEAD_PIECE_BYTES = 32 << 20
-"""Of the logits of a piece of the vocabulary in float32."""
+"""Maximum bytes of the float32 logits of a piece of the vocabulary."""
 LOGIT_PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""Of logits in float32 that are worked on at once (`hpcrl.trainer.batch.tensors`)."""
+"""Maximum bytes of float32 logits that are processed at once (`hpcrl.trainer.batch.tensors`)."""
 CUDA_BYTES = int(1.0 * GIB)
 """CUDA context, cuBLAS and cuDNN workspaces of a process."""
 NCCL_BYTES = int(0.5 * GIB)
 """Buffers of one NCCL communicator over many nodes."""
 FRAGMENTATION = 0.05
-"""Share of what tensors take that the caching allocator holds beside it."""
+"""Memory that the caching allocator holds in addition to tensors, as a share of these."""
 EXPERT_IMBALANCE = 1.25
 """Tokens of the busiest rank of expert parallelism relative to the mean."""
 
@@ -64,42 +54,43 @@ class RealPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """What memory depends on.
+    """Inputs of the memory of the trainer.
 
     Attributes
     ----------
     ranks, ep, cp, dp_replicate:
         Ranks of the trainer; degrees of expert and context parallelism; copies of the parameters.
     cp_scheme:
-        How the context-parallel ranks attend together.
+        Method of attention over the context-parallel ranks.
     dtype:
-        Of parameters and activations in forward and backward.
+        Dtype of parameters and activations in forward and backward.
     loss_of_rollouts:
-        The loss wants all log-probabilities first, so that logits in pieces are made twice.
+        Whether the loss needs all log-probabilities first, so that logits in pieces are computed twice.
     micro_batch_tokens:
         Tokens of a micro-batch of one context-parallel group.
     trained_tokens:
         Tokens of a micro-batch whose logits are computed; None: all.
     accumulates:
-        Several micro-batches a step: gradients of earlier ones are held.
+        Whether there are several micro-batches a step: gradients of earlier ones are held.
     handoff_dtype, images, staging_bytes:
-        What is published; how many copies of its part of a version a rank holds in host memory (two with deltas); and
-        where files are staged a few at a time, the most of one copy.
+        Dtype of published weights; number of copies of its part of a version that a rank holds in host memory (two with
+        deltas); and, where files are staged a few at a time, the maximum bytes of one copy.
     saves_aside:
-        A checkpoint is written from a copy in host memory while training goes on.
+        Whether a checkpoint is written from a copy in host memory while training continues.
     expert_imbalance:
         Tokens of the busiest rank of expert parallelism relative to the mean.
     device:
-        ``cuda`` adds what CUDA, NCCL and the caching allocator hold.
+        ``cuda`` adds the memory of CUDA, NCCL and the caching allocator.
     host_is_apart:
-        What a tool moves to the host is not counted; None: as the device has it, of which a processor is its own host.
+        Whether memory that a tool moves to the host is not counted; None: as on the device, where a processor is its
+        own host.
     optimizer_bucket_bytes:
-        Of optimizer state that moves together.
+        Bytes of optimizer state that move together.
     muon:
-        Hidden matrices are updated by Muon, which has one moment, and the rest by AdamW.
+        Whether hidden matrices are updated by Muon, which has one moment, and the rest by AdamW.
     reference, reference_on_host, reference_saved:
-        A frozen copy of a reference is computed beside the policy; where its parameters are; whether it is in
-        checkpoints.
+        Whether a frozen reference is computed in addition to the policy; whether its parameters are on the host;
+        whether it is in checkpoints.
     deepep_tokens:
         Maximum tokens that one rank gives to DeepEP in one pass; 0: torch's collectives carry them.
     real:
@@ -143,42 +134,42 @@ class TrainerMemory:
 
     @property
     def shards(self) -> int:
-        """Ranks that one copy of the parameters is sharded over."""
+        """Return the number of ranks that one copy of the parameters is sharded over."""
         return self.ranks // self.dp_replicate
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation."""
+        """Return the bytes of an activation."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank."""
+        """Return the tokens of a micro-batch on one rank."""
         return -(-self.micro_batch_tokens // self.cp)
 
     @property
     def has_host(self) -> bool:
-        """Whether the memory of the host is another than that of the device."""
+        """Return whether the memory of the host is separate from that of the device."""
         return self.device == "cuda" if self.host_is_apart is None else self.host_is_apart
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether inputs of layers leave the device."""
+        """Return whether inputs of layers are moved off the device."""
         return self.activation_offload and self.activation_checkpointing != "none" and self.has_host
 
     @property
     def logit_tokens(self) -> int:
-        """Tokens of a rank whose logits are computed."""
+        """Return the tokens of a rank whose logits are computed."""
         return self.tokens if self.trained_tokens is None else -(-self.trained_tokens // self.cp)
 
     @property
     def head_rows(self) -> int:
-        """Tokens whose logits exist at once."""
+        """Return the tokens whose logits exist at once."""
         return min(self.logit_tokens, self.lm_head_chunk_tokens or self.logit_tokens)
 
     @property
     def activations(self) -> ActivationShape:
-        """What flows through a layer."""
+        """Return the shape of the activations of a layer."""
         return ActivationShape(
             tokens=self.tokens,
             element_bytes=self.element_bytes,
@@ -189,7 +180,7 @@ class TrainerMemory:
 
 
 def trained_parameters(facts: ModelFacts, lora: LoraConfig | None) -> int:
-    """All of a model, or those of its adapters."""
+    """Return the number of a model's parameters, or of those of its adapters."""
     if lora is None:
         return facts.num_parameters()
     return lora_parameters(facts, lora.rank, lora.targets, shared_outer=lora.experts == "shared_outer")
@@ -209,10 +200,10 @@ def reference_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int 
 
 
 def image_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term:
-    """A rank's part of a published version in host memory, times ``ranks_here``."""
+    """Return the term of a rank's part of a published version in host memory, times ``ranks_here``."""
     kind = memory.handoff_dtype or memory.dtype
     fp8 = kind == "fp8"
-    # what is not quantised stays in the trainer's dtype
+    # weights that are not quantised stay in the trainer's dtype
     published = sum(facts.weight_bytes(memory.dtype if fp8 else kind, fp8=fp8).values())
     each = -(-published // memory.ranks)
     if memory.staging_bytes is not None:
@@ -224,10 +215,10 @@ def image_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1)
 
 
 def checkpoint_term(facts: ModelFacts, memory: TrainerMemory, *, ranks_here: int = 1) -> Term | None:
-    """The state of a rank, copied to be written beside the next steps, times ``ranks_here``."""
+    """Return the term of a rank's state, copied to be written during the next steps, times ``ranks_here``."""
     if not memory.saves_aside:
         return None
-    # of adapters the weights that they change are not saved
+    # the base weights of adapters are not saved
     p = trained_parameters(facts, memory.lora)
     if memory.lora is None:
         p += model_padding(facts, shards=memory.shards, ep=memory.ep)

@@ -1,4 +1,4 @@
-"""How many parameters of a model a rank holds, gathers and reduces."""
+"""Numbers of a model's parameters that a rank holds, gathers and reduces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
 from hpcrl.planning.memory.padding import layer_padding, model_padding, outer_padding
 
-__all__ = ["ShardedParameters", "of_all_layers"]
-
 
 def of_all_layers(facts: ModelFacts, of_one: Callable[[int], int]) -> list[int]:
     """Return a number for each layer, asked for once for those that are equal."""
@@ -20,14 +18,14 @@ def of_all_layers(facts: ModelFacts, of_one: Callable[[int], int]) -> list[int]:
 
 
 class ShardedParameters:
-    """Parameters of a model that is sharded over ``shards`` ranks, with its experts dealt out over ``ep``.
+    """Parameters of a model that is sharded over ``shards`` ranks, with its experts divided over ``ep`` ranks.
 
     Attributes
     ----------
     all:
-        Of the whole model.
+        Parameters of the whole model.
     head:
-        Of last norm and head, which are gathered and reduced by themselves; 0 where the head is the embedding.
+        Parameters of last norm and head, which are gathered and reduced separately; 0 where the head is the embedding.
     root:
         Outside of layers.
     """
@@ -42,7 +40,7 @@ class ShardedParameters:
 
     @cached_property
     def gathered(self) -> list[int]:
-        """Of each layer as a rank gathers it."""
+        """Return the parameters of each layer as a rank gathers it."""
 
         def of_one(index: int) -> int:
             experts = self._experts(index)
@@ -52,19 +50,19 @@ class ShardedParameters:
 
     @cached_property
     def wide(self) -> list[int]:
-        """The same with what FSDP2 fills up so that all ranks have equal parts."""
+        """Return `gathered` with the padding by which FSDP2 gives all ranks equal parts."""
         facts, shards, ep = self._facts, self._shards, self._ep
         more = of_all_layers(facts, lambda i: layer_padding(facts, i, shards=shards, ep=ep).gathered)
         return [p + padding for p, padding in zip(self.gathered, more, strict=True)]
 
     @cached_property
     def wide_head(self) -> int:
-        """`head` with what is filled up."""
+        """Return `head` with its padding."""
         return self.head + self._outer(Part.NORM, Part.LM_HEAD) if self.head else 0
 
     @cached_property
     def wide_root(self) -> int:
-        """`root` with what is filled up."""
+        """Return `root` with its padding."""
         return self.root + self._outer(Part.EMBEDDING, Part.NORM, Part.LM_HEAD)
 
     def _outer(self, *parts: Part) -> int:
@@ -72,18 +70,20 @@ class ShardedParameters:
 
     @cached_property
     def padding(self) -> int:
-        """What is filled up on all ranks of a copy of the model together."""
+        """Return the padding on all ranks of a copy of the model together."""
         return model_padding(self._facts, shards=self._shards, ep=self._ep)
 
     @cached_property
     def above(self) -> list[int]:
-        """Parameters of all that lies above each layer."""
+        """Return the parameters of all that lies above each layer."""
         whole = sum(self._own) + self.head
         return [whole - upto for upto in accumulate(self._own)]
 
     def travelling(self, p: int, layer: int | None = None) -> int:
-        """Of ``p`` gathered parameters (of a layer) those whose gradients other ranks have parts of: where one rank has
-        a parameter alone, as with expert parallelism over all ranks, its gradient is not reduced."""
+        """Return those of ``p`` gathered parameters (of a layer) whose gradients are reduced over ranks.
+
+        Where a rank alone has a parameter, as with expert parallelism over all ranks, its gradient is not reduced.
+        """
         if self._shards == 1:
             return 0
         if layer is None or self._ep < self._shards:

@@ -15,13 +15,13 @@ from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
-    dear_output_bytes,
     expansion_bytes,
     fp8_copies_bytes,
     gradient_bytes,
     indexer_bytes,
     ring_bytes,
     saved_bytes,
+    saved_op_output_bytes,
 )
 from hpcrl.planning.memory.logits import logits_term
 from hpcrl.planning.memory.optimizer import moments_term, muon_batch_term, staging_term
@@ -38,26 +38,24 @@ from hpcrl.planning.memory.settings import (
 )
 from hpcrl.planning.memory.sharded import ShardedParameters, of_all_layers
 
-__all__ = ["trainer_fits", "trainer_moments", "trainer_peak"]
-
 _DEEPEP_ALIGNMENT, _DEEPEP_PAGE = 32, 2 << 20
 """Multiples, in bytes, that DeepEP rounds the parts of a token and its whole buffer up to."""
 
 
 def trainer_peak(facts: ModelFacts, memory: TrainerMemory) -> Ledger:
-    """The moment that binds."""
+    """Return the moment with the largest memory."""
     return max(trainer_moments(facts, memory), key=lambda ledger: ledger.total)
 
 
 def trainer_moments(facts: ModelFacts, memory: TrainerMemory) -> tuple[Ledger, ...]:
-    """What is held at each moment."""
+    """Return the ledger of each moment."""
     return tuple(_Trainer(facts, memory).moments())
 
 
 def trainer_fits(facts: ModelFacts, memory: TrainerMemory, capacity: int) -> bool:
-    """Whether `trainer_peak` is at most ``capacity`` bytes; the first moment that has more ends the look."""
+    """Return whether `trainer_peak` is at most ``capacity`` bytes; the first moment above it ends the search."""
     planner = _Trainer(facts, memory)
-    # most that do not fit cannot even hold what the last moment wants, which asks for no layer
+    # most configurations that do not fit exceed the memory already at the update, which needs no layer
     last = planner.at_the_update()
     return last.total <= capacity and all(ledger.total <= capacity for ledger in planner.moments())
 
@@ -74,7 +72,7 @@ class _Trainer:
 
     @cached_property
     def activations(self) -> tuple[list[int], list[int]]:
-        """Kept from forward to backward, and needed again while a layer's backward pass runs, by layer."""
+        """Return the bytes kept from forward to backward, and those needed again in a layer's backward, by layer."""
         m, shape = self.m, self.shape
         whole = of_all_layers(self.facts, lambda i: saved_bytes(self.layers[i], shape))
         if m.activation_checkpointing == "none":
@@ -82,18 +80,19 @@ class _Trainer:
         inputs = m.tokens * self.facts.hidden_size * m.element_bytes
         kept, working = list(whole), [0] * len(whole)
         for i in range(0, len(whole), m.checkpoint_every_layers):
-            # its first norm keeps what the layer began with, which is counted already
+            # the first norm keeps the input of the layer, which is counted already
             kept[i], working[i] = 0 if m.offloads_activations else inputs, whole[i] - inputs
             if m.activation_checkpointing == "selective":
-                kept[i] += dear_output_bytes(self.layers[i], shape, ep=m.ep, cp=m.cp)
+                kept[i] += saved_op_output_bytes(self.layers[i], shape, ep=m.ep, cp=m.cp)
         return kept, working
 
     # -- standing terms ------------------------------------------------------------------------------------------
 
     def standing(self, *, gradients: float, buckets: int = OFFLOAD_BUCKETS - 1) -> Iterator[Term | None]:
-        """What is held all the time, and ``gradients`` (a share of all of them).
+        """Yield the terms that are held all the time, and ``gradients`` (a share of all of them).
 
-        Of an optimizer on the host two buckets come before the update; there each of ``buckets`` has a place.
+        With an optimizer on the host, two buckets are fetched before the update; there each of ``buckets`` has a
+        buffer.
         """
         m, n, trained = self.m, self.m.shards, self.trained
         if not (m.reference_on_host and m.has_host):
@@ -114,7 +113,7 @@ class _Trainer:
         yield Term("gradients", round(4 * trained / n * gradients), "4 P / N · share", share)
         yield self._padding(gradients=gradients, moments=not (m.optimizer_offload and m.has_host))
         if m.device == "cpu":
-            # elsewhere they are in the memory of the host
+            # otherwise they are in the memory of the host
             yield image_term(self.facts, m)
             yield checkpoint_term(self.facts, m)
         yield self._runtime()
@@ -132,7 +131,7 @@ class _Trainer:
         )
 
     def _padding(self, *, gradients: float = 0.0, moments: bool = False) -> Term:
-        """What FSDP2 fills up so that ranks have equal parts; of adapters themselves it is not counted."""
+        """Return the padding by which FSDP2 gives ranks equal parts; the padding of adapters is not counted."""
         m = self.m
         width = 4 + 4 * gradients + 8 * moments if m.lora is None else m.element_bytes
         inputs = {"width": width, "padding": self.sizes.padding, "N": m.shards}
@@ -152,7 +151,7 @@ class _Trainer:
         )
 
     def _dispatch(self) -> Term | None:
-        """DeepEP's buffer, which the layers share: room for what one exchange receives at most, in whole pages.
+        """Return the term of DeepEP's buffer, shared by layers: the maximum of one exchange, in whole pages.
 
         By the layouts of ``dispatch.cuh`` and ``combine.cuh`` in DeepEP 2.1, of ranks that reach each other by NVLink.
         A token travels with its experts and weights, and outwards with its source, too.
@@ -179,7 +178,7 @@ class _Trainer:
         return Term("router replay", value, "T · layers · k · w", inputs)
 
     def _root_gathered(self) -> Term | None:
-        """The embedding that is the head, too: gathered until it has its gradient."""
+        """Return the term of the embedding that is also the head: gathered until it has its gradient."""
         b, g = self.m.element_bytes, self.sizes.wide_root
         if self.sizes.head:
             return None
@@ -190,11 +189,11 @@ class _Trainer:
         return Term("gathered head", b * g, "b · g_head", {"b": b, "g_head": g}) if g else None
 
     def _kept(self, upto: int) -> Iterator[Term | None]:
-        """Activations of layers below ``upto``; those that wait in host memory are not here."""
+        """Yield the activations of layers below ``upto``; those that wait in host memory are not here."""
         m = self.m
         how = m.activation_checkpointing
         if m.offloads_activations:
-            # and the one that is computed
+            # and the layer that is computed
             layer = m.tokens * self.facts.hidden_size * m.element_bytes
             value = layer + max(layer, m.offload_in_flight_bytes)
             sizes: dict[str, float | str] = {"bound": m.offload_in_flight_bytes, "T": m.tokens}
@@ -217,7 +216,7 @@ class _Trainer:
     # -- moments -------------------------------------------------------------------------------------------------
 
     def moments(self) -> Iterator[Ledger]:
-        """All that may bind."""
+        """Yield the moments that may have the largest memory."""
         yield self._ledger("logits", self._head())
         if self.sizes.head and self.m.lora is None:
             yield self._ledger("reduction of the head", self._head_reduction())
@@ -229,13 +228,13 @@ class _Trainer:
         yield self._ledger("loading", self._loading())
 
     def at_the_update(self) -> Ledger:
-        """While the optimizer works."""
+        """Return the ledger while the optimizer works."""
         standing = self.standing(gradients=1.0, buckets=OFFLOAD_BUCKETS)
         return self._ledger("optimizer", chain(standing, [muon_batch_term(self.facts, self.m)]))
 
     @cached_property
     def _candidates(self) -> list[int]:
-        """Layers where a peak may be: in a row of equal layers each term changes steadily, so at its ends."""
+        """Return the layers where a peak may be: the ends of a row of equal layers, where terms change steadily."""
         last = len(self.layers) - 1
         kinds = list(zip(self.sizes.gathered, *self.activations, map(_has_indexer, self.layers), strict=True))
         edges = {i for i in range(last) if kinds[i] != kinds[i + 1]}
@@ -261,20 +260,20 @@ class _Trainer:
         return 1.0 if self.m.accumulates else self.sizes.above[i] / self.sizes.all
 
     def _prefetched(self, i: int) -> Term | None:
-        """The layer that the backward pass needs next, gathered ahead."""
+        """Return the term of the layer that the backward pass needs next, gathered ahead."""
         if i == 0:
             return None
         b, g = self.m.element_bytes, self.sizes.wide[i - 1]
         return Term("prefetched layer", b * g, "b · g_l", {"b": b, "g_l": g})
 
     def _fp8_copies(self, i: int) -> Term | None:
-        """A layer's matrices in FP8, as they are and transposed."""
+        """Return the term of a layer's matrices in FP8, as they are and transposed."""
         if not self.m.fp8:
             return None
         return Term("FP8 copies", 2 * self.sizes.gathered[i], "2 p_l", {"p_l": self.sizes.gathered[i]})
 
     def _kernels(self, i: int) -> Iterator[Term | None]:
-        """What kernels of a layer hold beside what is kept: both go when the layer is done."""
+        """Yield the terms that kernels of a layer hold in addition to the kept ones: both are freed after the layer."""
         m = self.m
         if m.fp8:
             copies = fp8_copies_bytes(self.layers[i], self.shape)
@@ -318,7 +317,7 @@ class _Trainer:
         return sizes.travelling(sizes.wide_head)
 
     def _root_gradient(self) -> Term | None:
-        """The gradient of the head where it is the embedding, too; else it is reduced before layers."""
+        """Return the term of a tied head's gradient; None for a separate head, which is reduced before layers."""
         m = self.m
         if m.lora is not None or self.sizes.head:
             return None
@@ -349,11 +348,11 @@ class _Trainer:
         yield Term("gradient in reduction", copies * 4 * travelling, "copies · 4 g_l", inputs)
         yield Term("reduced gradient", 4 * travelling // shards, "4 g_l / (N / EP)", {"g_l": travelling, "N": shards})
         if here:
-            # copied to float32, and a gradient of the optimizer from then on
+            # copied to float32, and a gradient for the optimizer after that
             yield Term("gradient that stays", (b + 4) * here, "(b + 4) p_l", {"b": b, "p_l": here})
 
     def _publishing(self) -> Iterator[Term | None]:
-        """Tensor by tensor into the image; what is as it is published is not copied before."""
+        """Yield the terms of publishing, tensor by tensor into the image; unconverted tensors are not copied before."""
         m = self.m
         yield from self.standing(gradients=0.0)
         kind = m.handoff_dtype or m.dtype
@@ -366,13 +365,13 @@ class _Trainer:
         yield Term("tensor as published", each * largest, "b · largest shard", inputs)
 
     def _largest_published(self) -> int:
-        """Elements: experts are published one by one."""
+        """Return the elements of the largest published tensor: experts are published one by one."""
         matrices = [self.facts.vocab_size * self.facts.hidden_size]
         matrices += [moe.moe_intermediate_size * moe.expert_width for _, moe in self.facts.moe_layers[:1]]
         return max(matrices)
 
     def _loading(self) -> Iterator[Term | None]:
-        """A rank reads its own shards into their places."""
+        """Yield the terms of loading: a rank reads its own shards into their places."""
         yield self._weights()
         yield self._padding()
         yield self._runtime()

@@ -19,20 +19,18 @@ from hpcrl.planning.search.splits import Fit, Fits
 from hpcrl.planning.times.from_recipe import PlannedLayout
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 
-__all__ = ["memory_fits", "trainer_fit"]
-
 
 def memory_fits(
     recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, layout: PlannedLayout, *, mean_tokens: float
 ) -> Fits:
-    """What `hpcrl.planning.memory.fit` says of shapes, everything else as in the recipe.
+    """Return the function that compares shapes with memory by `hpcrl.planning.memory.fit`, otherwise as in the recipe.
 
     Parameters
     ----------
     layout:
-        The recipe's own; of it only one role is changed at a time.
+        The recipe's own layout, of which only one role is changed at a time.
     mean_tokens:
-        Tokens of a rollout: how many sequences a KV cache holds is counted with it, not with the longest one.
+        Tokens of a rollout: the sequences that fit into a KV cache are counted with it, not with the longest one.
     """
 
     own, trainers = trainer_memory(recipe, device="cuda"), node_hardware(cluster, Role.TRAINER)
@@ -66,7 +64,7 @@ def memory_fits(
 
 
 def trainer_fit(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, shape: TrainerShape) -> Fit:
-    """What memory says to a recipe's trainer of one shape, in words where it does not fit."""
+    """Return whether a recipe's trainer of one shape fits into memory, with a text where it does not fit."""
     node = node_hardware(cluster, Role.TRAINER)
     memory = _of_shape(trainer_memory(recipe, device="cuda"), shape)
     gpu = RoleMemory(Role.TRAINER, "gpu", trainer_peak(facts, memory), node.gpu_bytes)
@@ -74,7 +72,7 @@ def trainer_fit(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, shape:
 
 
 def _of_shape(own: TrainerMemory, shape: TrainerShape) -> TrainerMemory:
-    """The memory of a recipe's trainer in another shape (`hpcrl.planning.times.from_recipe.with_layout`)."""
+    """Return the memory of a recipe's trainer in another shape (`hpcrl.planning.times.from_recipe.with_layout`)."""
     return replace(
         own,
         ranks=shape.ranks,

@@ -8,22 +8,20 @@ from html import escape
 
 from hpcrl.planning.search.splits import Candidate, pareto
 
-__all__ = ["search_svg"]
-
 _WIDTH, _HEIGHT = 860, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 52
 _INK, _FAINT, _BEST, _OTHER, _OWN = "#333333", "#E4E7EB", "#0072B2", "#9AA5B1", "#D55E00"
 
 
 def search_svg(candidates: Sequence[Candidate], title: str, own: Candidate | None = None) -> str:
-    """An SVG document.
+    """Return the candidates drawn as an SVG document.
 
     Parameters
     ----------
     candidates:
-        What `hpcrl.planning.search.splits.search` returned.
+        Result of `hpcrl.planning.search.splits.search`.
     title:
-        Above the picture.
+        Text above the picture.
     own:
         The recipe's own layout, marked where it has a forecast.
 

@@ -1,4 +1,4 @@
-"""A search as a command asks for it: the recipe's own layout beside it, why nothing fits."""
+"""Search of the best split for a command, compared with the recipe's own layout; reasons where nothing fits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ from hpcrl.planning.times.forecast import forecast, site_rates
 from hpcrl.planning.times.from_recipe import PlannedLayout, planned_layout, with_layout
 from hpcrl.planning.times.workload import resolve_workload
 
-__all__ = [
-    "MOST_NODES",
-    "SearchResult",
-    "better_document",
-    "better_split",
-    "default_range",
-    "node_range",
-    "run_search",
-    "search_document",
-    "settings_of",
-]
-
-
 MOST_NODES = 1024
 """Nodes that are split among roles: every number of nodes of each role is a question to memory."""
 _MOST_SPLITS = 8_000_000
@@ -44,22 +31,22 @@ _MOST_SPLITS = 8_000_000
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes
     ----------
     candidates:
-        The best of each number of nodes.
+        The best candidates of each number of nodes.
     own:
         The recipe's own layout with its forecast; None where a number is missing.
     own_short:
-        What the recipe's own layout is short of; empty where it fits.
+        Shortages of the recipe's own layout; empty where it fits.
     why_not:
-        Where nothing fits: what is short.
+        Shortages where nothing fits.
     notes:
-        For people.
+        Notes for people.
     nodes:
-        Of the recipe's own layout.
+        Nodes of the recipe's own layout.
     """
 
     candidates: list[Candidate]
@@ -71,14 +58,14 @@ class SearchResult:
 
     @property
     def marks(self) -> list[tuple[str, Candidate]]:
-        """The few to choose from (`hpcrl.planning.search.splits.marked`)."""
+        """Return the recommended candidates (`hpcrl.planning.search.splits.marked`)."""
         return marked(self.candidates, self.nodes)
 
 
 def default_range(recipe: Recipe, cluster: ClusterProfile) -> range:
-    """Numbers of nodes to look at where nobody says any: around the recipe's own, as far as the profile has them.
+    """Return the default numbers of nodes: around the recipe's own, as far as the profile has them.
 
-    UsageError where the recipe's own number alone is more than is looked at.
+    UsageError where the recipe's own number alone is above the maximum.
     """
     if recipe.engine.shares_node:
         return range(1, 2)
@@ -89,10 +76,10 @@ def default_range(recipe: Recipe, cluster: ClusterProfile) -> range:
     )
     high = max(own, math.ceil(own * 1.25))
     if isinstance(cluster, SlurmCluster):
-        # roles may be in several partitions: those of all of them together
+        # roles may be in several partitions: the nodes of all of them are added up
         high = max(own, min(high, sum(cluster_nodes(cluster).values())))
     found = range(max(2, math.floor(own * 0.75)), high + 1)
-    # where that is too much to look at, the recipe's own number alone, if it is not
+    # where that is above the maximum, only the recipe's own number is used, if it is not above
     return found if high <= MOST_NODES and _splits(found) <= _MOST_SPLITS else node_range(str(own))
 
 
@@ -101,7 +88,7 @@ def _splits(nodes: range) -> int:
 
 
 def node_range(text: str) -> range:
-    """``28`` or ``20..40`` (UsageError where it is neither)."""
+    """Return the range of ``28`` or ``20..40`` (UsageError where it is neither)."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     low = int(match[1]) if match else 0
     high = int(match[2]) if match and match[2] else low
@@ -110,7 +97,7 @@ def node_range(text: str) -> range:
     found = range(low, high + 1)
     if high > MOST_NODES or _splits(found) > _MOST_SPLITS:
         raise UsageError(
-            f"--nodes {text}: every split is looked at, up to {MOST_NODES:,} nodes, and of a range up to "
+            f"--nodes {text}: every split is compared, up to {MOST_NODES:,} nodes, and of a range up to "
             f"{_MOST_SPLITS:,} (the squares of its numbers added up)\n"
             "    hint: a smaller range or number; `hpcrl simulate --nodes` takes the recipe's own split in any size"
         )
@@ -124,7 +111,7 @@ def run_search(
     nodes: Sequence[int],
     progress: Callable[[float], None] = lambda share: None,
 ) -> SearchResult:
-    """Search, and the recipe's own layout for comparison; ``progress`` is told how much is done, from 0 to 1.
+    """Search, and the recipe's own layout for comparison; ``progress`` is called with the finished share, from 0 to 1.
 
     Raises
     ------
@@ -139,8 +126,8 @@ def run_search(
         raise UsageError("a supervised run (sft) has a trainer alone: there are no engines to share nodes with")
     if not isinstance(cluster, SlurmCluster):
         raise UsageError(
-            f"{cluster.name} is no Slurm site: there are no nodes to split\n"
-            "    hint: name a site with --cluster (`hpcrl cluster list`)"
+            f"{cluster.name} is not a Slurm site: there are no nodes to split\n"
+            "    hint: name a site with --cluster (`hpcrl cluster ls`)"
         )
     facts = find_facts(recipe)
     if isinstance(facts, str):
@@ -177,7 +164,7 @@ def run_search(
 def _of_one_node(
     problem: Problem, cluster: SlurmCluster, nodes: Sequence[int], progress: Callable[[float], None]
 ) -> list[Candidate]:
-    """Splits of the GPUs of the node that trainer and engines share, whose host has room for both."""
+    """Return splits of the GPUs of the node that trainer and engines share, whose host has room for both."""
     if list(nodes) != [1]:
         raise UsageError(
             "trainer and engines share one node (engine.placement), whose GPUs are split\n"
@@ -194,7 +181,7 @@ _WORTH = 0.98
 
 
 def better_split(outlook: Outlook, calibration: Calibration) -> Candidate | None:
-    """A split of the same nodes with a shorter step than a plan's own; None where there is none, or nobody looked."""
+    """Return a split of the same nodes with a shorter step than the plan's own; None where none was found."""
     layout, loop = outlook.layout, outlook.loop
     if layout is None or loop is None or not (layout.shared_node or 2 <= layout.nodes <= _LOOKED_AT):
         return None
@@ -209,12 +196,12 @@ def better_split(outlook: Outlook, calibration: Calibration) -> Candidate | None
 
 
 def better_document(better: Candidate | None) -> dict[str, Any] | None:
-    """A better split as JSON."""
+    """Return a better split as JSON values."""
     return None if better is None else _candidate_document(better)
 
 
 def _cut(base: PlannedLayout, nodes: int) -> PlannedLayout:
-    """The recipe's layout cut down to so many nodes in its own proportions: what to say why nothing fits about."""
+    """Return the layout scaled down to ``nodes`` nodes in its own proportions, to explain why nothing fits."""
     share = nodes / base.nodes
     trainer = max(1, int(base.trainer.nodes * share))
     shape = replace(base.trainer, nodes=trainer, context_parallel=1, expert_parallel=1, copies=1)
@@ -242,13 +229,13 @@ def _cut(base: PlannedLayout, nodes: int) -> PlannedLayout:
 
 
 def cluster_nodes(cluster: SlurmCluster) -> dict[str, int]:
-    """Nodes of each partition that roles run on."""
+    """Return the nodes of each partition that roles run on."""
     names = {cluster.partition_name(role) for role in (Role.TRAINER, Role.PREFILL, Role.DECODE)}
     return {name: cluster.partitions[name].nodes for name in sorted(names)}
 
 
 def settings_of(recipe: Recipe, layout: PlannedLayout) -> list[str]:
-    """What ``--set`` has to say to make a recipe into one of this layout, ``key=value`` each; empty for its own."""
+    """Return the ``key=value`` settings for ``--set`` that give a recipe this layout; empty for its own."""
     before, after = dict(leaves(recipe)), dict(leaves(with_layout(recipe, layout)))
     return [
         f"{'.'.join(map(str, path))}={str(value).lower() if isinstance(value, bool) else value}"
@@ -258,7 +245,7 @@ def settings_of(recipe: Recipe, layout: PlannedLayout) -> list[str]:
 
 
 def search_document(found: SearchResult, recipe: Recipe) -> dict[str, Any]:
-    """A search over ``recipe`` as JSON."""
+    """Return a search over ``recipe`` as JSON values."""
     best = pareto(found.candidates)
     marks = {id(candidate): mark for mark, candidate in found.marks}
     return {

@@ -21,26 +21,24 @@ from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.workload import Workload, resolve_workload
 
-__all__ = ["Candidate", "Fit", "Fits", "Problem", "marked", "pareto", "search"]
-
 _CONTEXT_PARALLEL = (1, 2, 4, 8, 16)
 _FINALISTS = 12
 """Splits of each number of nodes that are forecast whole."""
 _KEPT = 3
-"""Of them, what a search returns."""
+"""Number of these that a search returns."""
 _MAX_REPLICAS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What memory says to a shape.
+    """Result of comparing a shape with memory.
 
     Attributes
     ----------
     ok:
-        It fits.
+        Whether it fits.
     short:
-        What is short and by how much, where it does not.
+        The shortage and its size, where it does not fit.
     slots:
         Sequences that the KV cache of one data-parallel rank holds (engines); None: no limit known.
     """
@@ -61,14 +59,14 @@ class Fits:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search looks for: recipe, cluster, nodes, and what is known of times.
+    """Inputs of a search: recipe, cluster, nodes, and known times.
 
     Attributes
     ----------
     base:
-        What stays as it is: dtypes, recomputation, hand-off path, whether prompts have engines of their own.
+        Values that stay as they are: dtypes, recomputation, hand-off path, whether prompts have their own engines.
     fits:
-        Memory.
+        Comparison with memory.
     """
 
     recipe: Recipe
@@ -79,7 +77,7 @@ class Problem:
 
     @cached_property
     def workload(self) -> Workload:
-        """What rollouts look like."""
+        """Return the workload of the rollouts."""
         return resolve_workload(self.recipe, self.site.calibration)
 
 
@@ -92,18 +90,18 @@ class Candidate:
 
     @property
     def nodes(self) -> int:
-        """Nodes of all roles."""
+        """Return the number of nodes of all roles."""
         return self.layout.nodes
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         assert self.forecast.loop is not None
         return self.forecast.loop.step_s
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of a step."""
+        """Return the GPU-hours of a step."""
         return self.layout.gpus * self.step_s / 3600.0
 
 
@@ -119,14 +117,14 @@ class _Side:
 def search(
     problem: Problem, nodes: Sequence[int], progress: Callable[[float], None] = lambda share: None
 ) -> list[Candidate]:
-    """The best layouts of each number of nodes, the fastest first.
+    """Return the best layouts of each number of nodes, the fastest first.
 
     Parameters
     ----------
     nodes:
-        Where trainer and engines share a node: its GPUs, which are split as nodes are otherwise.
+        Numbers of nodes. Where trainer and engines share a node: its GPUs, which are split as nodes are otherwise.
     progress:
-        Told how much is done, from 0 to 1.
+        Called with the finished share, from 0 to 1.
 
     Raises
     ------
@@ -158,7 +156,7 @@ def _splits(
     decodes: dict[int, _Side],
     prefills: dict[int, _Side],
 ) -> Iterator[_Split]:
-    """All splits of ``count`` nodes with the seconds of their slower side."""
+    """Yield all splits of ``count`` nodes with the seconds of their slower side."""
     rollouts = problem.recipe.rollouts.rollouts_per_step
     for trainer_nodes, (shape, seconds) in trainers.items():
         left = count - trainer_nodes
@@ -171,7 +169,7 @@ def _splits(
                     yield max(seconds, rollouts / decode.rate), shape, decode, None
             elif prefill_nodes in prefills:
                 prefill = prefills[prefill_nodes]
-                # what is left of the slower side decides; a little of the faster one breaks ties
+                # the slower side decides; a small part of the faster one breaks ties
                 slow, fast = sorted((seconds, rollouts / min(decode.rate, prefill.rate)), reverse=True)
                 yield slow + 1e-3 * fast, shape, decode, prefill
 
@@ -190,7 +188,7 @@ def _candidate(problem: Problem, split: _Split) -> Candidate:
 
 
 def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerShape, float]]]:
-    """The fastest shape that fits, for each number of nodes."""
+    """Yield the fastest shape that fits, for each number of nodes."""
     base = problem.base
     batch = TrainerBatch(problem.recipe.rollouts.rollouts_per_step, problem.workload.lengths, base.router_replay)
     for nodes in range(1, most):
@@ -202,7 +200,7 @@ def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerS
                 else trainer_shapes(base.trainer, problem.facts, nodes)
             )
         ]
-        # memory is the dearer question: only the fastest are asked
+        # memory is the more expensive check: only the fastest are checked
         ordered = sorted(((s, shape) for s, shape in timed if s is not None), key=lambda pair: pair[0])
         for seconds, shape in ordered:
             if problem.fits.trainer(shape):
@@ -211,14 +209,14 @@ def _trainers(problem: Problem, most: int) -> Iterator[tuple[int, tuple[TrainerS
 
 
 def _trainers_of_node(base: TrainerShape, facts: ModelFacts, gpus: int) -> Iterator[TrainerShape]:
-    """Shapes of a trainer that has so many GPUs of one node."""
+    """Yield the shapes of a trainer that has ``gpus`` GPUs of one node."""
     copies = 1 if gpus % base.copies else base.copies
     smallest = replace(base, gpus_per_node=gpus, copies=copies, context_parallel=1, expert_parallel=1)
     return trainer_shapes(smallest, facts, 1)
 
 
 def trainer_shapes(base: TrainerShape, facts: ModelFacts, nodes: int) -> Iterator[TrainerShape]:
-    """Shapes that a trainer of ``nodes`` nodes could have."""
+    """Yield the shapes that a trainer of ``nodes`` nodes could have."""
     ranks = nodes * base.gpus_per_node
     copies = 1 if ranks % base.copies else base.copies
     experts = _expert_degrees(facts, ranks // copies, base.gpus_per_node)
@@ -247,7 +245,7 @@ def _expert_degrees(facts: ModelFacts, ranks: int, gpus_per_node: int) -> list[i
 
 
 def _sides(problem: Problem, most: int, *, prompts: bool) -> Iterator[tuple[int, _Side]]:
-    """The fastest engines that fit, for each number of nodes."""
+    """Yield the fastest engines that fit, for each number of nodes."""
     base = problem.base
     own = base.prefill if prompts and base.prefill is not None else base.decode
     memory: dict[EngineShape, Fit] = {}
@@ -269,7 +267,7 @@ def _sides(problem: Problem, most: int, *, prompts: bool) -> Iterator[tuple[int,
 
 
 def engine_shapes(base: EngineShape, facts: ModelFacts, nodes: int) -> Iterator[EngineShape]:
-    """Ways to cut ``nodes`` nodes into replicas."""
+    """Yield the ways to cut ``nodes`` nodes into replicas."""
     for each in range(1, nodes + 1):
         replicas = nodes // each
         ranks = each * base.gpus_per_node
@@ -283,7 +281,7 @@ def engine_shapes(base: EngineShape, facts: ModelFacts, nodes: int) -> Iterator[
 
 
 def _parts_of_node(base: EngineShape, facts: ModelFacts, gpus: int) -> Iterator[EngineShape]:
-    """Ways to cut GPUs of one node into replicas."""
+    """Yield the ways to cut GPUs of one node into replicas."""
     for ranks in range(base.tensor_parallel, gpus + 1, base.tensor_parallel):
         one = replace(base, replicas=gpus // ranks, nodes=1, gpus_per_node=ranks)
         if gpus % ranks == 0 and not (facts.num_experts and facts.num_experts % ranks):
@@ -291,19 +289,19 @@ def _parts_of_node(base: EngineShape, facts: ModelFacts, gpus: int) -> Iterator[
 
 
 def _rate(problem: Problem, shape: EngineShape, slots: float | None, *, prompts: bool) -> float:
-    """Rollouts a second that these engines end."""
+    """Return the rollouts a second that these engines end."""
     facts, site, base, workload = problem.facts, problem.site, problem.base, problem.workload
     if prompts:
         serving = ServingFleet(facts, workload, base.decode, site.decode, shape, site.prefill)
         return serving.prompt_rate / max(1.0, serving.prompt_tokens)
     prefill = None if base.prefill is None else _endless(base.prefill)
     serving = ServingFleet(facts, workload, shape, site.decode, prefill, site.prefill if prefill else None, slots)
-    # with as many in flight as may be: short steps count as well as many sequences
+    # with the maximum in flight: short steps count as much as many sequences
     return serving.rate(float(problem.recipe.rollouts.max_in_flight))[0]
 
 
 def _endless(shape: EngineShape) -> EngineShape:
-    """Engines for prompts that never hold decoding back: each side is measured alone."""
+    """Return engines for prompts that never limit decoding: each side is measured alone."""
     return replace(shape, replicas=10**6)
 
 
@@ -319,10 +317,12 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def marked(candidates: Sequence[Candidate], nodes: int | None = None) -> list[tuple[str, Candidate]]:
-    """The few to choose from, by nodes: ``cheapest`` in GPU-hours a step, ``knee``, ``fastest``, and ``same nodes``,
-    which is the fastest of those with ``nodes`` nodes.
+    """Return the recommended candidates, by nodes.
 
-    The knee is the one of the unbeaten that is farthest below the straight line from the smallest to the fastest, both
+    These are ``cheapest`` in GPU-hours a step, ``knee``, ``fastest``, and ``same nodes``, which is the fastest of those
+    with ``nodes`` nodes.
+
+    The knee is the Pareto-optimal candidate farthest below the straight line from the smallest to the fastest, both
     axes as logarithms: from there on, more nodes shorten a step by a smaller share than before.
     """
     best = pareto(candidates)

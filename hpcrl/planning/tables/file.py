@@ -13,18 +13,6 @@ from hpcrl.config.explain import explain_errors
 from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
 
-__all__ = [
-    "AttentionSample",
-    "CollectiveKind",
-    "CollectiveSample",
-    "GemmSample",
-    "GroupedSample",
-    "MeasuredHardware",
-    "TableFile",
-    "load_table",
-    "shipped_tables",
-]
-
 TableDtype = Literal["float32", "bfloat16", "fp8"]
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "low_latency"]
 
@@ -38,9 +26,9 @@ class MeasuredHardware(StrictModel):
     tflops: dict[TableDtype, Rate]
     """Dense matrix products by type."""
     nvlink_gb_s: Rate | None = None
-    """To the others of its node, each way. Needed beside collectives."""
+    """Rate to the other GPUs of its node, each way. Required with collectives."""
     nic_gb_s: Rate | None = None
-    """A GPU's part of the node's adapters, each way. Needed beside collectives between nodes."""
+    """Rate of a GPU's part of the node's adapters, each way. Required with collectives between nodes."""
 
 
 class GemmSample(StrictModel):
@@ -79,7 +67,8 @@ class CollectiveSample(StrictModel):
     ranks: Annotated[int, Field(ge=2)]
     per_node: PositiveInt
     bytes: PositiveFloat
-    """Of the whole result of a gather and of the buffer of a reduction; of what a rank sends in an all-to-all."""
+    """Bytes of the whole result of a gather and of the buffer of a reduction; of a rank's sent part in an
+    all-to-all."""
     seconds: PositiveFloat
 
 
@@ -87,13 +76,13 @@ class TableFile(StrictModel):
     """A file of measured times."""
 
     format_version: Literal[1]
-    """Of this format."""
+    """Version of this format."""
     device: Annotated[str, Field(min_length=1)]
     """GPU that was measured, as ``gpu_type`` of a cluster profile has it."""
     same_chip: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Other GPUs with the same chip: for these, the shares hold less surely."""
     source: Annotated[str, Field(min_length=10)]
-    """Who measured it with what, and when."""
+    """Author, tool and time of the measurement."""
     hardware: MeasuredHardware
     gemm: Annotated[tuple[GemmSample, ...], Field(strict=False)] = ()
     grouped_gemm: Annotated[tuple[GroupedSample, ...], Field(strict=False)] = ()
@@ -109,7 +98,7 @@ def load_table(path: Path) -> TableFile:
     ConfigError
         With every finding: unknown keys, missing numbers, another version of the format.
     UsageError
-        There is no such file.
+        The file does not exist.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file\n    hint: `hpcrl plan profile -o FILE` makes one on a GPU of the site")

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from hpcrl.planning.collectives import Links, RankGroup, bytes_s
 from hpcrl.planning.tables.file import AttentionSample, CollectiveSample, GemmSample, GroupedSample, TableFile
-from hpcrl.planning.times.collectives import Links, RankGroup, bytes_s
-
-__all__ = ["Curves", "Matrix", "TableKind", "Tables", "gemm_roofline"]
 
 TableKind = str
 """``gemm``, ``grouped_gemm`` or ``attention`` with a type (``gemm.fp8``), or ``collectives`` with a kind."""
@@ -31,7 +29,7 @@ OWN, OTHER = 1.05, 1.15
 
 
 def gemm_roofline(shape: tuple[float, float, float], dtype: str, flops: float, memory: float) -> float:
-    """Seconds that a product of ``m x k`` and ``k x n`` takes at least, from ``(m, n, k)``.
+    """Return the minimum seconds of a product of ``m x k`` and ``k x n``, from ``(m, n, k)``.
 
     Operations at their peak rate, or reading both and writing a result of two bytes an element (four in float32).
     """
@@ -41,7 +39,7 @@ def gemm_roofline(shape: tuple[float, float, float], dtype: str, flops: float, m
 
 
 def attention_roofline(s: AttentionSample, flops: float, memory: float) -> float:
-    """Seconds that causal attention takes at least."""
+    """Return the minimum seconds of causal attention."""
     seen = s.context - (s.queries - 1) / 2
     operations = 4.0 * s.heads * s.head_dim * s.queries * seen
     moved = 2.0 * (s.context * s.kv_heads + s.queries * s.heads) * s.head_dim * _BYTES[s.dtype]
@@ -62,7 +60,7 @@ class Curves:
 
     @classmethod
     def of(cls, measured: Iterable[tuple[tuple[float, ...], float, float]]) -> Curves:
-        """From families, sizes and shares; of several shares of one shape the largest counts (the least disturbed)."""
+        """Return curves from families, sizes and shares; the largest share of a shape counts (the least disturbed)."""
         found: dict[tuple[float, ...], dict[float, float]] = {}
         for family, size, share in measured:
             own = found.setdefault(family, {})
@@ -71,10 +69,10 @@ class Curves:
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019 - a search asks for the same few shapes again and again
     def share(self, family: tuple[float, ...], size: float) -> float:
-        """The share of its roofline that a shape reaches: along the size in a family, then between the nearest ones.
+        """Return the share of its roofline that a shape reaches, interpolated along the size, then between families.
 
-        All on logarithmic axes; outside of the sizes of a family it is that of the nearest size. Families count by the
-        inverse square of their distance (Shepard 1968).
+        All axes are logarithmic; outside the sizes of a family its nearest size is used. The nearest families are
+        weighted by the inverse square of their distance (Shepard 1968).
         """
         near = self._nearest(family)
         if near[0][0] < 1e-9:
@@ -85,11 +83,11 @@ class Curves:
 
     @lru_cache(maxsize=1 << 10)  # noqa: B019 - as above
     def _nearest(self, family: tuple[float, ...]) -> list[tuple[float, tuple[float, ...]]]:
-        """The measured families that are nearest to one, with their distances."""
+        """Return the measured families that are nearest to one, with their distances."""
         return sorted((_distance(family, other), other) for other in self.points)[:_NEIGHBOURS]
 
     def smallest(self) -> float:
-        """The smallest size that was measured, of any family, as `share` takes it."""
+        """Return the smallest size that was measured, of any family, in the unit of `share`."""
         return min(points[0][0] for points in self.points.values())
 
 
@@ -98,7 +96,7 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _along(points: Sequence[tuple[float, float]], size: float) -> float:
-    """Between measured sizes on logarithmic axes; outside, that of the nearest one."""
+    """Interpolate between measured sizes on logarithmic axes; outside, return the value of the nearest one."""
     index = bisect_left(points, (size, 0.0))
     if index == 0:
         return points[0][1]
@@ -124,7 +122,7 @@ class Tables:
     files: tuple[TableFile, ...] = ()
     factors: Mapping[TableKind, float] = field(default_factory=dict)
     _found: dict[TableKind, Curves] = field(default_factory=dict, repr=False)
-    """Of the files, as they are asked for."""
+    """Curves of the files, read on demand."""
     _of_devices: dict[str, Tables] = field(default_factory=dict, repr=False)
     """Those of `for_device`, whose curves are the same whatever the factors are."""
 
@@ -141,12 +139,12 @@ class Tables:
         return replace(found, factors=self.factors) if self.factors else found
 
     def moved(self, kind: TableKind, factor: float) -> Tables:
-        """The same with the times of one kind longer by ``factor``."""
+        """Return the tables with the times of one kind multiplied by ``factor``."""
         return replace(self, factors={**self.factors, kind: factor})
 
     @cached_property
     def kinds(self) -> Mapping[TableKind, TableFile]:
-        """What was measured, and the file that counts."""
+        """Return the measured kinds, each with the file that is used."""
         found: dict[TableKind, TableFile] = {}
         for file in self.files:
             for name in ("gemm", "grouped_gemm", "attention"):
@@ -177,7 +175,7 @@ class Tables:
         return least / taken
 
     def smallest(self, kind: TableKind) -> float:
-        """The smallest size that was measured of a kind: rows of products, tokens of context, bytes of collectives."""
+        """Return the smallest measured size of a kind: rows of products, tokens of context, bytes of collectives."""
         return self._curves(kind).smallest()
 
     def _curves(self, kind: TableKind) -> Curves:

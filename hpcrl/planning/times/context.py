@@ -1,20 +1,18 @@
-"""What context parallelism takes of a step: what attention sends among the ranks of a group, and what is made twice."""
+"""Times of context parallelism in a step: the exchanges of attention among the ranks of a group, and repeated work."""
 
 from __future__ import annotations
 
 import math
 
 from hpcrl.models.layers import Gqa, Layer, Mla
-from hpcrl.planning.times.collectives import RankGroup, all_gather, all_to_all
+from hpcrl.planning.collectives import RankGroup, all_gather, all_to_all
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.step_work import StepWork
 from hpcrl.planning.times.terms import Seconds, attempt
 
-__all__ = ["context_terms"]
-
 
 def context_terms(step: StepWork, tokens: float) -> list[Seconds]:
-    """Times of context parallelism for ``tokens`` a rank and micro-batch."""
+    """Return the times of context parallelism for ``tokens`` a rank and micro-batch."""
     found = [_keys_and_values(step, tokens)]
     if step.shape.cp_scheme == "gather":
         found.append(_expansion(step))
@@ -46,9 +44,10 @@ def _keys_and_values(step: StepWork, tokens: float) -> Seconds:
 
 
 def _expansion(step: StepWork) -> Seconds:
-    """Keys and values that a rank makes of the latents of others, and all of them again in the backward pass.
+    """Return the seconds of expanding other ranks' latents to keys and values, again in the backward pass.
 
-    Of a rank near the edges of sequences, which makes them of all tokens; those of its own are with its linear layers.
+    The rank is one near the edges of sequences, which expands all tokens; the time of its own tokens is with its linear
+    layers.
     """
     shape, count = step.shape, step.shape.context_parallel
     layers = [(layer.mixer, number) for layer, number in step.facts.distinct_layers if isinstance(layer.mixer, Mla)]
@@ -56,7 +55,7 @@ def _expansion(step: StepWork) -> Seconds:
         2 * number * mixer.kv_lora_rank * mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.v_head_dim)
         for mixer, number in layers
     )
-    # selective recomputation keeps what attention returned
+    # selective recomputation keeps the output of attention
     times = count * (step.part_passes("scores") + 1 + step.backward_products) - (step.passes + step.backward_products)
     return attempt(
         "cp.expansion",
@@ -67,7 +66,7 @@ def _expansion(step: StepWork) -> Seconds:
 
 
 def _gathered_bytes(layer: Layer, shape: TrainerShape) -> int:
-    """Of a token, in bfloat16: what every rank of a context-parallel group gets of every other."""
+    """Return the bfloat16 bytes of a token that each rank of a context-parallel group gets from each other rank."""
     mixer = layer.mixer
     if mixer is None or _exchanged_bytes(layer, shape):
         return 0
@@ -78,7 +77,10 @@ def _gathered_bytes(layer: Layer, shape: TrainerShape) -> int:
 
 
 def _exchanged_bytes(layer: Layer, shape: TrainerShape) -> int:
-    """Of a token, in bfloat16: what is sent once, to the rank of each head, and back: queries, keys, values, output."""
+    """Return the bfloat16 bytes of a token's queries, keys, values and output.
+
+    They are sent once to the rank of each head, and the output back.
+    """
     mixer = layer.mixer
     if shape.cp_scheme != "ulysses":
         return 0

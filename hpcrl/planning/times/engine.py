@@ -9,21 +9,22 @@ from functools import cache, cached_property, lru_cache
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import DenseMlp, Gqa, Mla
 from hpcrl.models.tensors import Part
+from hpcrl.planning.collectives import RankGroup, all_reduce, all_to_all
 from hpcrl.planning.tables.lookup import Matrix
-from hpcrl.planning.times.collectives import RankGroup, all_reduce, all_to_all
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
 from hpcrl.planning.times.work import Work, matrices, token_work
-
-__all__ = ["DecodeModel", "decode_step", "prefill_token", "prefill_work"]
 
 _FP8_SCALES = 1.0 + 4.0 / 128**2
 
 
 @lru_cache(maxsize=64)
 def _weights(facts: ModelFacts, dtype: str) -> tuple[float, float]:
-    """Bytes that one decode step may read: outside of experts, and all experts. Embeddings are looked up, not read."""
+    """Return the bytes that one decode step may read: outside experts, and all experts.
+
+    Embeddings are looked up, not read.
+    """
     parts = facts.weight_bytes("bfloat16" if dtype == "fp8" else dtype, fp8=dtype == "fp8")
     experts = float(parts.get(Part.EXPERT, 0))
     skipped = parts.get(Part.EMBEDDING, 0) if not facts.tie_word_embeddings else 0
@@ -32,7 +33,7 @@ def _weights(facts: ModelFacts, dtype: str) -> tuple[float, float]:
 
 @lru_cache(maxsize=1024)
 def kv_read_bytes(facts: ModelFacts, context: float, dtype: str) -> float:
-    """Bytes of cache that one token's attention reads.
+    """Return the bytes of cache that one token's attention reads.
 
     Sparse attention reads the indexer's keys of the whole context, and of the rest only the chosen tokens.
     """
@@ -63,18 +64,18 @@ class DecodeModel:
 
     @cached_property
     def _read(self) -> tuple[float, float]:
-        """Weight bytes of a GPU outside of experts, and in experts."""
+        """Return the weight bytes of a GPU outside of experts, and in experts."""
         dense, experts = _weights(self.facts, self.shape.weight_dtype)
         return dense / self.shape.tensor_parallel, experts / self.shape.expert_shards
 
     @cached_property
     def _matrices(self) -> tuple[tuple[Matrix, ...], tuple[Matrix, ...]]:
-        """Products of one rank outside of experts, and in experts."""
+        """Return the products of one rank outside of experts, and in experts."""
         outside = matrices(self.facts, experts=False, tensor_parallel=self.shape.tensor_parallel)
         return outside, matrices(self.facts, experts=True)
 
     def seconds(self, batch: float, context: float) -> float:
-        """A step in which each data-parallel rank decodes ``batch`` sequences of ``context`` tokens."""
+        """Return the seconds of a step that decodes ``batch`` sequences of ``context`` tokens a data-parallel rank."""
         return sum(self._parts(batch, context).values())
 
     def _parts(self, batch: float, context: float) -> dict[str, float]:
@@ -108,7 +109,7 @@ class DecodeModel:
         return scores + (batch * work.indexer / self.rates.indexer if work.indexer else 0.0)
 
     def _experts_s(self, batch: float, work: Work, expert_bytes: float) -> float:
-        """Experts that no token chose are not read: ``1 - (1 - k/E)^tokens`` of them are chosen."""
+        """Return the seconds of experts, of which unchosen ones are not read: ``1 - (1 - k/E)^tokens`` are chosen."""
         facts, shape = self.facts, self.shape
         if not facts.num_experts:
             return 0.0
@@ -145,7 +146,7 @@ class DecodeModel:
 
 
 def tensor_parallel_sums(facts: ModelFacts, shape: EngineShape) -> float:
-    """All-reduces of the hidden state over the ranks of tensor parallelism, in all layers.
+    """Return the number of all-reduces of the hidden state over the ranks of tensor parallelism, in all layers.
 
     One after each mixer and each feed-forward block. Where experts have ranks of their own to go to, their outputs come
     back by the combine, to one rank of the tensor-parallel group each: what is left is an all-gather, half of it.
@@ -171,7 +172,7 @@ _FORMULAS = {
 
 
 def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: float, context: float) -> TimeTable:
-    """The terms of a decode step of ``batch`` sequences a data-parallel rank, each with ``context`` tokens."""
+    """Return the terms of a decode step of ``batch`` sequences a data-parallel rank, each with ``context`` tokens."""
     model = DecodeModel(facts, shape, rates)
     dense, experts = _weights(facts, shape.weight_dtype)
     inputs: dict[str, dict[str, float | str]] = {
@@ -196,7 +197,10 @@ def decode_step(facts: ModelFacts, shape: EngineShape, rates: Rates, *, batch: f
 
 
 def prefill_work(facts: ModelFacts, context: float) -> Work:
-    """Operations of one prompt token that sees ``context`` tokens. The LM head is for the last token alone."""
+    """Return the operations of one prompt token that sees ``context`` tokens, without the LM head.
+
+    The LM head is for the last token alone.
+    """
     flops = facts.flops_per_token(context, absorbed="mla+dsa" in facts.attention_kinds)
     return Work.of(flops) if not flops.lm_head else _without_head(Work.of(flops), flops.lm_head)
 
@@ -206,7 +210,10 @@ def _without_head(work: Work, head: float) -> Work:
 
 
 def prefill_token(facts: ModelFacts, shape: EngineShape, rates: Rates, *, context: float) -> TimeTable:
-    """Seconds of one GPU for one prompt token that sees ``context`` tokens; a replica has ``ranks`` GPUs at it."""
+    """Return the seconds of one GPU for one prompt token that sees ``context`` tokens.
+
+    A replica has ``ranks`` GPUs for it.
+    """
     work = prefill_work(facts, context)
     busy = rates.calibration.share("prefill_busy")
     dtype = shape.weight_dtype
@@ -244,7 +251,7 @@ _PREFILL = "operations / rate / prefill_busy"
 
 
 def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates) -> Seconds:
-    """Bytes of one token's sums; the ranks of a group are all at it, so a token costs each of them."""
+    """Return the seconds of one token's sums; all ranks of a group take part, so a token costs each of them."""
     group = RankGroup.inner(shape.tensor_parallel, shape.gpus_per_node)
     sums, token_bytes = tensor_parallel_sums(facts, shape), facts.hidden_size * 2
 
@@ -261,7 +268,7 @@ def _prefill_tensor_parallel(facts: ModelFacts, shape: EngineShape, rates: Rates
 
 
 def _prefill_all_to_all(facts: ModelFacts, shape: EngineShape, rates: Rates, compute_s: float) -> list[Seconds]:
-    """Bytes of one token; messages are large, so their latency does not count.
+    """Return the seconds of one token's exchanges; messages are large, so their latency does not count.
 
     Two batches take turns: what one sends hides behind what the other computes, and only the excess counts.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,7 +17,7 @@ from hpcrl.models.tensors import DTYPE_BYTES, Part
 from hpcrl.planning.calibration.file import Calibration
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory.settings import trained_parameters
-from hpcrl.planning.routes import may_fly
+from hpcrl.planning.routes import max_rollouts_in_flight
 from hpcrl.planning.times.engine import decode_step
 from hpcrl.planning.times.from_recipe import PlannedLayout
 from hpcrl.planning.times.handoff import HANDOFF_PATHS, HandoffLoad, checkpoint_save, handoff, share_bytes, startup
@@ -28,8 +29,6 @@ from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.work import tensor_counts
 from hpcrl.planning.times.workload import Workload, resolve_workload
-
-__all__ = ["Forecast", "Site", "engine_bytes", "forecast", "site_rates"]
 
 _STATE_BYTES = 12
 """Bytes a parameter in a checkpoint: float32 master weights and both moments of AdamW."""
@@ -53,7 +52,7 @@ class Site:
 
 
 def site_rates(cluster: SlurmCluster, calibration: Calibration) -> Site:
-    """Rates of all roles."""
+    """Return the rates of all roles."""
     by_role = {
         role: Rates(node_hardware(cluster, role), calibration) for role in (Role.TRAINER, Role.DECODE, Role.PREFILL)
     }
@@ -69,19 +68,19 @@ def site_rates(cluster: SlurmCluster, calibration: Calibration) -> Site:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan will do.
+    """Forecast of a plan.
 
     Attributes
     ----------
     facts, layout:
         The model, and shapes.
     tables:
-        Terms by activity: ``trainer``, ``decode``, ``prefill``, ``handoff`` (and, for comparison, those of
-        ``handoff_filesystem``, ``handoff_fan_out``, ``handoff_delta`` that it is not), ``checkpoint``, ``startup``.
+        Terms by activity: ``trainer``, ``decode``, ``prefill``, ``handoff`` (and, for comparison, those of its
+        alternatives among ``handoff_filesystem``, ``handoff_fan_out``, ``handoff_delta``), ``checkpoint``, ``startup``.
     loop:
         The steady state; None where a number is missing.
     workload:
-        What rollouts look like.
+        Shape of the rollouts.
     share_bytes:
         Bytes through the shared filesystem: ``written`` and ``read`` a step (checkpoints spread over their steps).
     prompt_busy_s:
@@ -89,7 +88,7 @@ class Forecast:
     missing:
         Numbers that the cluster profile lacks.
     assumptions, warnings:
-        In sentences.
+        Texts in whole sentences.
     """
 
     facts: ModelFacts
@@ -105,36 +104,36 @@ class Forecast:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return None if self.loop is None else self.loop.step_s
 
     @property
     def gpu_hours_per_step(self) -> float | None:
-        """GPU-hours that one step costs."""
+        """Return the GPU-hours that one step costs."""
         return None if self.loop is None else self.layout.gpus * self.loop.step_s / 3600.0
 
     @property
     def gpu_hours_per_day(self) -> float:
-        """GPU-hours of a day, used or not."""
+        """Return the GPU-hours of a day, used or not."""
         return self.layout.gpus * 24.0
 
 
 @lru_cache(maxsize=32)
 def _weight_bytes(facts: ModelFacts, dtype: str) -> tuple[float, float]:
-    """Stored bytes of a model: all of them, and those of experts. ``fp8`` is block-scaled."""
+    """Return the stored bytes of a model: all of them, and those of experts. ``fp8`` is block-scaled."""
     fp8 = dtype == "fp8"
     parts = facts.weight_bytes("bfloat16" if fp8 else dtype, fp8=fp8)
     return float(sum(parts.values())), float(parts.get(Part.EXPERT, 0))
 
 
 def engine_tensors(facts: ModelFacts, shape: EngineShape) -> float:
-    """Tensors of a published version that one GPU of an engine takes something from."""
+    """Return the number of a published version's tensors that one GPU of an engine reads from."""
     outside, experts = tensor_counts(facts, fp8=shape.weight_dtype == "fp8")
     return outside + experts / shape.expert_parallel
 
 
 def engine_bytes(facts: ModelFacts, shape: EngineShape) -> tuple[float, float]:
-    """Weight bytes that one node of an engine needs, and one GPU."""
+    """Return the weight bytes that one node of an engine needs, and one GPU."""
     total, experts = _weight_bytes(facts, shape.weight_dtype)
     dense = total - experts
     node = dense + experts * min(1.0, shape.gpus_per_node / shape.expert_parallel)
@@ -156,7 +155,7 @@ def forecast(
     Parameters
     ----------
     workload:
-        What rollouts look like; None: of the calibration file.
+        Workload of the rollouts; None: of the calibration file.
     slots:
         Sequences that the KV cache of one data-parallel rank holds. None: as many as ``max_num_seqs``.
     """
@@ -177,7 +176,7 @@ def forecast(
     serving = ServingFleet(
         facts, workload, layout.decode, site.decode, layout.prefill, site.prefill if layout.prefill else None, slots
     )
-    loop, loop_missing = _loop(recipe, tables, serving, may_fly(recipe, facts))
+    loop, loop_missing = _loop(recipe, tables, serving, max_rollouts_in_flight(recipe, facts))
     batch_size = float(layout.decode.max_num_seqs) if loop is None else loop.served.batch
     tables["decode"] = decode_step(
         facts, layout.decode, site.decode, batch=batch_size, context=workload.mean("context")
@@ -200,7 +199,7 @@ def forecast(
 
 
 def _other_paths(own: HandoffLoad, site: Site) -> dict[str, TimeTable]:
-    """The same version by other ways, for comparison."""
+    """Return the tables of the same version by other paths, for comparison."""
     ways = {f"handoff_{path}": replace(own, path=path) for path in HANDOFF_PATHS if path != own.path}
     if own.changed_share == 1.0:
         ways["handoff_delta"] = replace(own, changed_share=site.calibration.constant("delta_share"))
@@ -208,10 +207,11 @@ def _other_paths(own: HandoffLoad, site: Site) -> dict[str, TimeTable]:
 
 
 def trainer_seconds(recipe: Recipe, tables: Mapping[str, TimeTable]) -> float | None:
-    """What stops the trainer in a step: its own work, the copy of the weights, a part of a checkpoint's copy.
+    """Return the seconds in which a step occupies the trainer.
 
-    With ``handoff.overlap`` a version is written beside the next step, whose copy waits for it; without, the trainer
-    waits. A checkpoint of mode ``sync`` stops it until it is written.
+    These are its own work, the copy of the weights, and a part of a checkpoint's copy. With ``handoff.overlap`` a
+    version is written during the next step, whose copy waits for it; without, the trainer waits. A checkpoint of mode
+    ``sync`` stops the trainer until it is written.
     """
     weights, save = tables["handoff"], tables["checkpoint"]
     parts = [tables["trainer"].seconds, weights["handoff.copy_out"].value, save.seconds]
@@ -243,7 +243,10 @@ def _loop(
 
 
 def _published_bytes(facts: ModelFacts, recipe: Recipe, dtype: str) -> float:
-    """Bytes of a version. Engines read of the base of an adapter what that changes, which may be nearly all."""
+    """Return the bytes of a version.
+
+    Of the base of an adapter engines read the blocks that it changes, which may be nearly all.
+    """
     lora = recipe.trainer.lora
     if lora is None:
         return _weight_bytes(facts, dtype)[0]
@@ -251,10 +254,10 @@ def _published_bytes(facts: ModelFacts, recipe: Recipe, dtype: str) -> float:
 
 
 def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: Site) -> HandoffLoad:
-    # every engine takes what is published, and makes of it what it serves
+    # every engine reads the published version, and converts it to its own dtype
     dtype = layout.handoff_dtype
     sides = [replace(side, weight_dtype=dtype) for side in (layout.decode, layout.prefill) if side is not None]
-    # replicas of one node share what is read
+    # replicas of one node share the bytes that are read
     needs = [(1 if layout.shared_node else side.all_nodes, *engine_bytes(facts, side)) for side in sides]
     nodes = sum(count for count, _, _ in needs)
     delta, chain = site.calibration.constant("delta_share"), layout.delta_chain
@@ -271,7 +274,14 @@ def _handoff_of(recipe: Recipe, facts: ModelFacts, layout: PlannedLayout, site: 
         node_bytes=sum(count * node for count, node, _ in needs) / nodes,
         gpu_bytes=max(gpu for _, _, gpu in needs),
         gpu_tensors=max(engine_tensors(facts, side) for side in sides),
+        written_share=_written_share(recipe),
     )
+
+
+def _written_share(recipe: Recipe) -> float:
+    """Return the share of the versions that ``handoff.durable_every`` or a checkpoint writes."""
+    every, saved = recipe.handoff.durable_every, recipe.checkpoint.every_steps
+    return 1 / every + (1 / saved - 1 / math.lcm(every, saved) if saved else 0.0)
 
 
 def _startup(facts: ModelFacts, layout: PlannedLayout, site: Site) -> TimeTable:
@@ -312,7 +322,7 @@ def _warnings(recipe: Recipe, loop: LoopEstimate | None, workload: Workload) -> 
             found.append(
                 f"groups take {longest / loop.step_s:.1f} steps, and none starts while rollouts.ready_batches="
                 f"{rollouts.ready_batches} wait: they come in waves, and steps are longer than this estimate; "
-                "`hpcrl simulate` says by how much, raise it where staleness may rise"
+                "`hpcrl simulate` says by how much; raise rollouts.ready_batches if staleness may rise"
             )
         if loop.dropped > 0.02:
             found.append(
@@ -320,7 +330,7 @@ def _warnings(recipe: Recipe, loop: LoopEstimate | None, workload: Workload) -> 
                 f"({recipe.rollouts.max_off_policy_steps}) and are thrown away: raise it, or shorten rollouts"
             )
         if loop.engines_wait > 0.3:
-            found.append(f"engines wait {loop.engines_wait:.0%} of a step for the trainer: fewer of them would do")
+            found.append(f"engines wait {loop.engines_wait:.0%} of a step for the trainer: fewer engines are enough")
         if loop.trainer_waits > 0.3:
             found.append(
                 f"the trainer waits {loop.trainer_waits:.0%} of a step for rollouts: more engines, or a smaller trainer"

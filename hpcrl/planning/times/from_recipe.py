@@ -14,8 +14,6 @@ from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.times.handoff import HandoffPath
 from hpcrl.planning.times.shapes import ComputeDtype, EngineShape, TrainerShape
 
-__all__ = ["PlannedLayout", "planned_layout", "with_layout"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLayout:
@@ -26,7 +24,7 @@ class PlannedLayout:
     trainer, decode, prefill:
         ``decode`` is also an engine that does both; ``prefill`` is None then.
     handoff_path, handoff_dtype, delta_chain:
-        How weights go from trainer to engines, as what, and how many deltas follow a full version.
+        Path of weights from trainer to engines, their dtype, and number of deltas after a full version.
     router_replay:
         Rollouts carry the engines' choices of experts.
     shared_node:
@@ -44,31 +42,31 @@ class PlannedLayout:
 
     @property
     def nodes(self) -> int:
-        """Nodes of all roles."""
+        """Return the number of nodes of all roles."""
         return self.trainer.nodes + (0 if self.shared_node else self.engine_nodes)
 
     @property
     def engine_nodes(self) -> int:
-        """Nodes of all engines."""
+        """Return the number of nodes of all engines."""
         if self.shared_node:
             return 1
         return self.decode.all_nodes + (0 if self.prefill is None else self.prefill.all_nodes)
 
     def size(self, shape: TrainerShape | EngineShape) -> int:
-        """Nodes of a role; where trainer and engines share one, its GPUs."""
+        """Return the nodes of a role; where trainer and engines share one, its GPUs."""
         if isinstance(shape, EngineShape):
             return shape.all_ranks if self.shared_node else shape.all_nodes
         return shape.ranks if self.shared_node else shape.nodes
 
     @property
     def gpus(self) -> int:
-        """GPUs of all roles."""
+        """Return the number of GPUs of all roles."""
         prefill = 0 if self.prefill is None else self.prefill.all_ranks
         return self.trainer.ranks + self.decode.all_ranks + prefill
 
 
 def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> PlannedLayout:
-    """Shapes of a recipe on a cluster."""
+    """Return the shapes of a recipe on a cluster."""
     engine = recipe.engine
     prefill = None
     if engine.prefill is not None and engine.decode is not None:
@@ -81,12 +79,18 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         trainer=_trainer_shape(recipe, facts),
         decode=decode,
         prefill=prefill,
-        handoff_path="fan_out" if recipe.fans_out else "filesystem",
+        handoff_path=_handoff_path(recipe),
         handoff_dtype="fp8" if recipe.handoff.kind == "fp8" else recipe.handoff.dtype or recipe.trainer.dtype,
         delta_chain=recipe.handoff.delta_chain,
         router_replay=recipe.returns_routed_experts,
         shared_node=engine.shares_node,
     )
+
+
+def _handoff_path(recipe: Recipe) -> HandoffPath:
+    if recipe.handoff.transport == "fabric":
+        return "fabric"
+    return "fan_out" if recipe.fans_out else "filesystem"
 
 
 def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
@@ -132,7 +136,7 @@ def _engine_shape(
         nodes=group.nodes,
         gpus_per_node=ranks,
         tensor_parallel=engine.tp,
-        # vLLM deals experts out over all ranks of a replica
+        # vLLM distributes experts over all ranks of a replica
         expert_parallel=group.nodes * ranks if facts.num_experts else 1,
         weight_dtype=weights,
         kv_dtype="fp8" if engine.memory.kv_cache_dtype == "fp8" else engine.dtype,
@@ -141,7 +145,7 @@ def _engine_shape(
 
 
 def with_layout(recipe: Recipe, layout: PlannedLayout) -> Recipe:
-    """The recipe with the nodes and degrees of a layout; the rest stays."""
+    """Return the recipe with the nodes and degrees of a layout; the rest stays."""
     shape = layout.trainer
     memory = recipe.trainer.memory.model_copy(
         update={
@@ -162,7 +166,7 @@ def with_layout(recipe: Recipe, layout: PlannedLayout) -> Recipe:
     update: dict[str, Any] = {"replicas": layout.decode.replicas, "nodes": layout.decode.nodes}
     if layout.prefill is not None:
         sides = {"prefill": layout.prefill, "decode": layout.decode}
-        # what else a side says of itself stays
+        # other settings of a side stay
         update = {
             name: (getattr(recipe.engine, name) or EngineGroupConfig(replicas=1, nodes=1)).model_copy(
                 update={"replicas": side.replicas, "nodes": side.nodes}

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.times.lengths import Quantiles, expected_later
-
-__all__ = ["LoopEstimate", "LoopInputs", "ServedRate", "steady_state", "waiting_share"]
+from hpcrl.planning.lengths import Quantiles, expected_later
 
 _ROUNDS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRate:
-    """What engines do with a number of rollouts in flight.
+    """Service of engines for a number of rollouts in flight.
 
     Attributes
     ----------
@@ -29,7 +27,7 @@ class ServedRate:
     token_s:
         Seconds of a sampled token.
     limit:
-        What holds engines back: ``decode``, ``prefill`` or ``slots`` (``max_num_seqs``).
+        Bottleneck of engines: ``decode``, ``prefill`` or ``slots`` (``max_num_seqs``).
     """
 
     durations: Quantiles
@@ -41,22 +39,22 @@ class ServedRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopInputs:
-    """What the loop is made of.
+    """Inputs of the estimate of the loop.
 
     Attributes
     ----------
     rollouts_per_step, group_size, max_in_flight, max_off_policy_steps, ready_batches:
-        Of the recipe.
+        Values of the recipe.
     places_by:
         The setting that ``max_in_flight`` comes from, where that is not the one of this name.
     trainer_s:
-        Seconds of the trainer a step, weights published and checkpoints included.
+        Seconds of the trainer a step, including published weights and checkpoints.
     handoff_s:
         Seconds from the end of a step until engines serve its weights.
     pause_s:
-        Seconds that an engine stands still for an update.
+        Seconds that an engine is paused for an update.
     serve:
-        What engines do with a number of rollouts in flight.
+        Returns the service of engines for a number of rollouts in flight.
     """
 
     rollouts_per_step: int
@@ -86,7 +84,7 @@ class LoopInputs:
         Parameters
         ----------
         load_s:
-            Of a hand-off; engines stand still for so long where requests stay.
+            Seconds to load a version; engines are paused for this time where requests stay.
         places:
             Rollouts that may be in flight and the setting that says so, where ``max_in_flight`` is not all that does
             (`hpcrl.planning.routes`).
@@ -108,7 +106,7 @@ class LoopInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopEstimate:
-    """The loop in its steady state.
+    """Loop in its steady state.
 
     Attributes
     ----------
@@ -120,10 +118,10 @@ class LoopEstimate:
         Rollouts in flight: those that start in a second times the mean of their durations (Little's law), at the pace
         of ``step_s``.
     in_flight_limit:
-        What bounds them: ``max_in_flight``, ``rollouts.routes_in_flight_gib``, ``max_off_policy_steps``; ``trainer``
-        where more would only wait for it.
+        Setting that limits them: ``max_in_flight``, ``rollouts.routes_in_flight_gib``, ``max_off_policy_steps``;
+        ``trainer`` where more would only wait for it.
     trainer_waits, engines_wait:
-        What a step takes longer than each side alone, as shares of the step (`waiting_share`).
+        Excess of a step over the time of each side alone, as shares of the step (`waiting_share`).
     staleness:
         Mean staleness of a consumed rollout.
     dropped:
@@ -148,15 +146,15 @@ class LoopEstimate:
 
     @property
     def started_per_s(self) -> float:
-        """Rollouts that start in a second."""
+        """Return the rollouts that start in a second."""
         return self.in_flight / self.served.durations.mean
 
 
 def waiting_share(alone_s: float, step_s: float) -> float:
-    """What a side of the loop waits for the other: how much shorter a step would be if the other took no time.
+    """Return the share of a step that a side waits for the other: the saving if the other side took no time.
 
-    The one meaning of waiting in plans and in simulations. Engines that wait so are not empty: they serve fewer
-    requests at once than they could, or end what nobody takes yet.
+    Plans and simulations use this one definition of waiting. Engines that wait in this sense are not empty: they serve
+    fewer requests at once than they could, or finish rollouts that are not consumed yet.
     """
     return max(0.0, 1.0 - alone_s / step_s) if step_s else 0.0
 
@@ -186,7 +184,7 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
         bounded = max(float(g), min(most, room))
         limit = "max_off_policy_steps" if room < most else inputs.places_by
         dropped = 0.5 * (dropped + min(0.5, _too_old(served.durations, g, inputs.max_off_policy_steps, new_step)))
-        # half steps: durations depend on how many are in flight, and the other way round
+        # half steps: durations depend on the number in flight, and vice versa
         moved = 0.5 * (in_flight + bounded)
         settled = abs(moved - in_flight) < 1e-3 * in_flight and abs(new_step - step_s) < 1e-3 * new_step
         in_flight, step_s = moved, new_step
@@ -196,7 +194,7 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
     groups = r / g
     deviation = rollout_s / math.sqrt(groups * (1 + inputs.max_off_policy_steps))
     step_s = expected_later(inputs.trainer_s, rollout_s, deviation)
-    # engines do no more than is consumed: places beyond that are held by groups that have ended and wait
+    # engines work no faster than rollouts are consumed: other places are held by groups that have ended and wait
     consumed = r / step_s / alive / (1.0 - dropped)
     if served.rate > consumed * 1.001:
         in_flight, served = _at_pace(inputs.serve, consumed, in_flight, served)
@@ -213,9 +211,9 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
 def _at_pace(
     serve: Callable[[float], ServedRate], rate: float, most: float, served: ServedRate
 ) -> tuple[float, ServedRate]:
-    """How many in flight give ``rate`` rollouts a second, and engines with so many; ``most`` give ``served``.
+    """Return the number in flight that gives ``rate`` rollouts a second, with its service; ``most`` give ``served``.
 
-    Little's law, taken again until it holds: fewer in flight take less time each, which makes them fewer.
+    Little's law is iterated to its fixed point: with fewer in flight each takes less time, which makes them fewer.
     """
     in_flight = most
     for _ in range(_ROUNDS):
@@ -228,12 +226,12 @@ def _at_pace(
 
 
 def _synchronous(inputs: LoopInputs) -> LoopEstimate:
-    """All rollouts start with the version and end before the step: the longest one counts."""
+    """Return the loop whose rollouts start with the version and end before the step: the longest one counts."""
     r = inputs.rollouts_per_step
     together = float(min(r, inputs.max_in_flight))
     served = inputs.serve(together)
     longest = served.durations.largest_of(r)
-    # those that find no place at first wait for one
+    # rollouts without a place at first wait for one
     rollout_s = longest + max(0.0, r - together) / served.rate
     step_s = inputs.trainer_s + inputs.handoff_s + rollout_s
     mean_in_flight = r * served.durations.mean / step_s
@@ -254,15 +252,15 @@ def _too_old(durations: Quantiles, group: int, bound: int, step_s: float) -> flo
 
 
 def _kept_s(durations: Quantiles, group: int, limit_s: float) -> float:
-    """Mean seconds of the groups that do not outlive the bound."""
+    """Return the mean seconds of the groups that do not outlive the bound."""
     kept = [value for value in durations.largest(group).values if value <= limit_s]
     return sum(kept) / len(kept) if kept else limit_s
 
 
 def _age_in_bursts(inputs: LoopInputs) -> float:
-    """Staleness where rollouts are short beside a step, and the trainer slower.
+    """Return the staleness where rollouts are short compared with a step, and the trainer is slower.
 
-    Nothing starts until fewer than ``ready_batches`` wait, and then all that has a place: batches of one version, which
+    Rollouts start only when fewer than ``ready_batches`` wait, and then in all places: batches of one version, which
     are consumed one a step after those that wait.
     """
     before = inputs.ready_batches - 1
@@ -283,7 +281,7 @@ def _estimate(
 ) -> LoopEstimate:
     trainer_bound = inputs.trainer_s > rollout_s
     bound = inputs.max_off_policy_steps
-    # half a batch waits on average; where the trainer is slower, groups start until so many batches wait
+    # half a batch waits on average; where the trainer is slower, groups start until the limit of waiting batches
     waiting = inputs.ready_batches * step_s if trainer_bound else step_s / 2
     age = (
         _kept_s(served.durations, inputs.group_size, (bound + 1) * step_s) + waiting + inputs.handoff_s

@@ -9,11 +9,9 @@ from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, ServedRate, stea
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import RolloutPace, Workload
 
-__all__ = ["measured_loop", "measured_trainer"]
-
 
 def measured_trainer(recipe: Recipe, measured: Measured, workload: Workload) -> TimeTable:
-    """A step of the trainer: seconds a token as measured, times the tokens of a batch; more ranks share them."""
+    """Return the trainer's step from measured seconds a token, times the tokens of a batch, divided among its ranks."""
     tokens = recipe.rollouts.rollouts_per_step * workload.mean("tokens")
     ranks = measured.trainer_ranks / recipe.trainer.ranks
     every = recipe.checkpoint.every_steps
@@ -37,14 +35,14 @@ def measured_trainer(recipe: Recipe, measured: Measured, workload: Workload) -> 
 
 
 def measured_loop(recipe: Recipe, measured: Measured, workload: Workload) -> LoopEstimate:
-    """The steady state with engines that sample as fast as measured, shared by all rollouts in flight."""
+    """Return the steady state with engines that sample as fast as measured, shared by all rollouts in flight."""
     trainer = measured_trainer(recipe, measured, workload)
     sampled = workload.mean("sampled")
     rate = measured.sampled_tokens_per_s * recipe.engine.replicas / measured.engines / sampled
     unserved = workload.durations(RolloutPace(0.0, 0.0, 0.0))
 
     def serve(in_flight: float) -> ServedRate:
-        # beside their own waiting, rollouts take what is left of Little's law
+        # in addition to their own waiting, rollouts take the rest of Little's law
         token_s = max(0.0, in_flight / rate - unserved.mean) / sampled
         durations = workload.durations(RolloutPace(token_s, 0.0, 0.0))
         ending = in_flight / durations.mean if durations.mean > 0 else rate

@@ -1,17 +1,15 @@
-"""Seconds of Muon's step beside what AdamW's takes."""
+"""Seconds of Muon's step in addition to those of AdamW's."""
 
 from __future__ import annotations
 
+from hpcrl.planning.collectives import RankGroup, all_to_all
 from hpcrl.planning.muon import exchanged_parameters, muon_matrices
-from hpcrl.planning.times.collectives import RankGroup, all_to_all
 from hpcrl.planning.times.step_work import StepWork
 from hpcrl.planning.times.terms import Seconds, attempt
 
-__all__ = ["muon_terms"]
-
 
 def muon_terms(step: StepWork) -> list[Seconds]:
-    """The iteration in bfloat16, dealt out over the ranks of a copy, and the exchanges that make matrices whole."""
+    """Return the times of the bfloat16 iteration, divided over the ranks of a copy, and of gathering the matrices."""
     shape, rates = step.shape, step.rates
     operations = muon_matrices(step.facts).operations / shape.shards
     terms = [

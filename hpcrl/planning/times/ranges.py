@@ -13,30 +13,20 @@ from dataclasses import dataclass
 from hpcrl.planning.calibration.file import Calibration, Origin
 from hpcrl.planning.times.workload import Workload
 
-__all__ = [
-    "Contribution",
-    "Range",
-    "Variation",
-    "calibration_variations",
-    "ranges_of",
-    "step_range",
-    "workload_variations",
-]
-
 _NOTICED = 1e-4
 """Relative change of a time under which a number has no part in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one number contributes to a range.
+    """Contribution of one number to a range.
 
     Attributes
     ----------
     name:
-        As in the calibration file: ``efficiencies.nic``, ``workloads.swe.tool_s``.
+        Name as in the calibration file: ``efficiencies.nic``, ``workloads.swe.tool_s``.
     origin:
-        Where it comes from: ``assumed``, ``published`` or ``measured``.
+        Kind of its source: ``assumed``, ``published`` or ``measured``.
     low, high:
         The shortest and longest time, in seconds, with this number alone at its ends.
     """
@@ -48,20 +38,20 @@ class Contribution:
 
     @property
     def width(self) -> float:
-        """Ratio of both, as a logarithm."""
+        """Return the ratio of both, as a logarithm."""
         return math.log(self.high / self.low)
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A predicted time in seconds.
+    """Predicted time in seconds.
 
     Attributes
     ----------
     low, mid, high:
         The prediction is ``mid``.
     causes:
-        What makes it wide, the largest part first.
+        Causes of its width, the largest part first.
     """
 
     low: float
@@ -71,7 +61,7 @@ class Range:
 
     @property
     def origin(self) -> Origin:
-        """The origin of the number that matters most; ``published`` where none does."""
+        """Return the origin of the number that matters most; ``published`` where none does."""
         return self.causes[0].origin if self.causes else "published"
 
 
@@ -93,14 +83,14 @@ class Variation:
 
 
 def calibration_variations(calibration: Calibration, workload: Workload) -> Iterator[Variation]:
-    """Every efficiency and constant of a calibration, and what a run measured."""
+    """Yield a variation of every efficiency and constant of a calibration, and of the results of a measured run."""
     for name, factor, origin in calibration.uncertain():
         low, high = (calibration.moved(name, value) for value in (1.0 / factor, factor))
         yield Variation(name, origin, ((low, workload), (high, workload)))
 
 
 def workload_variations(calibration: Calibration, workload: Workload) -> Iterator[Variation]:
-    """Everything that describes rollouts, environment by environment."""
+    """Yield a variation of every number that describes rollouts, environment by environment."""
     for index, load in enumerate(workload.environments):
         for name, factor, origin in load.uncertain():
             low, high = (workload.moved(index, name, value) for value in (1.0 / factor, factor))
@@ -113,15 +103,15 @@ def ranges_of(
     variations: Sequence[Variation],
     evaluate: Callable[[Calibration, Workload], Mapping[str, float]],
 ) -> dict[str, Range]:
-    """Ranges of predicted times by their names.
+    """Return the ranges of predicted times by their names.
 
     Parameters
     ----------
     mids:
         The predictions, in seconds.
     base:
-        What they rest on. Only ratios to it are taken from ``evaluate``, which may therefore be coarser than what made
-        ``mids``.
+        Numbers that the times depend on. Only ratios to it are taken from ``evaluate``, which may therefore be coarser
+        than the computation of ``mids``.
     evaluate:
         The same times for another calibration and workload.
     """
@@ -156,17 +146,17 @@ def _range(mid: float, causes: Sequence[Contribution]) -> Range:
 
 
 def step_range(step: Range, sides: Sequence[Range]) -> Range:
-    """The range of a step that waits for the slower of its sides.
+    """Return the range of a step that waits for the slower of its sides.
 
-    One number at a time moves only the side that binds now; several may make the other one bind. A step is never
-    shorter than the longest lower end, and may be as long as the longest upper one: what makes that side long is a
-    cause, too.
+    A change of one number moves only the side that is the bottleneck now; changes of several may make the other side
+    the bottleneck. A step is never shorter than the longest lower end, and may be as long as the longest upper one: the
+    causes of that side's length are causes of the range, too.
     """
     low = min(step.low, max(side.low for side in sides))
     longest = max(sides, key=lambda side: side.high)
     if longest.high <= step.high:
         return Range(low, step.mid, step.high, step.causes)
-    # a cause of that side counts with its part of how far the step may go beyond its prediction
+    # a cause of that side counts with its share of the possible excess of the step over its prediction
     squares = math.fsum(math.log(cause.high / longest.mid) ** 2 for cause in longest.causes)
     beyond = math.log(longest.high / step.mid)
     causes = {cause.name: cause for cause in step.causes}

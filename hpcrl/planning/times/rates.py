@@ -9,21 +9,19 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa
 from hpcrl.planning.calibration.file import Calibration, EfficiencyName
+from hpcrl.planning.collectives import Links, RankGroup, bytes_s
 from hpcrl.planning.hardware import NodeHardware, filesystem_rate
 from hpcrl.planning.tables.lookup import Matrix, Tables
-from hpcrl.planning.times.collectives import Links, RankGroup, bytes_s
-
-__all__ = ["Rates", "StorageRates"]
 
 _GEMM: dict[str, EfficiencyName] = {"float32": "gemm_float32", "bfloat16": "gemm_bfloat16", "fp8": "gemm_fp8"}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the nodes of one role reach, in operations and bytes a second.
+    """Rates of the nodes of one role, in operations and bytes a second.
 
-    A rate is looked up when it is asked for, so that a profile without, say, ``pcie_gb_s`` still gives every time
-    that does not need it (`hpcrl.errors.ConfigError` names what is missing).
+    A rate is looked up on demand, so that a profile without, say, ``pcie_gb_s`` still gives every time that does not
+    need it (`hpcrl.errors.ConfigError` names the missing number).
     """
 
     hardware: NodeHardware
@@ -33,18 +31,18 @@ class Rates:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of a node; 1 where it has none."""
+        """Return the GPUs of a node; 1 where it has none."""
         return max(1, self.hardware.gpus)
 
     @lru_cache(maxsize=64)  # noqa: B019 - a few rates objects live as long as the process plans
     def gemm(self, dtype: str, grouped: bool = False) -> float:
-        """Matrix products in ``dtype``; ``grouped``: many small ones, one an expert."""
+        """Return the rate of matrix products in ``dtype``; ``grouped``: many small ones, one an expert."""
         share = self.calibration.share(_GEMM[dtype]) * (self.calibration.share("grouped_gemm") if grouped else 1.0)
         return self.hardware.gpu_flops(dtype) * share
 
     @cached_property
     def tables(self) -> Tables:
-        """Measured times of these GPUs."""
+        """Return the measured times of these GPUs."""
         return self.calibration.tables.for_device(self.hardware.node.gpu_type)
 
     def matrix_share(self, matrices: tuple[Matrix, ...], rows: float, dtype: str, kind: str) -> float:
@@ -73,37 +71,37 @@ class Rates:
 
     @cached_property
     def attention(self) -> float:
-        """Attention scores, in bfloat16."""
+        """Return the rate of attention scores, in bfloat16."""
         return self.hardware.gpu_flops("bfloat16") * self.calibration.share("attention")
 
     @cached_property
     def indexer(self) -> float:
-        """Scores of a sparse attention's indexer, in fp8."""
+        """Return the rate of scores of a sparse attention's indexer, in fp8."""
         return self.hardware.gpu_flops("fp8") * self.calibration.share("indexer")
 
     @cached_property
     def memory(self) -> float:
-        """A GPU's memory."""
+        """Return the rate of a GPU's memory."""
         return self.hardware.gpu_memory_rate * self.calibration.share("gpu_memory")
 
     @cached_property
     def pcie(self) -> float:
-        """Between host and one GPU."""
+        """Return the rate between host and one GPU."""
         return self.hardware.pcie_rate * self.calibration.share("pcie")
 
     @cached_property
     def host_memory(self) -> float:
-        """Host memory of a node."""
+        """Return the rate of the host memory of a node."""
         return self.hardware.host_memory_rate * self.calibration.share("host_memory")
 
     @cached_property
     def node_network(self) -> float:
-        """All adapters of a node."""
+        """Return the rate of all adapters of a node."""
         return self.hardware.nic_rate * self.calibration.share("nic")
 
     @cached_property
     def collectives(self) -> Links:
-        """NCCL's all-gather and its like."""
+        """Return the links of NCCL's all-gather and similar collectives."""
         return self._links("nvlink", "nic")
 
     @cached_property
@@ -133,7 +131,7 @@ class Rates:
             if name not in self.tables.kinds:
                 return None
             share = self.tables.share(name, (group.size, group.nodes), size) or 1.0
-            # measured times have their latency within; smaller messages than these keep a growing part of it
+            # measured times include their latency; smaller messages than these keep a growing part of it
             missing = max(0.0, 1.0 - size / self.tables.smallest(name))
             wait = self.calibration.constant("all_to_all_latency_s") if dispatch == "low_latency" else 0.0
             return bytes_s(kind, size, group, peak) / share + missing * (hops[group.nodes == 1] + wait)
@@ -156,11 +154,11 @@ class StorageRates:
     calibration: Calibration
 
     def read(self, nodes: int) -> float:
-        """``nodes`` nodes reading at the same time."""
+        """Return the rate of ``nodes`` nodes that read at the same time."""
         return min(self._rate("read_gb_s"), nodes * self._rate("node_read_gb_s"))
 
     def write(self, nodes: int) -> float:
-        """``nodes`` nodes writing at the same time."""
+        """Return the rate of ``nodes`` nodes that write at the same time."""
         return min(self._rate("write_gb_s"), nodes * self._rate("node_write_gb_s"))
 
     def _rate(self, key: str) -> float:

@@ -1,4 +1,4 @@
-"""Engines under load: how many rollouts a second they end with so many in flight."""
+"""Engines under load: rollouts a second by the number in flight."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import RolloutPace, Workload
-
-__all__ = ["ServingFleet", "StepLine"]
 
 _BISECTIONS = 40
 _FULL = 0.999
@@ -59,7 +57,7 @@ class ServingFleet:
 
     @cached_property
     def _table(self) -> tuple[list[float], list[float], list[float]]:
-        """Batch, seconds of a step, and tokens a second of a rank, in rising order of all three."""
+        """Return the batch, seconds of a step, and tokens a second of a rank, in rising order of all three."""
         model = DecodeModel(self.facts, self.decode, self.decode_rates)
         most = max(1.0, self.slots or float(self.decode.max_num_seqs))
         batches = [1.0]
@@ -71,10 +69,10 @@ class ServingFleet:
 
     @cached_property
     def prompt_tokens(self) -> float:
-        """Tokens a rollout whose cache entries must be computed.
+        """Return the tokens a rollout whose cache entries must be computed.
 
-        What the prompt and tools say; what the model said, where another engine decoded it; and what the prefix cache
-        has lost of earlier turns.
+        These are the tokens of the prompt and of tools; the sampled tokens, where another engine decoded them; and the
+        tokens of earlier turns that the prefix cache has evicted.
         """
         work = self.workload
         tokens, sampled, turns = work.mean("tokens"), work.mean("sampled"), work.mean("turns")
@@ -84,7 +82,7 @@ class ServingFleet:
 
     @cached_property
     def prompt_token(self) -> TimeTable:
-        """Seconds of one GPU for a prompt token."""
+        """Return the seconds of one GPU for a prompt token."""
         shape, rates = (self.prefill, self.prefill_rates) if self.prefill is not None else (self.decode, None)
         return prefill_token(self.facts, shape, rates or self.decode_rates, context=self.workload.mean("tokens") / 2)
 
@@ -94,26 +92,28 @@ class ServingFleet:
 
     @cached_property
     def prompt_rate(self) -> float:
-        """Prompt tokens a second of all engines that compute prompts."""
+        """Return the prompt tokens a second of all engines that compute prompts."""
         shape = self.prefill or self.decode
         return shape.all_ranks / self._prompt_gpu_s
 
     @cached_property
     def most(self) -> tuple[float, str]:
-        """Rollouts a second with any number in flight, and what bounds it."""
+        """Return the maximum rollouts a second with any number in flight, and its limit."""
         sampled = self.workload.mean("sampled")
         ranks = self.decode.replicas * self.decode.data_parallel
         decode = ranks * self._table[2][-1] / sampled
         prompts = self.prompt_rate / max(1.0, self.prompt_tokens)
         if self.prefill is None:
-            # both on the same GPUs: shares of the time add up to 1
+            # both run on the same GPUs: their shares of the time add up to 1
             return 1.0 / (1.0 / decode + 1.0 / prompts), "decode"
         return (prompts, "prefill") if prompts < decode else (decode, "slots")
 
     @cached_property
     def _pace_at(self) -> Callable[[float], tuple[float, float, float, float]]:
-        """For a rate of rollouts a second: mean seconds of one, seconds of a sampled token and of one that others say,
-        and sequences that a rank decodes at once.
+        """Return a function from a rate of rollouts a second to the state of engines.
+
+        The state is the mean seconds of a rollout, the seconds of a sampled token and of another token, and the
+        sequences that a rank decodes at once.
 
         Whatever does not depend on the rate is computed once: every bisection asks forty times.
         """
@@ -126,7 +126,7 @@ class ServingFleet:
         batches, steps, rates = self._table
 
         def decoding(tokens_per_s: float) -> tuple[float, float]:
-            """Batch and step of a rank that samples so many tokens a second."""
+            """Return the batch and the step of a rank that samples a number of tokens a second."""
             index = bisect_left(rates, tokens_per_s)
             if index == 0:
                 return max(tokens_per_s * steps[0], 1e-9), steps[0]
@@ -152,7 +152,7 @@ class ServingFleet:
         return self.decode_rates.calibration.constant("request_overhead_s")
 
     def rate(self, in_flight: float) -> tuple[float, str]:
-        """Rollouts a second with ``in_flight`` of them, and what limits it: Little's law, solved by bisection."""
+        """Return the rollouts a second with ``in_flight`` of them, and their limit: Little's law, by bisection."""
         most, why = self.most
         low, high, pace_at = 0.0, most * _FULL, self._pace_at
         if high * pace_at(high)[0] <= in_flight:
@@ -166,7 +166,7 @@ class ServingFleet:
         return low, "in flight"
 
     def step_line(self, batch: float) -> StepLine:
-        """A step of one decode replica as the simulator takes it: linear around ``batch`` sequences a rank."""
+        """Return a decode replica's step time, linear around ``batch`` sequences a rank, for the simulator."""
         model = DecodeModel(self.facts, self.decode, self.decode_rates)
         context, ranks = self.workload.mean("context"), self.decode.data_parallel
         more = batch * 1.1 + 0.1
@@ -177,11 +177,11 @@ class ServingFleet:
         return StepLine(base, wider / ranks, longer / ranks, self._prompt_gpu_s / (self.prefill or self.decode).ranks)
 
     def __call__(self, in_flight: float) -> ServedRate:
-        """Durations, rate and batch with ``in_flight`` rollouts."""
+        """Return the durations, rate and batch with ``in_flight`` rollouts."""
         rate, limit = self.rate(in_flight)
         mean, token_s, prompt_token_s, batch = self._pace_at(rate)
         durations = self.workload.durations(RolloutPace(token_s, prompt_token_s, self._request_s))
-        # more in flight than engines have work for: the others queue
+        # more in flight than engines can serve: the others queue
         queue = max(0.0, in_flight / rate - mean)
         if queue > 0.01 * mean:
             durations = durations.mapped(lambda value: value + queue)

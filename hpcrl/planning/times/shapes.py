@@ -1,4 +1,4 @@
-"""How roles are laid out on GPUs: what memory and times are computed for."""
+"""Layouts of roles on GPUs, for which memory and times are computed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Literal
 
 from hpcrl.config.recipe import ContextScheme
 
-__all__ = ["ComputeDtype", "EngineShape", "Recompute", "TrainerShape"]
-
 ComputeDtype = Literal["float32", "bfloat16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
-"""What of the forward pass is done again: nothing, all but attention, experts and exchanges, everything."""
+"""Part of the forward pass that is recomputed: nothing, all but attention, experts and exchanges, everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +22,20 @@ class TrainerShape:
     Attributes
     ----------
     nodes, gpus_per_node:
-        Where the ranks are, one a GPU.
+        Nodes and GPUs of the ranks, one a GPU.
     context_parallel, expert_parallel, copies:
         Degrees, of which the last says how many copies of the parameters there are; ranks of one copy can be divided by
         the others.
     cp_scheme:
-        How the ranks of a context-parallel group attend together.
+        Method of attention over the ranks of a context-parallel group.
     compute_dtype:
-        Of matrix products.
+        Dtype of matrix products.
     gather_dtype_bytes, grad_dtype_bytes:
         Bytes of a parameter in FSDP's all-gather, and of a gradient in its reduce-scatter.
     recompute:
-        What of the forward pass is done again in the backward pass.
+        Part of the forward pass that is recomputed in the backward pass.
     recompute_every:
-        Of so many layers one is.
+        Number of layers of which one is recomputed.
     head_twice:
         Logits are computed again in the backward pass.
     reshard:
@@ -45,8 +43,8 @@ class TrainerShape:
     offload_optimizer, offload_activations, offload_parameters:
         To host memory; the last with gradients and optimizer, whose step is computed there.
     reference:
-        The start model is computed beside the policy: a forward pass more, whose parameters come from the host where
-        it is ``host``.
+        Whether the start model is computed in addition to the policy: a further forward pass, whose parameters come
+        from the host where it is ``host``.
     micro_batch_tokens:
         Token budget of a micro-batch of one context-parallel group.
     trained:
@@ -88,17 +86,17 @@ class TrainerShape:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the trainer."""
+        """Return the number of ranks of the trainer."""
         return self.nodes * self.gpus_per_node
 
     @property
     def shards(self) -> int:
-        """Ranks that one copy of the parameters is sharded over."""
+        """Return the number of ranks that one copy of the parameters is sharded over."""
         return self.ranks // self.copies
 
     @property
     def groups(self) -> int:
-        """Context-parallel groups: each works on micro-batches of its own."""
+        """Return the number of context-parallel groups: each works on its own micro-batches."""
         return self.ranks // self.context_parallel
 
 
@@ -131,35 +129,38 @@ class EngineShape:
 
     @property
     def ranks(self) -> int:
-        """GPUs of a replica."""
+        """Return the number of GPUs of a replica."""
         return self.nodes * self.gpus_per_node
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel ranks of a replica: each has sequences of its own."""
+        """Return the number of data-parallel ranks of a replica: each has its own sequences."""
         return max(1, self.ranks // self.tensor_parallel)
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that one copy of the experts is spread over: dealt out whole, or cut by tensor parallelism."""
+        """Return the number of ranks that one copy of the experts is spread over, by experts or tensor parallelism."""
         return max(self.expert_parallel, self.tensor_parallel)
 
     @property
     def dispatches(self) -> bool:
-        """Whether tokens travel to their experts. Within one data-parallel rank all have all tokens, and add up."""
+        """Return whether tokens are sent to their experts.
+
+        Within one data-parallel rank every GPU has all tokens, and results are added up.
+        """
         return self.expert_parallel > 1 and self.data_parallel > 1
 
     @property
     def all_nodes(self) -> int:
-        """Nodes of all replicas."""
+        """Return the number of nodes of all replicas."""
         return self.replicas * self.nodes
 
     @property
     def all_ranks(self) -> int:
-        """GPUs of all replicas."""
+        """Return the number of GPUs of all replicas."""
         return self.replicas * self.ranks
 
     @property
     def sequences(self) -> int:
-        """Sequences that all replicas decode at once."""
+        """Return the number of sequences that all replicas decode at once."""
         return self.replicas * self.data_parallel * self.max_num_seqs

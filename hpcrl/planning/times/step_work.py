@@ -11,13 +11,11 @@ from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.work import Packing, Work, matrices
 
-__all__ = ["BACKWARD_SCORES", "TOUCHED", "TOUCHED_BACKWARD", "StepWork", "kept_bytes"]
-
 _PARTS = ("linear", "experts", "scores", "indexer")
 TOUCHED = 1.0
-"""How often kernels without products (norms, rotations, permutations, gates) move what a forward pass keeps, in it: a
-value lies between such a kernel and a product, and one of both is bound by memory. With fused kernels a layer of
-Qwen3-30B-A3B moves 190 KB a token and keeps 230."""
+"""Number of times that kernels without products (norms, rotations, permutations, gates) move the kept bytes in a
+forward pass: a value lies between such a kernel and a product, and one of both is bound by memory. With fused kernels a
+layer of Qwen3-30B-A3B moves 190 KB a token and keeps 230."""
 TOUCHED_BACKWARD = 1.25
 """The same of the backward pass: values and gradients are read, gradients written, those of products apart. 300 KB."""
 BACKWARD_SCORES = 2.5
@@ -26,7 +24,7 @@ BACKWARD_SCORES = 2.5
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step takes, from which its terms are computed."""
+    """Inputs of a step from which its terms are computed."""
 
     facts: ModelFacts
     shape: TrainerShape
@@ -34,11 +32,11 @@ class StepWork:
     work: Work
     rates: Rates
     _parts: dict[str, float] = field(default_factory=dict, repr=False)
-    """Of `part_s`, which each of the terms asks for."""
+    """Results of `part_s`, which each of the terms uses."""
 
     @property
     def gpu_tokens(self) -> float:
-        """Tokens that the busiest rank works on in the step."""
+        """Return the tokens that the busiest rank works on in the step."""
         return self.packing.critical_tokens / self.shape.context_parallel
 
     @property
@@ -48,7 +46,7 @@ class StepWork:
 
     @property
     def backward_products(self) -> float:
-        """Products of matrices in the backward pass, by those of the forward pass: inputs' gradients, and weights'."""
+        """Return the matrix products of the backward pass, for inputs and weights, relative to the forward pass."""
         return 1.0 + self.trained_share
 
     @property
@@ -57,29 +55,32 @@ class StepWork:
 
     @property
     def passes(self) -> float:
-        """Forward passes of a step: the second one is the recomputation, of some layers or of all."""
+        """Return the forward passes of a step: the second one is the recomputation, of some layers or of all."""
         return 1 if self.shape.recompute == "none" else 1 + 1 / self.shape.recompute_every
 
     def part_passes(self, part: str) -> float:
-        """Forward passes of one kind of kernel: selective recomputation keeps what is dear to compute."""
+        """Return the number of forward passes of one kind of kernel.
+
+        Selective recomputation keeps the results of expensive kernels.
+        """
         kept = self.shape.recompute == "selective" and part in ("scores", "indexer", "experts", "exchanges")
         return 1 if kept else self.passes
 
     def again_s(self) -> float:
-        """Kernels of the recomputation."""
+        """Return the seconds of the recomputation's kernels."""
         products = sum((self.part_passes(name) - 1) * self.part_s(name) for name in _PARTS)
         return products + self.moved_s((self.passes - 1) * TOUCHED)
 
     def forward_s(self) -> float:
-        """Kernels of one forward pass over the step's tokens, and of the gaps between them."""
+        """Return the seconds of a forward pass's kernels over the step's tokens, and of the gaps between them."""
         return sum(self.part_s(name) for name in _PARTS) + self.moved_s(TOUCHED)
 
     def moved_s(self, times: float) -> float:
-        """What a forward pass keeps, moved so often through a GPU's memory."""
+        """Return the seconds to move the kept bytes of a forward pass ``times`` times through a GPU's memory."""
         return times * kept_bytes(self.facts) * self.gpu_tokens / self.rates.memory / self.busy
 
     def part_s(self, part: str) -> float:
-        """Seconds of one kind of kernel in a forward pass."""
+        """Return the seconds of one kind of kernel in a forward pass."""
         if part not in self._parts:
             operations = getattr(self.work, part) * self.gpu_tokens
             self._parts[part] = operations / self.rate(part) / self.busy if operations else 0.0
@@ -101,7 +102,7 @@ class StepWork:
                 return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
 
     def _matrix_rate(self, experts: bool, dtype: str) -> float:
-        """The rate of products by measured times of these shapes, else by the efficiency of all."""
+        """Return the rate of products from measured times of these shapes, else from the general efficiency."""
         rows, facts = self.gpu_tokens / self.packing.micro_batches, self.facts
         if experts:
             rows *= self.shape.expert_parallel * facts.num_experts_per_tok / facts.num_experts
@@ -110,7 +111,7 @@ class StepWork:
         return self.rates.hardware.gpu_flops(dtype) * share if share else self.rates.gemm(dtype, experts)
 
     def backward_s(self) -> float:
-        """Kernels of the backward pass without recomputation."""
+        """Return the seconds of the backward pass's kernels without recomputation."""
         scores = BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
         products = self.backward_products * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s(
             "scores"
@@ -120,7 +121,7 @@ class StepWork:
 
 @lru_cache(maxsize=64)
 def kept_bytes(facts: ModelFacts) -> float:
-    """Bytes that are kept of a token, in bfloat16, where nothing is computed again."""
+    """Return the bytes that are kept of a token, in bfloat16, where nothing is computed again."""
     tokens = 4096
     shape = ActivationShape(tokens=tokens, element_bytes=2)
     return sum(saved_bytes(layer, shape) for layer in facts.layers) / tokens

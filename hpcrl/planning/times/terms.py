@@ -8,8 +8,6 @@ from typing import TypeAlias
 from hpcrl.errors import ConfigError
 from hpcrl.planning.ledger import Table, Term
 
-__all__ = ["Seconds", "TimeTable", "attempt"]
-
 Seconds: TypeAlias = Term[float | None]
 
 
@@ -20,7 +18,7 @@ class TimeTable(Table[float | None]):
 
     @property
     def seconds(self) -> float | None:
-        """Sum of the terms that count; None where one is unknown."""
+        """Return the sum of the terms that count; None where one is unknown."""
         values = [term.value for term in self.terms if term.counts]
         if any(value is None for value in values):
             return None
@@ -28,12 +26,12 @@ class TimeTable(Table[float | None]):
 
     @property
     def known_seconds(self) -> float:
-        """Sum of the terms that are known: a lower bound where one is missing."""
+        """Return the sum of the terms that are known: a lower bound where one is missing."""
         return sum(term.value or 0.0 for term in self.terms if term.counts)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Numbers that are missing, each once."""
+        """Return the numbers that are missing, each once."""
         return tuple(dict.fromkeys(term.missing for term in self.terms if term.missing))
 
 
@@ -45,7 +43,7 @@ def attempt(
     *,
     counts: bool = True,
 ) -> Seconds:
-    """A term whose value may need a number that the cluster profile lacks: then it is unknown, and says which one."""
+    """Return a term; where the cluster profile lacks its number, it is unknown and names the missing one."""
     try:
         seconds = compute()
     except ConfigError as error:

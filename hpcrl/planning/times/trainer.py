@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import Part
+from hpcrl.planning.collectives import RankGroup, all_gather, all_to_all
+from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.routes import token_routes_bytes
-from hpcrl.planning.times.collectives import RankGroup, all_gather, all_to_all
 from hpcrl.planning.times.context import context_terms
-from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.newton_schulz import muon_terms
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
@@ -18,10 +18,9 @@ from hpcrl.planning.times.step_work import BACKWARD_SCORES, TOUCHED, TOUCHED_BAC
 from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
 from hpcrl.planning.times.work import pack_rows, sequence_work
 
-__all__ = ["TrainerBatch", "trainer_step"]
-
 _LOGIT_BYTES = 20
-"""Of a token and entry of the vocabulary, once each: logits, their normaliser, probabilities, and gradients."""
+"""Bytes a token and entry of the vocabulary, moved once each: logits, their normaliser, probabilities, and
+gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +43,9 @@ class TrainerBatch:
 
 
 def trainer_step(facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, rates: Rates) -> TimeTable:
-    """The terms of one step, weights published and checkpoints apart.
+    """Return the terms of one step, without published weights and checkpoints.
 
-    Collectives of FSDP hide behind compute as far as ``comm_overlap`` allows; only what sticks out counts.
+    Collectives of FSDP overlap with compute as far as ``comm_overlap`` allows; only the remainder counts.
     """
     here = shape
     if shape.offload_optimizer or shape.offload_activations:
@@ -60,7 +59,7 @@ def trainer_step(facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, ra
 def _on_devices(
     facts: ModelFacts, shape: TrainerShape, batch: TrainerBatch, rates: Rates
 ) -> tuple[StepWork, tuple[Seconds, ...]]:
-    """The terms that are the same wherever optimizer and activations are: a search asks for each of those."""
+    """Return the terms that do not depend on the place of optimizer and activations, which a search asks for often."""
     packing = pack_rows(batch.lengths, batch.rollouts, shape.groups, shape.micro_batch_tokens, facts)
     work = sequence_work(facts, batch.lengths)
     step = StepWork(facts, shape, packing, work, rates)
@@ -68,7 +67,7 @@ def _on_devices(
 
 
 def _compute_terms(step: StepWork) -> list[Seconds]:
-    """Kernels by kind; forward, backward and recomputation together."""
+    """Return the terms of kernels by kind; forward, backward and recomputation together."""
     scores = BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
     shape = step.shape
     products = step.backward_products
@@ -133,14 +132,14 @@ def _compute_terms(step: StepWork) -> list[Seconds]:
 
 @lru_cache(maxsize=64)
 def _expert_split(facts: ModelFacts) -> tuple[int, int]:
-    """Trained parameters outside of experts, and in experts."""
+    """Return the trained parameters outside of experts, and in experts."""
     parts = facts.parameters_by_part()
     experts = parts.get(Part.EXPERT, 0)
     return sum(parts.values()) - experts, experts
 
 
 def _pass_gather_s(step: StepWork, bytes_each: int) -> float:
-    """All layers gathered (or their gradients scattered) once."""
+    """Return the seconds of gathering all layers (or scattering their gradients) once."""
     shape, links = step.shape, step.rates.collectives
     dense, experts = _expert_split(step.facts)
     ep = shape.expert_parallel
@@ -150,7 +149,10 @@ def _pass_gather_s(step: StepWork, bytes_each: int) -> float:
 
 
 def _add_copies_s(step: StepWork) -> float:
-    """Shards of gradients added up over copies of the parameters: a reduce-scatter and a gather of what a rank has."""
+    """Return the seconds of adding gradient shards over copies of the parameters.
+
+    A rank's shards take a reduce-scatter and a gather.
+    """
     shape = step.shape
     if shape.copies == 1:
         return 0.0
@@ -213,7 +215,7 @@ def _fsdp_terms(step: StepWork) -> list[Seconds]:
 
 
 def _mesh_terms(step: StepWork) -> list[Seconds]:
-    """Expert and context parallelism."""
+    """Return the terms of expert and context parallelism."""
     shape, facts, rates = step.shape, step.facts, step.rates
     terms = []
     sparse_layers = len(facts.moe_layers)
@@ -246,7 +248,7 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
 
 
 def _reference_terms(step: StepWork) -> list[Seconds]:
-    """The start model beside the policy: one forward pass without anything kept."""
+    """Return the terms of the reference model: one forward pass in which nothing is kept."""
     shape, count = step.shape, step.packing.micro_batches
     if shape.reference is None:
         return []
@@ -264,7 +266,7 @@ def _reference_terms(step: StepWork) -> list[Seconds]:
 
 
 def _host_terms(step: StepWork) -> list[Seconds]:
-    """What goes to host memory and back, and the optimizer."""
+    """Return the terms of transfers to host memory and back, and of the optimizer."""
     terms = _optimizer_terms(step)
     if step.shape.offload_activations:
         layers = -(-len(step.facts.layers) // step.shape.recompute_every)
@@ -281,7 +283,7 @@ def _host_terms(step: StepWork) -> list[Seconds]:
 
 
 def _parameter_offload_terms(step: StepWork) -> list[Seconds]:
-    """Shards come in float32 for each gather, gradients go; nothing is taken to hide behind compute."""
+    """Return the terms of float32 shards that come for each gather, and of gradients that go, without overlap."""
     shape, rates = step.shape, step.rates
     local = step.facts.num_parameters() / shape.shards
     copies = (2 + shape.reshard) * step.packing.micro_batches

@@ -1,4 +1,4 @@
-"""What a batch asks for: operations by the kernel that does them, and how it packs into micro-batches."""
+"""Work of a batch: operations by the kernel that does them, and its packing into micro-batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.flops import Flops
 from hpcrl.models.packing import fill_bins, training_cost
 from hpcrl.models.tensors import Part
+from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.tables.lookup import Matrix
-from hpcrl.planning.times.lengths import Quantiles
-
-__all__ = ["Packing", "Work", "matrices", "pack_rows", "sequence_work", "tensor_counts", "token_work"]
 
 _POINTS = 48
 """Lengths at which operations of a sequence are computed; they are smooth in the length."""
@@ -22,7 +20,7 @@ _POINTS = 48
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operations of a forward pass, told apart by the kernels that do them."""
+    """Operations of a forward pass, by the kernels that do them."""
 
     linear: float
     """Matrix products with weights that every token visits."""
@@ -35,27 +33,27 @@ class Work:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return the sum of all operations."""
         return self.linear + self.experts + self.scores + self.indexer
 
     def scaled(self, factor: float) -> Work:
-        """Every part times ``factor``."""
+        """Return the work with every part times ``factor``."""
         return Work(self.linear * factor, self.experts * factor, self.scores * factor, self.indexer * factor)
 
     @classmethod
     def of(cls, flops: Flops) -> Work:
-        """From the model's parts."""
+        """Return the work of the model's parts."""
         linear = flops.attention_projections + flops.router + flops.shared_experts + flops.dense_mlp + flops.lm_head
         return cls(linear, flops.experts, flops.attention_scores + flops.mamba + flops.linear_attention, flops.indexer)
 
 
 @lru_cache(maxsize=64)
 def tensor_counts(facts: ModelFacts, *, fp8: bool = False) -> tuple[int, int]:
-    """Tensors of a published checkpoint outside of experts, and of experts; FP8 has scales beside its matrices."""
+    """Return the numbers of a checkpoint's tensors outside experts, and of experts; FP8 matrices have extra scales."""
     outside, experts = (2 if facts.tie_word_embeddings else 3), 0
     for layer in facts.layers:
         for weight in layer.weights:
-            count = weight.copies * (2 if fp8 and weight.quantized else 1)
+            count = weight.copies * (2 if fp8 and weight.quantised else 1)
             if weight.part is Part.EXPERT:
                 experts += count
             else:
@@ -65,7 +63,7 @@ def tensor_counts(facts: ModelFacts, *, fp8: bool = False) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def matrices(facts: ModelFacts, *, experts: bool, tensor_parallel: int = 1) -> tuple[Matrix, ...]:
-    """Matrix products of a forward pass as one rank does them: width of the result, inner width, how many.
+    """Return the matrix products of a forward pass on one rank: width of the result, inner width, how many.
 
     Of experts one is taken for all of a layer. Gate and up projection are one product, as kernels do them.
     """
@@ -92,13 +90,13 @@ def matrices(facts: ModelFacts, *, experts: bool, tensor_parallel: int = 1) -> t
 
 
 def is_sparse(facts: ModelFacts) -> bool:
-    """Whether attention is sparse: its kernels work in the absorbed form."""
+    """Return whether attention is sparse: its kernels work in the absorbed form."""
     return "mla+dsa" in facts.attention_kinds
 
 
 @lru_cache(maxsize=64)
 def sequence_work(facts: ModelFacts, lengths: Quantiles) -> Work:
-    """Mean operations a token of causal sequences of these lengths, each token of the batch counted once."""
+    """Return the mean operations a token of causal sequences of these lengths, each token of the batch counted once."""
     total, tokens = Flops(), 0
     for length in lengths.sample(min(_POINTS, len(lengths.values))):
         size = max(1, round(length))
@@ -109,23 +107,23 @@ def sequence_work(facts: ModelFacts, lengths: Quantiles) -> Work:
 
 @lru_cache(maxsize=1024)
 def token_work(facts: ModelFacts, context: float) -> Work:
-    """Operations of one decoded token that sees ``context`` tokens."""
+    """Return the operations of one decoded token that sees ``context`` tokens."""
     return Work.of(facts.flops_per_token(context, absorbed=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a batch becomes micro-batches.
+    """Distribution of a batch over micro-batches.
 
     Attributes
     ----------
     micro_batches:
-        Of each group of ranks; all have the same number.
+        Number of micro-batches of each group of ranks; all groups have the same number.
     tokens, rollouts:
-        Of the whole batch.
+        Numbers of the whole batch.
     critical_tokens:
-        Sum over micro-batches of what the group with the most work has: what the step waits for, because groups meet in
-        collectives after each layer. In tokens of mean cost.
+        Sum over micro-batches of the work of the busiest group, in tokens of mean cost: the step waits for it, because
+        groups meet in collectives after each layer.
     """
 
     micro_batches: int
@@ -134,7 +132,7 @@ class Packing:
     rollouts: int = 1
 
     def imbalance(self, groups: int) -> float:
-        """``critical_tokens`` over an even share; 1 is perfect."""
+        """Return ``critical_tokens`` over an even share; 1 is perfect."""
         return self.critical_tokens * groups / self.tokens
 
 
@@ -147,7 +145,7 @@ _EACH_ROW = 256
 
 @lru_cache(maxsize=512)
 def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts: ModelFacts | None = None) -> Packing:
-    """Pack as the orchestrator does: longest first to the least cost, as few micro-batches as the budget allows.
+    """Pack a batch like the orchestrator: longest first to the least cost, as few micro-batches as the budget allows.
 
     Parameters
     ----------
@@ -160,7 +158,7 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts
     budget:
         Tokens of a micro-batch.
     facts:
-        Of the model, whose operations are the cost; None: tokens are.
+        Facts of the model, whose operations are the cost; None: tokens are the cost.
     """
     packed = min(rollouts, max(PACKED, 8 * groups))
     sizes, costs = _sizes_and_costs(lengths, packed, facts)
@@ -171,7 +169,7 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts
         found := fill_bins(sizes, costs, budget=budget, bins=rows * groups)
         or fill_bins(sizes, sizes, budget=budget, bins=rows * groups)
     ) is None:
-        # of many rows the smallest number is not worth a packing each
+        # with many rows the smallest number of micro-batches is not worth a packing for each
         step = step if rows < _EACH_ROW else 2 * step
         rows += max(step, rows // 256)
     loads = [sum(costs[i] for i in items) for items in found[1]]
@@ -182,13 +180,13 @@ def pack_rows(lengths: Quantiles, rollouts: int, groups: int, budget: int, facts
 
 @lru_cache(maxsize=16)
 def _sizes_and_costs(lengths: Quantiles, count: int, facts: ModelFacts | None) -> tuple[list[float], list[float]]:
-    """Tokens of so many rollouts, the longest first, and what each costs: the same however they are packed."""
+    """Return the tokens of ``count`` rollouts, the longest first, and their costs, for every way of packing."""
     sizes = [max(1.0, size) for size in reversed(lengths.sample(count))]
     return sizes, sizes if facts is None else _costs(facts, sizes)
 
 
 def _costs(facts: ModelFacts, sizes: list[float]) -> list[float]:
-    """`training_cost` of many rollouts, from the largest to the smallest: along lines between lengths of a few."""
+    """Return `training_cost` of many rollouts, from the largest to the smallest, interpolated from some lengths."""
     cost, low, high = training_cost(facts), sizes[-1], sizes[0]
     points = sorted({max(1, round(low * (high / low) ** (i / _POINTS))) for i in range(_POINTS + 1)})
     at = [cost(point) for point in points]

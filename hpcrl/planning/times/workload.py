@@ -1,4 +1,4 @@
-"""What rollouts ask of engines and how long they take, from the workloads of a calibration file."""
+"""Requests and durations of rollouts, from the workloads of a calibration file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from functools import cached_property
 from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, Recipe
 from hpcrl.planning.calibration.file import FACTORS, Calibration, Origin, WorkloadConfig, origin_of
-from hpcrl.planning.times.distributions import Constant, quantiles_of, tail_of
-from hpcrl.planning.times.lengths import Quantiles
-
-__all__ = ["EnvironmentLoad", "RolloutPace", "Workload", "resolve_workload"]
+from hpcrl.planning.distributions import Constant, quantiles_of, tail_of
+from hpcrl.planning.lengths import Quantiles
 
 _GRID, _COARSE = 32, 8
 """Points along lengths and along waiting times; a rollout's duration is a sum of both. Few are enough for how a time
@@ -23,16 +21,16 @@ _NO_TIME = Constant(kind="constant", value=0.0)
 
 @dataclass(frozen=True, slots=True)
 class RolloutPace:
-    """How fast a rollout is served.
+    """Speed at which a rollout is served.
 
     Attributes
     ----------
     token_s:
         Seconds of a sampled token.
     prompt_token_s:
-        Seconds of a prompt token, waiting for others included.
+        Seconds of a prompt token, including the wait for other requests.
     request_s:
-        Seconds of a request beside its tokens.
+        Seconds of a request in addition to its tokens.
     """
 
     token_s: float
@@ -55,7 +53,7 @@ class EnvironmentLoad:
     waits:
         Seconds of one tool call; seconds from the last token to the reward, the recipe's ``latency`` included.
     source:
-        Where the figures come from.
+        Source of the figures.
     assumed:
         They are upper limits of the recipe, because nothing is known.
     unsure:
@@ -83,11 +81,11 @@ class EnvironmentLoad:
     __hash__ = object.__hash__
 
     def sampled(self, length: float) -> float:
-        """Tokens that the model says in a rollout of ``length`` tokens."""
+        """Return the tokens that the model samples in a rollout of ``length`` tokens."""
         return max(1.0, (length - self.prompt_tokens) * self.sampled_share)
 
     def turns_of(self, length: float) -> float:
-        """Requests of a rollout of ``length`` tokens: longer ones have more."""
+        """Return the requests of a rollout of ``length`` tokens: longer ones have more."""
         return max(1.0, self.turns * length / self._median)
 
     @cached_property
@@ -95,14 +93,14 @@ class EnvironmentLoad:
         return self.tokens.quantile(0.5)
 
     def uncertain(self) -> Iterator[tuple[str, float, Origin]]:
-        """Names of what describes rollouts, the factor by which each may be wrong, and where it comes from."""
+        """Yield the names of the numbers of rollouts, the factor by which each may be wrong, and its origin."""
         for name in _MOVABLE:
             if name not in _DISTRIBUTIONS or getattr(self, _DISTRIBUTIONS[name]).values[-1] > 0.0:
                 origin = "assumed" if self.assumed or name in self.unsure else origin_of(self.source)
                 yield name, FACTORS[origin], origin
 
     def moved(self, name: str, factor: float) -> EnvironmentLoad:
-        """The same with one of `uncertain` times ``factor``, within what is possible."""
+        """Return the load with one of `uncertain` times ``factor``, within the possible range."""
         if name in _DISTRIBUTIONS:
             field, limit = _DISTRIBUTIONS[name], self.limit if name == "tokens" else math.inf
             values = getattr(self, field).mapped(lambda value: min(limit, value * factor))
@@ -114,7 +112,7 @@ class EnvironmentLoad:
         return replace(self, **{name: min(most, max(1.0, value) if name == "turns" else value)})
 
     def durations(self, pace: RolloutPace) -> list[float]:
-        """Seconds of rollouts; every value is as likely as the others."""
+        """Return the seconds of rollouts; every value is as likely as the others."""
         token_s, prompt_token_s, request_s = pace.token_s, pace.prompt_token_s, pace.request_s
         result: list[float] = []
         for sampled, prompt, turns, waits in self._unserved:
@@ -124,8 +122,11 @@ class EnvironmentLoad:
 
     @cached_property
     def _unserved(self) -> list[tuple[float, float, float, list[tuple[float, float]]]]:
-        """What of durations does not depend on the pace: for some lengths their sampled and other tokens, their turns,
-        and seconds of tools with those until the reward."""
+        """Return the parts of durations that do not depend on the pace.
+
+        For some lengths these are their sampled and other tokens, their turns, and pairs of seconds of tools and
+        seconds until the reward.
+        """
         tool_mean = self.tool.mean
         tool_spread = [value - tool_mean for value in self.tool.sample(self.grid)]
         judge = self.judge.sample(self.grid)
@@ -133,7 +134,7 @@ class EnvironmentLoad:
         for length in self.tokens.sample(min(self.grid, len(self.tokens.values))):
             turns, sampled = self.turns_of(length), self.sampled(length)
             calls = turns - 1.0
-            # a sum of n tool calls spreads like the root of n
+            # the deviation of a sum of n tool calls grows with the root of n
             spread = math.sqrt(calls) if calls > 0 else 0.0
             tools = [max(0.0, calls * tool_mean + spread * deviation) for deviation in tool_spread]
             found.append((sampled, length - sampled, turns, list(zip(tools, judge, strict=True))))
@@ -154,22 +155,25 @@ class Workload:
 
     @cached_property
     def lengths(self) -> Quantiles:
-        """Tokens of a rollout, over all environments."""
+        """Return the tokens of a rollout, over all environments."""
         return _mixture([(load.weight, list(load.tokens.values)) for load in self.environments])
 
     def moved(self, index: int, name: str, factor: float) -> Workload:
-        """The same with one number of one environment times ``factor``."""
+        """Return the workload with one number of one environment times ``factor``."""
         loads = list(self.environments)
         loads[index] = loads[index].moved(name, factor)
         return Workload(tuple(loads))
 
     def coarse(self) -> Workload:
-        """The same with fewer points: enough for how times change, not for what they are."""
+        """Return the workload with fewer points: enough for differences of times, not for their values."""
         return Workload(tuple(replace(load, grid=_COARSE) for load in self.environments))
 
     def mean(self, what: str) -> float:
-        """Mean over rollouts of ``tokens``, ``sampled``, ``turns``, ``waits`` (seconds of tools and rewards), or
-        ``context`` (tokens in sight of a sampled one)."""
+        """Return the mean over rollouts of a quantity.
+
+        It is one of ``tokens``, ``sampled``, ``turns``, ``waits`` (seconds of tools and rewards), or ``context``
+        (tokens in sight of a sampled one).
+        """
         return self._means[what]
 
     @cached_property
@@ -178,12 +182,12 @@ class Workload:
         return {name: sum(load.weight * _mean(load, name) for load in self.environments) for name in names}
 
     def durations(self, pace: RolloutPace) -> Quantiles:
-        """Seconds of a rollout."""
+        """Return the seconds of a rollout."""
         return _mixture([(load.weight, load.durations(pace)) for load in self.environments])
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Environments about which nothing is known."""
+        """Return the environments about which nothing is known."""
         return tuple(load.name for load in self.environments if load.assumed)
 
 
@@ -217,10 +221,10 @@ def _mixture(parts: list[tuple[float, list[float]]]) -> Quantiles:
 
 
 def resolve_workload(recipe: Recipe, calibration: Calibration) -> Workload:
-    """What the rollouts of a recipe look like.
+    """Return the workload of the rollouts of a recipe.
 
-    An environment that the calibration file does not know is taken at its limits: every turn says
-    ``max_new_tokens``, and a single-turn one with nothing known fills ``max_model_len``.
+    An environment that the calibration file lacks is assumed at its limits: every turn has ``max_new_tokens``, and an
+    unknown single-turn environment fills ``max_model_len``.
     """
     trained = trained_on(recipe.environments)
     total = sum(env.weight for env in trained)
@@ -268,14 +272,14 @@ def _limits(recipe: Recipe, env: EnvironmentConfig, weight: float) -> Environmen
         sampled_share=1.0,
         tool=Quantiles((0.0,)),
         judge=quantiles_of(tail_of(env.latency)),
-        source="nothing is known: every rollout fills engine.max_model_len and says sampling.max_new_tokens a turn",
+        source="no measurement: every rollout fills engine.max_model_len, with sampling.max_new_tokens a turn",
         assumed=True,
         limit=length,
     )
 
 
 def _sum(a: Quantiles, b: Quantiles) -> Quantiles:
-    """The sum of two independent values."""
+    """Return the sum of two independent values."""
     if len(a.values) == 1 or len(b.values) == 1:
         return Quantiles.of([x + y for x in a.values for y in b.values])
     return Quantiles.of([x + y for x in a.sample(_GRID) for y in b.sample(_GRID)])

@@ -1,4 +1,4 @@
-"""How long everything takes: the input of a simulation, from a file, a run (`measure`) or the planner (`from_plan`)."""
+"""Durations: the input of a simulation, from a file, a run (`measure`) or the planner (`from_plan`)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,8 @@ from hpcrl.config.base import Fraction, Name, NonNegativeFloat, PositiveFloat, P
 from hpcrl.config.explain import explain_errors
 from hpcrl.config.yamltree import parse_file
 from hpcrl.errors import ConfigError, UsageError
-from hpcrl.fs import atomic_write
-from hpcrl.planning.times.distributions import Constant, Distribution
-
-__all__ = [
-    "Durations",
-    "EngineDurations",
-    "EnvironmentDurations",
-    "HandoffDurations",
-    "RecordedRollout",
-    "SharingDurations",
-    "TrainerDurations",
-    "TurnPlan",
-    "durations_document",
-    "load_durations",
-    "save_durations",
-]
+from hpcrl.planning.distributions import Constant, Distribution
+from hpcrl.storage.files import atomic_write
 
 
 def _seconds(value: float) -> Distribution:
@@ -40,33 +26,36 @@ class TurnPlan(NamedTuple):
     wait_s: float
     """Seconds of tool time before it."""
     said: int
-    """Tokens appended before it: the prompt, or what a tool said."""
+    """Tokens appended before it: the prompt, or the answer of a tool."""
     sampled: int
     """Tokens the policy says."""
+    kept: int = -1
+    """Tokens of the context that ``said`` is appended to: of a branch, what it shares. -1: all that there are."""
 
 
 class RecordedRollout(StrictModel):
     """A rollout of a run, to be replayed."""
 
     turns: Annotated[tuple[TurnPlan, ...], Field(min_length=1, strict=False)]
-    """``[wait_s, said, sampled]`` of each request, in order."""
+    """``[wait_s, said, sampled]`` of each request, in order; where the history was changed, ``kept`` behind them."""
     judge_s: NonNegativeFloat = 0.0
     """Seconds from the last reply to the reward."""
 
     def merged(self, turns: int, overhead_s: float) -> RecordedRollout:
-        """The same tokens and waits in fewer requests: ``turns`` of them as one.
+        """Return the rollout with the same tokens and waits in fewer requests: ``turns`` of them as one.
 
         Parameters
         ----------
         overhead_s:
-            Of a request that is saved: it becomes a wait.
+            Seconds of overhead of a request that is saved: they become a wait.
         """
         found, later_s = [], 0.0
         for first in range(0, len(self.turns), turns):
             part = self.turns[first : first + turns]
-            found.append(
-                TurnPlan(part[0].wait_s + later_s, sum(turn.said for turn in part), sum(turn.sampled for turn in part))
-            )
+            said, sampled = sum(turn.said for turn in part), sum(turn.sampled for turn in part)
+            # of several branches in one request the last one's context counts
+            kept = next((turn.kept for turn in reversed(part) if turn.kept >= 0), -1)
+            found.append(TurnPlan(part[0].wait_s + later_s, said, sampled, kept))
             # they come after the answer that they were between
             later_s = sum(turn.wait_s + overhead_s for turn in part[1:])
         return RecordedRollout(turns=tuple(found), judge_s=self.judge_s + later_s)
@@ -142,7 +131,7 @@ class TrainerDurations(StrictModel):
     checkpoint_s: Distribution = _seconds(0.0)
     """Seconds that a checkpoint stops the trainer."""
     checkpoint_write_s: Distribution = _seconds(0.0)
-    """More seconds until it is complete, beside the next steps."""
+    """Further seconds until it is complete, during the next steps."""
     restart_s: Distribution = _seconds(0.0)
     """Seconds from the start of an attempt until rollouts begin."""
 
@@ -153,29 +142,29 @@ class HandoffDurations(StrictModel):
     publish_s: Distribution = _seconds(0.0)
     """Seconds that publishing stops the trainer: for a copy where it overlaps with the next step."""
     write_s: Distribution = _seconds(0.0)
-    """More seconds until engines can see the version, beside the next step; the next copy waits for their end."""
+    """Further seconds until engines can see the version, during the next step; the next copy waits for their end."""
     read_s: Distribution = _seconds(0.0)
-    """Seconds in which one engine fetches a version and goes on with the one before."""
+    """Seconds in which one engine fetches a version and continues with the one before."""
     load_s: Distribution = _seconds(0.0)
     """Seconds in which one engine loads what it has fetched; frozen, with ``engine.pause: keep``."""
 
 
 class SharingDurations(StrictModel):
     """Roles that share the CPUs of one machine. With ``n`` of them at work at the same time (the trainer, each busy
-    engine, the writing of a version, each tool call, the orchestrator with a request), each goes on at
-    ``min(1, cpus / n)`` of its speed alone; all other durations of the file are those of work alone."""
+    engine, the writing of a version, each tool call, the orchestrator with a request), each proceeds at ``min(1, cpus /
+    n)`` of its speed alone; all other durations of the file are those of work alone."""
 
     cpus: NonNegativeFloat = 0.0
     """CPUs of the machine. 0, the default, is right for roles with nodes of their own."""
 
 
 class Durations(StrictModel):
-    """How long everything takes in one run of a recipe."""
+    """Durations of all activities in one run of a recipe."""
 
     version: Literal[1] = 1
-    """Of this format."""
+    """Version of this format."""
     source: str = ""
-    """Where the figures come from, in a sentence."""
+    """Source of the figures, in a sentence."""
     environments: Annotated[dict[Name | Literal["*"], EnvironmentDurations], Field(min_length=1)]
     """By name in the recipe; ``*`` stands for those that are not named."""
     engine: EngineDurations
@@ -205,7 +194,7 @@ class Durations(StrictModel):
         return self.model_copy(update={"environments": environments})
 
     def environment(self, name: str) -> EnvironmentDurations:
-        """The durations of one environment (UsageError where there are none)."""
+        """Return the durations of one environment (UsageError where there are none)."""
         found = self.environments.get(name) or self.environments.get("*")
         if found is None:
             known = ", ".join(self.environments)
@@ -217,7 +206,7 @@ class Durations(StrictModel):
 
 
 class _Calibration(BaseModel):
-    """What concerns us of a file of ``hpcrl plan calibrate``."""
+    """Relevant part of a file of ``hpcrl plan calibrate``."""
 
     durations: Durations
 
@@ -234,8 +223,8 @@ def load_durations(path: Path) -> Durations:
 
 
 def durations_document(durations: Durations) -> dict[str, Any]:
-    """As a file has it."""
-    # kinds are defaults of nothing: model_dump keeps them; version says what the file is
+    """Return the durations in the form of a file."""
+    # kinds have no defaults, and model_dump keeps them; version identifies the file
     return {"version": 1, **durations.model_dump(mode="json", exclude_defaults=True)}
 
 

@@ -1,4 +1,4 @@
-"""What a run wrote, as evidence of how long everything took: metrics, events, and the requests of each rollout."""
+"""Records of a run as evidence of durations: metrics, events, and the requests of each rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heapreplace
 from typing import NamedTuple
 
-from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.recipe import CalculatorEnv, Recipe
 from hpcrl.errors import UsageError
 from hpcrl.runs.consumed import ConsumedRollouts
@@ -18,31 +18,32 @@ from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
 from hpcrl.simulation.inputs.timeline import Interval
 
-__all__ = ["MIN_STEPS", "Evidence", "Recorded", "RecordedRequest", "TrainerWork", "Use", "read_evidence"]
-
 _SKIPPED_STEPS = 3
 """First steps are slower: programs warm up."""
 MIN_STEPS = 8
-"""That a run must have beside them."""
+"""Minimum number of steps of a run after these."""
 _AFTER_WORK = ("checkpoint", "other")
 
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """One request of a recorded rollout.
+    """Request of a recorded rollout.
 
     Attributes
     ----------
     at:
         From asking to the answer.
+    kept:
+        Tokens of the context that ``said`` was appended to; -1: all that there were.
     wait_s:
-        Of the environment before it; of a tool with few slots, without the time in its queue.
+        Seconds of the environment before it; of a tool with few slots, without the time in its queue.
     """
 
     at: Interval
     said: int
     sampled: int
     wait_s: float
+    kept: int = -1
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class Recorded:
 
 
 class TrainerWork(NamedTuple):
-    """When the trainer worked in a step: forward and backward, optimizer, copy and writing of a version."""
+    """Times of the trainer's work in a step: forward and backward, optimizer, copy and writing of a version."""
 
     forward_backward: Interval
     optimizer: Interval
@@ -64,8 +65,11 @@ class TrainerWork(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What the orchestrator counted: rollouts started for each that was consumed, and CPU seconds of its own work with
-    a request and of a tool call (0 where the run did not record them)."""
+    """Counts of the orchestrator.
+
+    These are the rollouts started for each that was consumed, and CPU seconds of its own work with a request and of a
+    tool call (0 where the run did not record them).
+    """
 
     started_each: float
     request_cpu_s: float
@@ -74,24 +78,24 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one run says.
+    """Records of one run that durations are derived from.
 
     Attributes
     ----------
     recipe, steps, rollouts:
-        Of the run; steps without the first ones.
+        Records of the run; steps without the first ones.
     tools:
-        Tool calls: the request after each, and when it ran.
+        Tool calls: the request after each, and the time when it ran.
     updates, saves:
         Weight updates of engines; checkpoints that were completed.
     slots:
         Tool calls that can run at once, by environment.
     trainer, use:
-        Its work in each step; what the orchestrator counted.
+        The trainer's work in each step; the counts of the orchestrator.
     batch_waits:
         Seconds in which the trainer waited for a batch whose rollouts had all ended, by step.
     cpus:
-        That all roles share; 0 where they have nodes of their own.
+        CPUs that all roles share; 0 where they have their own nodes.
     """
 
     recipe: Recipe
@@ -112,10 +116,11 @@ class Evidence:
         return [request for rollout in self.rollouts for request in rollout.requests]
 
 
-def read_evidence(run: RunDir) -> Evidence:
-    """Read a run, finished or not (UsageError where it says too little)."""
+def read_evidence(run: RunDir, *, newest: int | None = None) -> Evidence:
+    """Read a run, finished or not (UsageError where it says too little); of a long one only the ``newest`` steps."""
     recipe, records = run.recipe(), read_metrics(run)
     steps = [record for record in records if record.step > _SKIPPED_STEPS and record.tokens > 0]
+    steps = steps if newest is None else steps[-newest:]
     if len(steps) < MIN_STEPS:
         raise UsageError(
             f"{run.name} has {len(records)} steps; durations are measured from {_SKIPPED_STEPS + MIN_STEPS} or more"
@@ -130,7 +135,7 @@ def read_evidence(run: RunDir) -> Evidence:
         )
     slots, updates = _tool_slots(run, recipe), _updates(run, steps)
     tools, saves = _tool_calls(rollouts, slots), list(read_events(run, kind="trainer.checkpoint_saved"))
-    cpus = 0.0 if isinstance(run.cluster(), SlurmCluster) else float(os.cpu_count() or 1)
+    cpus = 0.0 if run.cluster().uses_slurm else float(os.cpu_count() or 1)
     return Evidence(
         recipe=recipe,
         steps=steps,
@@ -154,16 +159,20 @@ def _rollouts(consumed: ConsumedRollouts, step: int) -> Iterator[Recorded]:
             continue
         now = value["ended_s"] - value["seconds"]
         recorded = Recorded(value["environment"], 0.0)
-        for said, sampled, wait_s, reply_s in turns:
-            at = Interval(now + wait_s, now + wait_s + reply_s)
-            recorded.requests.append(RecordedRequest(at, said, sampled, wait_s))
-            now = at.end_s
+        lengths: dict[int, int] = {}  # of the sequences so far
+        last = 0
+        for said, sampled, wait_s, reply_s, *branch in turns:
+            sequence, shared = branch[:2] or (0, 0)
+            at, context = Interval(now + wait_s, now + wait_s + reply_s), lengths.get(sequence, shared)
+            kept = -1 if sequence == last else context
+            recorded.requests.append(RecordedRequest(at, said, sampled, wait_s, kept))
+            now, last, lengths[sequence] = at.end_s, sequence, context + said + sampled
         recorded.judge_s = max(0.0, value["ended_s"] - now)
         yield recorded
 
 
 def _batch_wait(step: StepRecord, rollouts: Sequence[Recorded]) -> float:
-    """From the moment when the trainer had asked and the last rollout of the batch had ended."""
+    """Return the seconds that the trainer waited for a batch whose rollouts had all ended."""
     taken_s = step.time_s - sum(seconds for name, seconds in step.phases_s.items() if name != "wait_batch")
     ended_s = max(rollout.requests[-1].at.end_s + rollout.judge_s for rollout in rollouts)
     return max(0.0, min(step.phases_s["wait_batch"], taken_s - ended_s))
@@ -175,15 +184,18 @@ def _updates(run: RunDir, steps: Sequence[StepRecord]) -> list[Event]:
 
 
 def _trainer_work(run: RunDir, steps: Sequence[StepRecord]) -> list[TrainerWork]:
-    """The phases of each step by the wall clock; waiting for the version before is no part of the copy."""
-    published = {e.data["version"]: e.time_s for e in read_events(run, kind="trainer.version_published")}
+    """Return the phases of each step by the wall clock; the wait for the previous version is not part of the copy."""
+    written = {e.data["version"]: e.time_s for e in read_events(run, kind="trainer.version_published")}
+    # with a fabric engines can have a version before it is written
+    announced = {e.data["version"]: e.time_s for e in read_events(run, kind="trainer.version_announced")}
+    published = {**written, **announced}
     found = []
     for step in steps:
         phases = step.phases_s
         copied_s = step.time_s - sum(phases.get(name, 0.0) for name in _AFTER_WORK)
         stepped_s = copied_s - phases["publish"]
         trained_s = stepped_s - phases["optimizer"]
-        free_s = min(copied_s, max(stepped_s, published.get(step.step - 1, 0.0)))
+        free_s = min(copied_s, max(stepped_s, written.get(step.step - 1, 0.0)))
         found.append(
             TrainerWork(
                 forward_backward=Interval(trained_s - phases["forward_backward"], trained_s),
@@ -196,7 +208,7 @@ def _trainer_work(run: RunDir, steps: Sequence[StepRecord]) -> list[TrainerWork]
 
 
 def _use(steps: Sequence[StepRecord]) -> Use:
-    """From what the orchestrator counted between the first and the last step."""
+    """Return the counts of the orchestrator between the first and the last step."""
     first, last = steps[0].rollouts, steps[-1].rollouts
 
     def more(name: str) -> float:
@@ -213,17 +225,23 @@ def _use(steps: Sequence[StepRecord]) -> Use:
 
 
 def _tool_slots(run: RunDir, recipe: Recipe) -> dict[str, int]:
-    """Programs that the calculator's tool runs at once, by environment: the CPUs of its node."""
-    cluster = run.cluster()
-    if isinstance(cluster, SlurmCluster):
-        cpus = cluster.partitions[cluster.partition_name("trainer")].node.cpus
-    else:
-        cpus = os.cpu_count() or 1
+    """Return the number of programs that the calculator's tool runs at once, by environment: CPUs of its nodes."""
+    cpus = _tool_cpus(recipe, run.cluster())
     return {e.name: cpus for e in recipe.environments if isinstance(e, CalculatorEnv)}
 
 
+def _tool_cpus(recipe: Recipe, cluster: ClusterProfile) -> int:
+    """Return the CPUs of the processes of environments: of all workers with their own nodes, or of one node."""
+    workers = recipe.environment_workers
+    if isinstance(cluster, SlurmCluster) and workers is not None and workers.apart:
+        node_cpus = cluster.partitions[cluster.partition_name("env")].node.cpus
+        return workers.count * (workers.cpus or max(1, node_cpus // workers.per_node))
+    node = cluster.node_of("trainer")
+    return (os.cpu_count() or 1) if node is None else node.cpus
+
+
 def _tool_calls(rollouts: Sequence[Recorded], slots: dict[str, int]) -> list[tuple[RecordedRequest, Interval]]:
-    """Tool calls as they ran; takes the time in the queue for a slot out of their waits.
+    """Return the tool calls as they ran, and subtract the time in the queue for a slot from their waits.
 
     Calls begin in the order in which they were asked for, each when one of the slots is free.
     """

@@ -9,11 +9,11 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.distributions import Constant, Distribution
+from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.memory.fit import MemoryReport
 from hpcrl.planning.report import Outlook, find_facts, make_outlook
-from hpcrl.planning.times.distributions import Constant, Distribution
 from hpcrl.planning.times.forecast import Forecast, site_rates
-from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.terms import TimeTable
 from hpcrl.planning.times.workload import EnvironmentLoad
@@ -27,15 +27,14 @@ from hpcrl.simulation.inputs.durations import (
     TurnPlan,
 )
 
-__all__ = ["durations_from_outlook", "durations_from_plan"]
-
+_BEFORE_READING = ("handoff.serve", "handoff.write", "handoff.commit")
 _TRACE = 256
 """Rollouts that stand for an environment."""
 _HINT = "    hint: --durations FILE (docs/simulation.md has an example), or --durations RUN to measure a run"
 
 
 def durations_from_plan(recipe: Recipe, cluster: ClusterProfile, calibration: Calibration) -> Durations:
-    """Durations as `hpcrl plan` predicts them, around the number of sequences of its steady state.
+    """Return the durations that `hpcrl plan` predicts around the number of sequences of its steady state.
 
     Raises
     ------
@@ -46,7 +45,7 @@ def durations_from_plan(recipe: Recipe, cluster: ClusterProfile, calibration: Ca
 
 
 def durations_from_outlook(outlook: Outlook, calibration: Calibration) -> Durations:
-    """Durations of a plan that is there already; ``calibration`` is what it rests on.
+    """Return the durations of an existing plan; ``calibration`` is the one that it was made with.
 
     Raises as `durations_from_plan`.
     """
@@ -57,7 +56,9 @@ def durations_from_outlook(outlook: Outlook, calibration: Calibration) -> Durati
             why = f"cluster profile {cluster.name} describes no hardware"
         raise UsageError(f"nothing says how long {recipe.name} takes: {why}\n{_HINT}")
     handoff = whole.tables["handoff"]
-    copy_s, write_s = _seconds(handoff, "handoff.copy_out"), _seconds(handoff, "handoff.write", "handoff.commit")
+    # what passes before engines can see a version: without its write where that is served over the fabric
+    before = [term.name for term in handoff if term.counts and term.name in _BEFORE_READING]
+    copy_s, write_s = _seconds(handoff, "handoff.copy_out"), _seconds(handoff, *before)
     if not recipe.handoff.overlap:
         copy_s, write_s = copy_s + write_s, 0.0
     return Durations(
@@ -83,8 +84,8 @@ def _seconds(table: TimeTable, *names: str) -> float:
 
 
 def _environment(recipe: Recipe, load: EnvironmentLoad) -> EnvironmentDurations:
-    """Rollouts from end to end of the distributions: long ones have more turns, and wait more often."""
-    # the recipe's latency is in the planner's waits, and the simulator adds it of its own accord
+    """Return rollouts from end to end of the distributions: long ones have more turns, and wait more often."""
+    # the recipe's latency is in the planner's waits, and the simulator adds it again by itself
     latency = next(env.latency.median_s for env in recipe.environments if env.name == load.name)
     judge = Quantiles((0.0,)) if latency else load.judge
     rng = Random(f"{recipe.seed}-{load.name}")
@@ -110,7 +111,7 @@ def _rollout(load: EnvironmentLoad, length: float, judge_s: float, calls: list[f
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """Whole numbers that add up to ``total``, as equal as can be."""
+    """Return whole numbers that add up to ``total``, as equal as possible."""
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
@@ -141,7 +142,7 @@ def _engine(
 
 
 def _kv_tokens(memory: MemoryReport | None, ranks: int, recipe: Recipe) -> int | None:
-    """Tokens that all ranks of a replica hold; None where the profile does not say how large a GPU is."""
+    """Return the tokens that all ranks of a replica hold; None where the profile lacks the memory of a GPU."""
     places = [] if memory is None else [p for p in memory.places if p.role in (Role.DECODE, Role.ENGINE)]
     tokens = next((place.kv.tokens * ranks for place in places if place.kv is not None), None)
     return None if tokens is None else max(tokens, recipe.engine.max_model_len)

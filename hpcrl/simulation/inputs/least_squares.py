@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["least_squares"]
-
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients, none below 0, with the smallest sum of squared errors of ``rows · coefficients ≈ values``.
+    """Return the coefficients with the smallest sum of squared errors of ``rows · coefficients ≈ values``.
+
+    No coefficient is below 0.
 
     Where the best coefficient of a column is negative, the column is left out (its coefficient is 0) and the others
     are fitted again.
@@ -29,7 +29,7 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
 
 
 def _solve(matrix: list[list[float]]) -> list[float]:
-    """Gaussian elimination with pivots; an unknown that the equations do not determine is 0."""
+    """Solve by Gaussian elimination with pivots; an unknown that the equations do not determine is 0."""
     n = len(matrix)
     limit = 1e-9 * max((matrix[i][i] for i in range(n)), default=1.0)
     pivots: list[tuple[int, int]] = []

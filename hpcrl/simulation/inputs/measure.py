@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
-from hpcrl.planning.times.distributions import Constant, Distribution, Samples
+from hpcrl.planning.distributions import Constant, Distribution, Samples
 from hpcrl.runs.rundir import RunDir
 from hpcrl.simulation.inputs.durations import (
     Durations,
@@ -24,26 +24,29 @@ from hpcrl.simulation.inputs.evidence import Evidence, read_evidence
 from hpcrl.simulation.inputs.least_squares import least_squares
 from hpcrl.simulation.inputs.timeline import Arrivals, Busy, Crowd, Interval, Kind
 
-__all__ = ["measure"]
-
 _ROUNDS = 3
 _SAMPLES = 2000
 
 
-def measure(*runs: RunDir) -> Durations:
-    """Durations of runs of one recipe, finished or not; several that differ in load tell more.
+def measure(*runs: RunDir, newest: int | None = None) -> Durations:
+    """Return the durations of runs of one recipe, finished or not; several that differ in load are more precise.
 
     Waits of one role for another (of the trainer for a batch, of requests for their turn) are no input of a
     simulation: what is taken are service times. Where roles share one machine (a local run), they are those of work
-    alone; the simulator slows them down beside others. ``environments.*.latency`` of the run's recipe is left out:
+    alone; the simulator slows them down under shared load. ``environments.*.latency`` of the run's recipe is left out:
     the simulator adds that of the recipe that it simulates.
+
+    Parameters
+    ----------
+    newest:
+        Number of newest steps of each run that are read; None for all.
 
     Raises
     ------
     UsageError
         A run has too few steps, or its rollouts do not say how long each request took.
     """
-    found = [read_evidence(run) for run in runs]
+    found = [read_evidence(run, newest=newest) for run in runs]
     steps = sum(len(evidence.steps) for evidence in found)
     rollouts = sum(len(evidence.rollouts) for evidence in found)
     engine, crowds = _fit_engine(found)
@@ -60,7 +63,7 @@ def measure(*runs: RunDir) -> Durations:
         trainer=_fit_trainer(found, crowds),
         handoff=_handoff(found, crowds),
         sharing=SharingDurations(cpus=found[0].cpus),
-        failed_share=min(1.0, counts["dropped_environment"] / finished),
+        failed_share=min(1.0, (counts["dropped_environment"] + counts["dropped_branches"]) / finished),
         zero_variance_share=min(1.0, counts["zero_variance_groups"] * size / finished),
     )
 
@@ -76,9 +79,9 @@ def _samples(values: Iterable[float]) -> Distribution:
 
 
 def _crowd(evidence: Evidence, overhead_s: float) -> Crowd:
-    """Who worked when: the orchestrator at the beginning of each request, the engine after the overhead.
+    """Return the times of work: the orchestrator at the beginning of each request, the engine after the overhead.
 
-    Rollouts that were thrown away worked, too, and are not on record: each of the others stands for them.
+    Discarded rollouts caused work, too, but are not recorded: each recorded rollout also stands for a share of them.
     """
     requests, each = [request.at for request in evidence.requests], evidence.use.started_each
     served = [Interval(min(at.end_s, at.begin_s + overhead_s), at.end_s) for at in requests]
@@ -98,7 +101,7 @@ def _crowd(evidence: Evidence, overhead_s: float) -> Crowd:
 
 
 def _tools_alone(found: Sequence[Evidence], crowds: Sequence[Crowd]) -> None:
-    """Leaves the seconds of work alone in tool calls.
+    """Reduce the waits of tool calls to the seconds of work alone.
 
     Their mean is the CPU time of a call where the run recorded it: the seconds by the clock also hold waits behind
     calls that are not on record.
@@ -181,7 +184,7 @@ def _handoff(found: Sequence[Evidence], crowds: Sequence[Crowd]) -> HandoffDurat
 
 
 def _loads(evidence: Evidence) -> Iterator[tuple[Interval, Interval]]:
-    """Fetching and loading of each update; all is loading where nothing was frozen."""
+    """Yield the intervals of fetching and loading of each update; without a freeze all of it is loading."""
     for event in evidence.updates:
         began_s, frozen_s = event.time_s - event.data["seconds"], event.time_s - event.data["pause_s"]
         if not event.data["pause_s"]:
@@ -197,7 +200,8 @@ def _environments(found: Sequence[Evidence]) -> dict[str, EnvironmentDurations]:
         latency = {environment.name: environment.latency.median_s for environment in evidence.recipe.environments}
         for rollout in evidence.rollouts:
             turns = tuple(
-                TurnPlan(round(request.wait_s, 6), request.said, request.sampled) for request in rollout.requests
+                TurnPlan(round(request.wait_s, 6), request.said, request.sampled, request.kept)
+                for request in rollout.requests
             )
             judge_s = 0.0 if latency.get(rollout.environment) else round(rollout.judge_s, 6)
             by_name[rollout.environment].append(RecordedRollout(turns=turns, judge_s=judge_s))

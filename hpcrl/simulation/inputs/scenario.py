@@ -1,11 +1,11 @@
-"""What is simulated: a recipe in some size, how long things take, and what breaks."""
+"""Scenario of a simulation: a recipe in some size, durations, and failures."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from hpcrl.config.base import NonNegativeFloat, PositiveFloat, StrictModel
+from hpcrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.environments import trained_on
@@ -13,11 +13,9 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.models.known import load_facts
-from hpcrl.planning.routes import may_fly
-from hpcrl.planning.times.distributions import mean_of
+from hpcrl.planning.distributions import mean_of
+from hpcrl.planning.routes import max_rollouts_in_flight
 from hpcrl.simulation.inputs.durations import Durations
-
-__all__ = ["Failures", "Scenario", "SimulatedSize", "make_scenario"]
 
 _VISITS = 1_000_000
 """Requests to engines that a simulation with ``sample`` None may take; beyond, a sample of the engines is simulated."""
@@ -28,7 +26,7 @@ _BEGUN = 4
 _ROUNDED = 0.1
 """Share of the nodes by which whole replicas may miss the number that was asked for."""
 _MOST_VISITS = 2_000_000
-"""Where one engine alone serves more, turns of recorded rollouts are merged."""
+"""Maximum requests of one engine; above it turns of recorded rollouts are merged."""
 
 
 class Failures(StrictModel):
@@ -38,6 +36,8 @@ class Failures(StrictModel):
     """Mean time between failures of one node, in hours; times are exponential. None: no failures."""
     requeue_s: NonNegativeFloat = 60.0
     """Seconds until Slurm starts the next attempt."""
+    spares: NonNegativeInt = 0
+    """Spare nodes of a job: the next attempt begins without that wait, until as many nodes have failed in one job."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ class SimulatedSize:
     ----------
     nodes, trainer_nodes, engine_nodes:
         Nodes of the run and of its roles; where trainer and engines share one, it counts for both.
+    env_nodes:
+        Nodes of workers of environments, where these have their own; a failure of one ends the attempt as any other's.
     trainer_share:
-        Of the run's GPUs, or nodes, those that the trainer has.
+        The trainer's share of the run's GPUs, or nodes.
     scale:
         Times the recipe.
     engines, prefill_engines:
@@ -57,12 +59,13 @@ class SimulatedSize:
     groups_per_step, max_in_flight:
         Groups that a step consumes, and rollouts that may run.
     gpus:
-        Of all nodes; 0 where the cluster has none.
+        GPUs of all nodes; 0 where the cluster has none.
     """
 
     nodes: int
     trainer_nodes: int
     engine_nodes: int
+    env_nodes: int
     trainer_share: float
     scale: float
     engines: int
@@ -79,13 +82,13 @@ class Scenario:
     Attributes
     ----------
     size:
-        What is asked about.
+        Size in question.
     thinning:
-        One of so many engines, groups and places in flight is simulated; 1 is all of them.
+        Divisor of the numbers of engines, groups and places in flight that are simulated; 1 is all of them.
     merged_turns:
         Turns of a recorded rollout that are simulated as one.
     engines, prefill_engines, groups_per_step, max_in_flight:
-        What is simulated.
+        Simulated numbers.
     horizon_s:
         Simulated seconds.
     """
@@ -165,15 +168,15 @@ def make_scenario(
 
 
 def _in_flight(recipe: Recipe) -> int:
-    """Rollouts that may run at once, as far as a model that is known says how much their routed experts need."""
+    """Return the rollouts that may run at once, as far as a known model shows the size of their routed experts."""
     try:
-        return may_fly(recipe, load_facts(recipe.model.path))[0]
+        return max_rollouts_in_flight(recipe, load_facts(recipe.model.path))[0]
     except (FileNotFoundError, ValueError):
         return recipe.rollouts.max_in_flight
 
 
 def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: int) -> SimulatedSize:
-    """Whole replicas, and a trainer in proportion (UsageError where they are far from ``nodes``).
+    """Return whole replicas, and a trainer in proportion (UsageError where they are far from ``nodes``).
 
     ``flying`` rollouts may be in flight in the recipe's own size.
     """
@@ -185,9 +188,13 @@ def _size(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: in
     near = sorted([*[n for n in exact if n < nodes][-1:], *[n for n in exact if n > nodes][:1]])
     raise UsageError(
         f"--nodes {nodes}: replicas are whole, and the recipe's roles in this proportion need {size.nodes} nodes "
-        f"({size.trainer_nodes} for the trainer, {size.engine_nodes} for engines)\n"
+        f"({size.trainer_nodes} for the trainer, {size.engine_nodes} for engines{_env_words(size.env_nodes)})\n"
         f"    hint: --nodes {' or '.join(map(str, near))}, or other sizes of roles by --set and no --nodes"
     )
+
+
+def _env_words(nodes: int) -> str:
+    return f", {nodes} for environments" if nodes else ""
 
 
 def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: int) -> SimulatedSize:
@@ -201,7 +208,9 @@ def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: 
     says = engine.decode if engine.decode is not None else engine
     replicas, per_replica = says.replicas, says.nodes
     prefill_nodes = prefill.replicas * prefill.nodes if prefill is not None else 0
-    own = recipe.trainer.nodes + replicas * per_replica + prefill_nodes
+    workers = recipe.environment_workers if isinstance(cluster, SlurmCluster) else None
+    own_env = 0 if workers is None else workers.nodes
+    own = recipe.trainer.nodes + replicas * per_replica + prefill_nodes + own_env
     scale = 1.0 if nodes is None else nodes / own
     if nodes is not None and not 2 <= nodes <= _MOST_NODES:
         raise UsageError(
@@ -213,7 +222,8 @@ def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: 
     engine_nodes = engines * per_replica + (prefill_engines * prefill.nodes if prefill is not None else 0)
     trainer_nodes = max(1, round(recipe.trainer.nodes * scale))
     groups = rollouts.rollouts_per_step // rollouts.group_size
-    all_nodes = 1 if shared else trainer_nodes + engine_nodes
+    env_nodes = max(1, round(own_env * scale)) if own_env else 0
+    all_nodes = env_nodes + (1 if shared else trainer_nodes + engine_nodes)
     gpus = _gpus(cluster, trainer_nodes, 0 if shared else engine_nodes)
     share = trainer_nodes / (trainer_nodes + engine_nodes)
     if shared:
@@ -222,6 +232,7 @@ def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: 
         nodes=all_nodes,
         trainer_nodes=trainer_nodes,
         engine_nodes=1 if shared else engine_nodes,
+        env_nodes=env_nodes,
         trainer_share=share,
         scale=scale,
         engines=engines,
@@ -253,7 +264,7 @@ def _check(recipe: Recipe, durations: Durations) -> None:
 
 
 def _mean_rollout(recipe: Recipe, durations: Durations) -> tuple[float, float, float]:
-    """Means of one rollout: requests, sampled tokens, all tokens; cut to what the recipe allows."""
+    """Return the means of one rollout: requests, sampled tokens, all tokens; cut to what the recipe allows."""
     total = [0.0, 0.0, 0.0]
     trained = trained_on(recipe.environments)
     weights = sum(environment.weight for environment in trained)
@@ -278,7 +289,7 @@ def _mean_rollout(recipe: Recipe, durations: Durations) -> tuple[float, float, f
 
 
 def _visits(recipe: Recipe, durations: Durations, size: SimulatedSize, horizon_s: float) -> float:
-    """About how many requests engines serve in the horizon: the slower of engines and trainer sets the pace."""
+    """Return the approximate number of requests in the horizon, at the pace of the slower of engines and trainer."""
     turns, sampled, tokens = _mean_rollout(recipe, durations)
     engine, trainer = durations.engine, durations.trainer
     batch = min(step_limits(recipe.engine, Role.DECODE).max_num_seqs * engine.ranks, size.max_in_flight / size.engines)
@@ -291,6 +302,6 @@ def _visits(recipe: Recipe, durations: Durations, size: SimulatedSize, horizon_s
     by_trainer = size.groups_per_step * recipe.rollouts.group_size / max(train_s, 1e-9)
     rate = min(by_engines, by_trainer)
     if not math.isfinite(rate):
-        raise UsageError("the durations say that nothing takes any time: there is nothing to simulate")
-    # however short it is, all that may be in flight are begun, each the work of a few requests
+        raise UsageError("all durations are 0: there is nothing to simulate")
+    # even in a short run all rollouts in flight are started, each with the work of a few requests
     return rate * turns * horizon_s + _BEGUN * size.max_in_flight

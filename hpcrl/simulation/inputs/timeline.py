@@ -1,4 +1,4 @@
-"""Who worked when in a measured run."""
+"""Times of work in a measured run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
-
-__all__ = ["Arrivals", "Busy", "Crowd", "Interval", "Kind"]
 
 
 class Interval(NamedTuple):
@@ -19,7 +17,7 @@ class Interval(NamedTuple):
 
 
 class Busy:
-    """How many of some intervals cover a moment, as an integral over time."""
+    """Number of intervals that cover a moment, as an integral over time."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         changes = sorted([(begin, 1) for begin, _ in intervals] + [(end, -1) for _, end in intervals])
@@ -32,11 +30,11 @@ class Busy:
         self._areas = [0.0, *accumulate(areas)]
 
     def integral(self, interval: Interval) -> float:
-        """Over an interval, in seconds."""
+        """Return the integral over an interval, in seconds."""
         return self._until(interval.end_s) - self._until(interval.begin_s)
 
     def mean(self, interval: Interval) -> float:
-        """Mean over an interval."""
+        """Return the mean over an interval."""
         return self.integral(interval) / max(interval.end_s - interval.begin_s, 1e-9)
 
     def _until(self, time_s: float) -> float:
@@ -53,7 +51,7 @@ class Arrivals:
         self._tokens = [0, *accumulate(tokens for _, tokens in ordered)]
 
     def tokens(self, interval: Interval) -> int:
-        """Tokens that came in an interval, both ends included."""
+        """Return the tokens that came in an interval, both ends included."""
         return (
             self._tokens[bisect(self._times, interval.end_s)] - self._tokens[bisect_left(self._times, interval.begin_s)]
         )
@@ -68,7 +66,7 @@ class Kind(NamedTuple):
 
 
 class Crowd:
-    """Who worked when on one machine, and so how long work would have taken alone."""
+    """Times of all work on one machine, from which the duration of work without contention follows."""
 
     def __init__(self, kinds: Sequence[Kind], cpus: float) -> None:
         """Take all kinds of work.
@@ -76,7 +74,7 @@ class Crowd:
         Parameters
         ----------
         cpus:
-            Of the machine; 0: everybody has CPUs of its own.
+            CPUs of the machine; 0: all work has its own CPUs.
         """
         changes: list[tuple[float, float]] = []
         for intervals, each, most in kinds:
@@ -95,7 +93,7 @@ class Crowd:
         self._areas = [0.0, *accumulate(areas)]
 
     def alone(self, interval: Interval) -> float:
-        """Seconds that the work of an interval takes where nobody else works."""
+        """Return the seconds that the work of an interval takes alone."""
         return max(0.0, self._until(interval.end_s) - self._until(interval.begin_s))
 
     def _until(self, time_s: float) -> float:

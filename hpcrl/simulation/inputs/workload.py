@@ -1,4 +1,4 @@
-"""What rollouts do: their turns, drawn from the durations."""
+"""Turns of rollouts, drawn from the durations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from random import Random
 
 from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.times.distributions import drawer, tail_of
+from hpcrl.planning.distributions import drawer, tail_of
 from hpcrl.simulation.inputs.durations import Durations, EnvironmentDurations, TurnPlan
-
-__all__ = ["TrajectoryDraws"]
 
 Trajectory = tuple[tuple[TurnPlan, ...], float]
 """Turns, and seconds from the last reply to the reward."""
@@ -42,15 +40,15 @@ class TrajectoryDraws:
             self._latency.append(drawer(tail_of(wait), rng) if wait.median_s else None)
 
     def environment(self) -> int:
-        """Index of the environment of a new group."""
+        """Return the index of the environment of a new group."""
         return bisect(self._weights, self._rng.random() * self._weights[-1])
 
     def group(self, environment: int) -> Callable[[], Trajectory]:
-        """A function that draws the members of a new group."""
+        """Return a function that draws the members of a new group."""
         return self._groups[environment]()
 
     def latency_s(self, environment: int) -> float:
-        """The recipe's extra wait of one training rollout."""
+        """Return the recipe's extra wait of one training rollout, in seconds."""
         draw = self._latency[environment]
         return 0.0 if draw is None else draw()
 

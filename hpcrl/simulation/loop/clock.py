@@ -6,8 +6,6 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """A queue of calls by time; calls of one moment run in the order in which they were asked for.

@@ -16,15 +16,13 @@ from typing import NamedTuple
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.records import Place, Rollout
 
-__all__ = ["EngineCosts", "SimulatedEngine"]
-
 _EPSILON = 1e-9
 _HALF_A_STEP = 0.5
-"""Who comes while a step runs waits for its end: half of it on average."""
+"""Part of a step that a new request waits for the end of the running step, on average."""
 
 
 class EngineCosts(NamedTuple):
-    """What an engine can do; see `hpcrl.simulation.inputs.durations.EngineDurations`."""
+    """Capacities of an engine; see `hpcrl.simulation.inputs.durations.EngineDurations`."""
 
     base_s: float
     per_sequence_s: float
@@ -68,8 +66,11 @@ class SimulatedEngine:
         first_token: Callable[[Rollout], None],
         works: Callable[[int], None] | None = None,
     ) -> None:
-        """An empty engine; ``replied`` is called with each request that is done, ``works`` with 1 and -1 when it begins
-        and ceases to compute."""
+        """Begin empty.
+
+        ``replied`` is called with each request that is done, ``works`` with 1 and -1 when the engine begins and stops
+        to compute.
+        """
         self.index, self._clock, self._costs = index, clock, costs
         self._replied, self._first_token = replied, first_token
         self.version, self.loading, self.load = -1, None, 0
@@ -130,7 +131,7 @@ class SimulatedEngine:
         self._plan()
 
     def release(self, rollout: Rollout) -> None:
-        """The rollout has ended: its cached KV is free."""
+        """Free the cached KV of a rollout that has ended."""
         if rollout.place is Place.CACHED:
             self._advance()
             self._kv_cached -= self._cached.pop(rollout)
@@ -161,22 +162,22 @@ class SimulatedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether it computes."""
+        """Return whether it computes."""
         return bool(self._residents) and not self._frozen
 
     @property
     def running(self) -> int:
-        """Sequences in the batch."""
+        """Return the number of sequences in the batch."""
         return len(self._residents)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a place in the batch."""
+        """Return the number of requests that wait for a place in the batch."""
         return len(self._queue)
 
     @property
     def kv_in_use(self) -> float:
-        """Tokens of KV now, cached ones included."""
+        """Return the tokens of KV now, cached ones included."""
         self._advance()
         return self._used()
 
@@ -228,7 +229,7 @@ class SimulatedEngine:
             self._replied(rollout)
 
     def _end_chunk(self) -> None:
-        """A step with prompt tokens is done: who has all of its prompt computed has its first token."""
+        """End a step with prompt tokens: sequences whose whole prompt is computed get their first token."""
         left, self._chunk = self._chunk, 0.0
         prefill = self._prefill
         while prefill and left > 0.0:
@@ -245,7 +246,7 @@ class SimulatedEngine:
         self._prefill_tokens -= rollout.prefill
         rollout.prefill = 0.0
         self._kv_prefill -= rollout.context
-        # the step that computed the last prompt token has sampled the first one of the answer
+        # the step that computed the last prompt token also sampled the first token of the answer
         rollout.v_end = self._v + max(0.0, rollout.remaining - 1) + rollout.v_start
         rollout.v_start = self._v
         rollout.place = Place.DECODE
@@ -256,7 +257,7 @@ class SimulatedEngine:
         self._first_token(rollout)
 
     def _end(self, rollout: Rollout) -> None:
-        """The request is done; its KV stays as a cache while there is room."""
+        """End the request; its KV stays cached while there is room."""
         self._leave(rollout)
         self.said_tokens += rollout.remaining
         rollout.context += rollout.remaining
@@ -297,7 +298,7 @@ class SimulatedEngine:
         return tokens
 
     def _preempt(self) -> None:
-        """The sequence that came last gives its KV back; its tokens are computed again later."""
+        """Free the KV of the sequence that came last; its tokens are computed again later."""
         rollout = next(reversed(self._residents))
         said = 0
         if rollout.place is Place.DECODE:
@@ -313,7 +314,7 @@ class SimulatedEngine:
         self.preemptions += 1
 
     def _make_room(self) -> bool:
-        """Where the KV is full, free some; whether a sequence had to give up its own."""
+        """Free KV where it is full; return whether a sequence was preempted."""
         limit = self._costs.kv_tokens - 1e-6
         preempted = False
         while self._used() >= limit and (self._cached or len(self._residents) > 1):
@@ -326,7 +327,7 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         costs = self._costs
-        # as in the engine, nobody joins a step that has no tokens left for a prompt
+        # as in the engine, a sequence cannot join a step that has no tokens left for a prompt
         while self._queue and len(self._residents) < costs.max_num_seqs and self._prefill_tokens < costs.batch_tokens:
             rollout = self._queue[0]
             room = costs.kv_tokens - self._used()
@@ -339,7 +340,7 @@ class SimulatedEngine:
             rollout.place = Place.PREFILL
             self._kv_prefill += rollout.context
             if rollout.turn == 0 and rollout.prefill > 1:
-                # siblings find the prompt in the cache, but for its last token; as in vLLM, in the same step too
+                # siblings find the prompt in the cache except for its last token; as in vLLM, also in the same step
                 rollout.prefill = max(1.0, rollout.prefill - rollout.group.prefilled)
                 rollout.group.prefilled = rollout.turns[0].said
             self._prefill.append(rollout)
@@ -352,12 +353,12 @@ class SimulatedEngine:
             self._admit()
         if self._works is not None and self.busy != self._working:
             self._working = self.busy
-            # may set another speed
+            # the call may change the speed
             self._works(1 if self._working else -1)
         self._schedule()
 
     def _schedule(self) -> None:
-        """Work out the rates, and say when the next event is."""
+        """Compute the rates, and schedule the next event."""
         self._epoch += 1
         if self._frozen or not self._residents:
             return

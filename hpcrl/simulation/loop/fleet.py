@@ -1,4 +1,4 @@
-"""All engines: who serves a group, weight updates at each engine's own pace, and prefill engines beside them."""
+"""All engines: the assignment of groups, weight updates at each engine's own pace, and prefill engines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 
-from hpcrl.planning.times.distributions import Draw
+from hpcrl.planning.distributions import Draw
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import SimulatedEngine
 from hpcrl.simulation.loop.host import Host
 from hpcrl.simulation.loop.records import Place, Replica, Rollout
-
-__all__ = ["Fleet", "PrefillPool"]
 
 
 class PrefillPool:
@@ -27,7 +25,7 @@ class PrefillPool:
         """Compute what is new of a context, then hand it to the rollout's engine."""
         tokens = rollout.prefill if rollout.place is Place.CACHED else rollout.context
         if rollout.turn == 0:
-            # first come, first served: the first of a group has computed the prompt for its siblings
+            # first come, first served: the first member of a group computes the prompt for its siblings
             tokens = max(1.0, tokens - rollout.group.prefilled)
             rollout.group.prefilled = rollout.context
         seconds = tokens * self._per_token_s + self._per_request_s
@@ -37,7 +35,7 @@ class PrefillPool:
         self._clock.at(begin + seconds, self._done, rollout)
 
     def stall(self, seconds: float) -> None:
-        """Weights change everywhere."""
+        """Stall all engines for ``seconds``, because their weights change."""
         now = self._clock.now
         self._free_s = [max(free, now) + seconds for free in self._free_s]
         heapify(self._free_s)
@@ -102,7 +100,7 @@ class Fleet:
     # -- load
 
     def assign(self, rollouts: int) -> SimulatedEngine:
-        """The engine with the least load (the first of equals), for ``rollouts`` more."""
+        """Return the engine with the least load (the first of equals), and add ``rollouts`` to its load."""
         by_load = self._by_load
         while True:
             load, index = by_load[0]
@@ -115,7 +113,7 @@ class Fleet:
         return engine
 
     def leave(self, engine: Replica) -> None:
-        """A rollout has ended there."""
+        """Remove a rollout that has ended from the load of its engine."""
         engine.load -= 1
         heappush(self._by_load, (engine.load, engine.index))
         if len(self._by_load) > 64 + 16 * len(self.engines):
@@ -123,7 +121,7 @@ class Fleet:
             heapify(self._by_load)
 
     def submit(self, rollout: Rollout) -> None:
-        """A request goes to its engine, by way of a prefill engine where there are some."""
+        """Send a request to its engine, through a prefill engine where there are some."""
         if not rollout.alive:
             return
         if self._prefill is not None:
@@ -139,7 +137,7 @@ class Fleet:
     # -- versions
 
     def announce(self, version: int) -> None:
-        """``version`` is published."""
+        """Announce that ``version`` is published."""
         if version <= self._target:
             return
         self._target = version
@@ -156,7 +154,7 @@ class Fleet:
             ready()
 
     def unhold(self) -> None:
-        """Updates may begin again."""
+        """Permit updates to begin again."""
         self._holds -= 1
         self.follow()
 

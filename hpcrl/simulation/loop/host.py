@@ -10,13 +10,11 @@ from typing import Any
 from hpcrl.simulation.inputs.durations import SharingDurations
 from hpcrl.simulation.loop.clock import Clock
 
-__all__ = ["Host", "SerialProcess"]
-
 _EPSILON = 1e-9
 
 
 class Host:
-    """Runs pieces of work, on CPUs of their own or on shared ones.
+    """Host that runs pieces of work, on separate CPUs or on shared ones.
 
     On shared CPUs all of ``n`` pieces go on at ``min(1, cpus / n)`` of their speed alone. So one clock of work counts
     for all of them, and a piece ends when that clock has moved by its seconds: O(log n) for each that begins or ends.
@@ -24,11 +22,11 @@ class Host:
     Attributes
     ----------
     shared:
-        Whether anybody is slowed down at all.
+        Whether work shares CPUs and slows down.
     """
 
     def __init__(self, clock: Clock, sharing: SharingDurations, hosts: float) -> None:
-        """Nobody works; what is simulated stands on ``hosts`` such machines."""
+        """Begin without work; the simulated roles run on ``hosts`` such machines."""
         self._clock, self._cpus = clock, sharing.cpus * max(1.0, hosts)
         self.shared = sharing.cpus > 0
         self._at_work, self._order, self._epoch = 0, 0, 0
@@ -37,7 +35,7 @@ class Host:
         self._set_speed: Callable[[float], None] | None = None
 
     def attach(self, set_speed: Callable[[float], None]) -> None:
-        """Engines run here; ``set_speed`` tells them how much of their speed alone they have."""
+        """Attach engines that run here; ``set_speed`` is called with their share of the speed that they have alone."""
         self._set_speed = set_speed
 
     def run(self, seconds: float, then: Callable[[Any], None], argument: Any = None, *, threads: int = 1) -> None:
@@ -51,7 +49,7 @@ class Host:
         self._change(threads)
 
     def engine_works(self, change: int) -> None:
-        """An engine has begun (1) or ceased (-1) to compute."""
+        """Record that an engine has begun (1) or stopped (-1) to compute."""
         if self.shared:
             self._advance()
             self._change(change)
@@ -62,7 +60,7 @@ class Host:
         self._last_s = now
 
     def _change(self, change: int) -> None:
-        """So many more are at work."""
+        """Change the number of active pieces of work."""
         self._at_work += change
         rate = min(1.0, self._cpus / max(self._at_work, 1))
         slower = rate != self._rate

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from random import Random
 
-from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
-from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.core.staleness import StalenessAccount
+from hpcrl.rollouts.sampling.policy import GroupAdmission, GroupOutcome
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.inputs.workload import TrajectoryDraws
 from hpcrl.simulation.loop.clock import Clock
@@ -18,8 +18,6 @@ from hpcrl.simulation.loop.fleet import Fleet
 from hpcrl.simulation.loop.host import Host, SerialProcess
 from hpcrl.simulation.loop.records import Group, Outcome, Rollout
 from hpcrl.simulation.loop.tally import Tally
-
-__all__ = ["SimulatedOrchestrator"]
 
 
 class _Tools:
@@ -57,9 +55,9 @@ class _Tools:
 
 
 _OUTCOMES = {
-    Fate.TOO_FEW: Outcome.DROPPED_GROUP,
-    Fate.STALE: Outcome.DROPPED_STALE,
-    Fate.NO_VARIANCE: Outcome.DROPPED_ZERO_VARIANCE,
+    GroupOutcome.TOO_FEW: Outcome.DROPPED_GROUP,
+    GroupOutcome.STALE: Outcome.DROPPED_STALE,
+    GroupOutcome.NO_VARIANCE: Outcome.DROPPED_ZERO_VARIANCE,
 }
 
 
@@ -111,7 +109,7 @@ class SimulatedOrchestrator:
             step=step,
             waiting=len(finished),
         )
-        self._policy = GroupPolicy(
+        self._policy = GroupAdmission(
             self.account,
             group_size=self._config.group_size,
             groups_per_step=scenario.groups_per_step,
@@ -135,18 +133,18 @@ class SimulatedOrchestrator:
         fleet.choose = self._policy.choose
 
     def serve(self, version: int) -> None:
-        """All engines serve ``version``."""
+        """Record that all engines serve ``version``."""
         if version > self.account.version:
             self.account.serve(version)
             self.admit()
 
     def settle(self, step: int) -> None:
-        """Steps up to ``step`` are trained: new places may open."""
+        """Record that steps up to ``step`` are trained, and start rollouts in new places."""
         self.account.settle(step)
         self.admit()
 
     def may_take(self) -> bool:
-        """Whether the next step may take its batch now."""
+        """Return whether the next step may take its batch now."""
         return self._policy.may_take(((group.index, group.version) for group in self._running), self._finished)
 
     def take_batch(self) -> list[Group]:
@@ -160,11 +158,11 @@ class SimulatedOrchestrator:
         return chosen
 
     def snapshot(self) -> list[Group]:
-        """Finished groups that wait."""
+        """Return the finished groups that wait."""
         return list(self._finished)
 
     def lose(self) -> None:
-        """The attempt is over: what runs and waits is lost."""
+        """End the attempt: running and waiting rollouts are lost."""
         for group in self._running:
             for rollout in group.members:
                 rollout.alive = False
@@ -174,13 +172,13 @@ class SimulatedOrchestrator:
 
     @property
     def unfinished(self) -> int:
-        """Rollouts that have not ended: running, or waiting to be consumed."""
+        """Return the number of rollouts that have not ended: running, or waiting to be consumed."""
         return sum(len(group.members) for groups in (self._running, self._finished) for group in groups)
 
     # -- groups
 
     def admit(self) -> None:
-        """Start groups until there is no room."""
+        """Start groups until all places are taken."""
         while self._policy.may_start(self.in_flight, self._max_in_flight):
             self._start()
 
@@ -202,7 +200,7 @@ class SimulatedOrchestrator:
             self._wait(rollout)
 
     def _wait(self, rollout: Rollout) -> None:
-        """The environment's time before a request."""
+        """Wait for the environment's time before a request."""
         wait_s = rollout.turns[rollout.turn].wait_s
         if rollout.turn and wait_s:
             self._tools[rollout.group.environment].call(rollout, wait_s, self._ask)
@@ -229,13 +227,15 @@ class SimulatedOrchestrator:
             return
         engine, turn = rollout.engine, rollout.turns[rollout.turn]
         if rollout.turn == 0 and engine.loading is not None:
-            engine.gate.append(rollout)  # nobody could say with which version its prompt is computed
+            engine.gate.append(rollout)  # otherwise the version of its prompt would be undefined
             return
-        room = self._max_model_len - rollout.context - turn.said
+        context = rollout.context if turn.kept < 0 else turn.kept
+        room = self._max_model_len - context - turn.said
         if room <= 0:
             self._replies_end(rollout)
             return
-        rollout.context += turn.said
+        rollout.left += 0 if turn.kept < 0 else rollout.context
+        rollout.context = context + turn.said
         rollout.prefill = float(turn.said)
         rollout.remaining = min(turn.sampled, room, self._max_new_tokens)
         rollout.sampled_tokens += rollout.remaining
@@ -245,16 +245,16 @@ class SimulatedOrchestrator:
         self._fleet.submit(rollout)
 
     def ungate(self, rollout: Rollout) -> None:
-        """The update that a new rollout waited for is over."""
+        """Send a new rollout after the update that it waited for."""
         self._send(rollout)
 
     def first_token(self, rollout: Rollout) -> None:
-        """An engine has said the first token of a request."""
+        """Record the version of a rollout's first token when an engine has sampled it."""
         if rollout.turn == 0:
             rollout.first_version = rollout.engine.version
 
     def replied(self, rollout: Rollout) -> None:
-        """An engine has answered."""
+        """Continue a rollout when an engine has answered."""
         rollout.turn += 1
         if rollout.turn < len(rollout.turns):
             self._wait(rollout)
@@ -294,11 +294,11 @@ class SimulatedOrchestrator:
             self._fleet.follow()
 
     def _finish(self, group: Group) -> None:
-        """All members have ended: keep the group or drop it."""
+        """Keep or drop a group whose members have all ended."""
         fate = self._policy.end(
             members=len(group.members), version=group.version, has_variance=not group.without_variance
         )
-        if fate is not Fate.KEPT:
+        if fate is not GroupOutcome.KEPT:
             self._tally.end_group(group, _OUTCOMES[fate])
             return
         self._finished[group] = None
@@ -332,11 +332,11 @@ class SimulatedOrchestrator:
 
     @property
     def evaluating(self) -> bool:
-        """Whether an evaluation is going on."""
+        """Return whether an evaluation is running."""
         return bool(self._evaluating)
 
     def evaluate(self, ended: Callable[[], None]) -> None:
-        """Roll held-out prompts out beside training."""
+        """Roll held-out prompts out during training."""
         self._tally.evaluations += 1
         self._evaluation_ends = ended
         for number in range(max(1, round(self._evaluation.prompts))):

@@ -8,11 +8,9 @@ from typing import Protocol
 
 from hpcrl.simulation.inputs.durations import TurnPlan
 
-__all__ = ["Group", "Outcome", "Place", "Replica", "Rollout"]
-
 
 class Outcome(Enum):
-    """How a rollout ended. Each ends once."""
+    """End of a rollout. Each rollout ends once."""
 
     CONSUMED = "consumed"
     """In a batch of a step that was kept."""
@@ -31,7 +29,7 @@ class Outcome(Enum):
 
 
 class Place(IntEnum):
-    """Where the KV of a rollout is."""
+    """Place of the KV of a rollout."""
 
     NOWHERE = 0
     QUEUED = 1
@@ -41,7 +39,7 @@ class Place(IntEnum):
 
 
 class Replica(Protocol):
-    """What a rollout knows of the engine that serves it.
+    """Interface of an engine to the rollouts that it serves.
 
     Attributes
     ----------
@@ -50,9 +48,9 @@ class Replica(Protocol):
     version:
         Policy version that it serves; -1 before the first.
     load:
-        Rollouts that it was given and that have not ended.
+        Assigned rollouts that have not ended.
     loading:
-        The version that it takes in, or None. New rollouts wait in ``gate`` meanwhile.
+        The version that it loads, or None. New rollouts wait in ``gate`` meanwhile.
     """
 
     index: int
@@ -79,11 +77,11 @@ class Group:
     members:
         Its rollouts, without those that failed.
     running:
-        How many of them run.
+        Number of them that run.
     prefilled:
         Prompt tokens that the engine's prefix cache has for its members.
     outcome:
-        Of the members; None while they run or wait to be consumed.
+        Outcome of the members; None while they run or wait to be consumed.
     """
 
     __slots__ = ("environment", "index", "members", "outcome", "prefilled", "running", "without_variance")
@@ -97,29 +95,31 @@ class Group:
 
     @property
     def version(self) -> int | None:
-        """Version of the oldest first token so far; None while nobody has asked."""
+        """Return the version of the oldest first token so far; None while no member has sampled one."""
         return min((m.first_version for m in self.members if m.first_version is not None), default=None)
 
 
 class Rollout:
-    """One trajectory, and its request that is at an engine.
+    """Trajectory, with its request that is at an engine.
 
     Attributes
     ----------
     turns, turn:
         The requests, and which one is next or running.
     engine:
-        Where it is served.
+        Engine that serves it.
     context:
         Tokens before the answer of the running request; after it, all tokens so far.
     prefill:
         Those of them that must still be computed.
     remaining:
         Tokens that it will still say in this request.
+    left:
+        Tokens of sequences that it has left for branches: they are trained as well.
     sampled_tokens:
-        Tokens that it has said so far, the running request included.
+        Tokens that were sampled so far, the running request included.
     started_s, ended_s:
-        When it began, and when its reward was there.
+        Times of its start, and of its reward.
     alive:
         False as soon as it has ended: later calls mean nothing.
     heldout:
@@ -137,6 +137,7 @@ class Rollout:
         "group",
         "heldout",
         "judge_s",
+        "left",
         "place",
         "prefill",
         "remaining",
@@ -156,6 +157,6 @@ class Rollout:
         self.place = Place.NOWHERE
         self.alive = True
         self.heldout = False
-        self.context = self.remaining = 0
+        self.context = self.left = self.remaining = 0
         self.started_s = self.ended_s = 0.0
         self.prefill = self.v_start = self.v_end = 0.0

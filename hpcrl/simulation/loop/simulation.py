@@ -7,7 +7,7 @@ from random import Random
 
 from hpcrl.config.engine_shape import step_limits
 from hpcrl.config.plan import Role
-from hpcrl.planning.times.distributions import drawer
+from hpcrl.planning.distributions import drawer
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.inputs.workload import TrajectoryDraws
 from hpcrl.simulation.loop.clock import Clock
@@ -19,8 +19,6 @@ from hpcrl.simulation.loop.records import Outcome
 from hpcrl.simulation.loop.tally import KvSample, LostTime, Tally
 from hpcrl.simulation.loop.trainer import Checkpoint, SimulatedTrainer
 
-__all__ = ["Simulation"]
-
 _KV_SAMPLES = 400
 
 
@@ -30,7 +28,7 @@ class Simulation:
     Attributes
     ----------
     tally:
-        What was counted.
+        Counts.
     busy_s, frozen_s:
         Engine-seconds over all attempts, with work and frozen by weight updates.
     down_s:
@@ -43,19 +41,23 @@ class Simulation:
         self.busy_s = self.frozen_s = self.down_s = self.kv_token_s = self.kv_peak = 0.0
         self.prefill_busy_s = 0.0
         self.said_tokens = self.preemptions = 0
-        # a stream of its own for each source of chance: a failure leaves the trajectories as they were
+        # a separate random stream for each source: a failure leaves the trajectories unchanged
         self._failure_rng = Random(f"{scenario.seed}-failures")
         self._rng = Random(f"{scenario.seed}-loop")
         self._workload = TrajectoryDraws(scenario.recipe, scenario.durations, Random(f"{scenario.seed}-workload"))
         self._restart_s = drawer(scenario.durations.trainer.restart_s, self._failure_rng)
         self._read_s = drawer(scenario.durations.handoff.read_s, self._rng)
         self._load_s = drawer(scenario.durations.handoff.load_s, self._rng)
+        self._spares = scenario.failures.spares
         self._next_group = 0
         self._evaluated: set[int] = set()
         self._build(Checkpoint(0, 0.0, []))
 
     def run(self, progress: Callable[[float], None] = lambda share: None) -> None:
-        """Go to the horizon, or to the recipe's last step; ``progress`` is told how much of the time is over."""
+        """Simulate until the horizon, or the recipe's last step.
+
+        ``progress`` is called with the share of the time that is over.
+        """
         self._progress = progress
         self._begin(None)
         self._interval_s = self.scenario.horizon_s / _KV_SAMPLES
@@ -66,7 +68,7 @@ class Simulation:
 
     @property
     def unfinished(self) -> int:
-        """Started rollouts that have not ended."""
+        """Return the number of started rollouts that have not ended."""
         return self.orchestrator.unfinished
 
     # -- attempts
@@ -74,7 +76,7 @@ class Simulation:
     def _build(self, checkpoint: Checkpoint) -> None:
         scenario, clock, engine = self.scenario, self.clock, self.scenario.durations.engine
         config = scenario.recipe.engine
-        # where prompts have engines of their own, those that are followed token by token decode
+        # with separate engines for prompts, the engines simulated token by token decode
         limits = step_limits(config, Role.DECODE)
         host = Host(clock, scenario.durations.sharing, scenario.size.scale / scenario.thinning)
         self.trainer = SimulatedTrainer(
@@ -137,7 +139,7 @@ class Simulation:
         host.attach(self.fleet.set_speed)
 
     def _begin(self, _: object) -> None:
-        """Rollouts and training begin, with an exact evaluation where the recipe wants one."""
+        """Begin rollouts and training, with an exact evaluation where the recipe wants one."""
         step = self.trainer.step
         if self._evaluation_due(step):
             self.fleet.hold(lambda: self.orchestrator.evaluate(self.fleet.unhold))
@@ -169,10 +171,15 @@ class Simulation:
             self.clock.after(self._failure_rng.expovariate(rate), self._fail)
 
     def _fail(self, _: object) -> None:
-        """A node fails: the attempt ends, and the next one begins at the last checkpoint."""
+        """Fail a node: the attempt ends, and the next one begins at the last checkpoint."""
         now, checkpoint = self.clock.now, self.trainer.checkpoint
-        down_s = self.scenario.failures.requeue_s + self._restart_s()
-        self.tally.failures.append(LostTime(now, self.trainer.step - checkpoint.step, now - checkpoint.time_s, down_s))
+        failures = self.scenario.failures
+        # a requeued job has all of its spare nodes again
+        replaced = self._spares > 0
+        self._spares = self._spares - 1 if replaced else failures.spares
+        down_s = (0.0 if replaced else failures.requeue_s) + self._restart_s()
+        lost_steps = self.trainer.step - checkpoint.step
+        self.tally.failures.append(LostTime(now, lost_steps, now - checkpoint.time_s, down_s, replaced))
         self._close()
         self.orchestrator.lose()
         for group in [group for groups in self.trainer.consumed.values() for group in groups]:

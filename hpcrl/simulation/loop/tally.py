@@ -1,4 +1,4 @@
-"""What a simulation counts while it runs."""
+"""Counts of a simulation while it runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 
 from hpcrl.simulation.loop.records import Group, Outcome
 
-__all__ = ["KvSample", "LostTime", "StepSample", "Tally"]
-
 
 @dataclass(slots=True)
 class StepSample:
-    """What one optimizer step took.
+    """Measurements of one optimizer step.
 
     Attributes
     ----------
@@ -33,12 +31,12 @@ class StepSample:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Return the seconds of the whole step."""
         return sum(self.phases_s.values())
 
     @property
     def staleness_mean(self) -> float:
-        """Mean staleness of the step's rollouts."""
+        """Return the mean staleness of the step's rollouts."""
         return sum(lag * count for lag, count in self.staleness.items()) / self.staleness.total()
 
 
@@ -63,6 +61,8 @@ class LostTime:
     """Seconds since the checkpoint that the next attempt begins with."""
     down_s: float
     """Seconds until rollouts begin again."""
+    replaced: bool = False
+    """A spare node took the place of the lost one."""
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class Tally:
     rollout_s: list[float] = field(default_factory=list)
 
     def end(self, outcome: Outcome) -> None:
-        """A rollout of a group that goes on has ended."""
+        """Count the end of a rollout whose group continues."""
         self.outcomes[outcome] += 1
 
     def end_group(self, group: Group, outcome: Outcome | None) -> None:
-        """All finished rollouts of a group ended so; a restore may take that back (None) or change it."""
+        """Record the outcome of all finished rollouts of a group; a restore may take it back (None) or change it."""
         if group.outcome is not None:
             self.outcomes[group.outcome] -= len(group.members)
         group.outcome = outcome

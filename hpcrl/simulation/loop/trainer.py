@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from hpcrl.planning.times.distributions import drawer
+from hpcrl.planning.distributions import drawer
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.fleet import Fleet
@@ -19,17 +19,15 @@ from hpcrl.simulation.loop.orchestrator import SimulatedOrchestrator
 from hpcrl.simulation.loop.records import Group
 from hpcrl.simulation.loop.tally import StepSample, Tally
 
-__all__ = ["Checkpoint", "SimulatedTrainer"]
-
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A joint checkpoint.
+    """Joint checkpoint.
 
     Attributes
     ----------
     step, time_s:
-        Which, and when it was complete.
+        Its step, and the time when it was complete.
     finished:
         Groups that waited to be consumed.
     """
@@ -107,7 +105,7 @@ class SimulatedTrainer:
             self.batch_ready()
 
     def batch_ready(self) -> None:
-        """A batch may be there: that of the next step, or ahead of it that of the one behind."""
+        """Take a batch if one is ready: that of the next step, or ahead of time that of the following one."""
         most = self.step + 1 if self._waiting else self._begun + 1
         if self._taken >= min(most, self._last_step) or not self._orchestrator.may_take():
             return
@@ -127,7 +125,7 @@ class SimulatedTrainer:
         lags = Counter(version - r.first_version for g in groups for r in g.members if r.first_version is not None)
         rollouts = [rollout for group in groups for rollout in group.members]
         self._tally.rollout_s.extend(rollout.ended_s - rollout.started_s for rollout in rollouts)
-        tokens = sum(rollout.context for rollout in rollouts)
+        tokens = sum(rollout.context + rollout.left for rollout in rollouts)
         self._sample = StepSample(
             step=self.step + 1,
             end_s=0.0,
@@ -184,14 +182,14 @@ class SimulatedTrainer:
         self._save_waits = self._saving
         if self._save_waits:
             return
-        # what was taken ahead counts as not consumed
+        # batches that were taken ahead count as not consumed
         ahead = [group for step, groups in self.consumed.items() if step > self.step for group in groups]
         self._clock.after(self._checkpoint_s(), self._saved, [*self._orchestrator.snapshot(), *ahead])
 
     def _saved(self, groups: list[Group]) -> None:
         self._phase("checkpoint")
         self._saving = True
-        # what was consumed until here is in it; complete is it when it is written
+        # it contains what was consumed until here, and is complete when it is written
         self._clock.after(self._checkpoint_write_s(), self._complete, (self.step, groups))
         self._clock.after(self._other_s(), self._end)
 
@@ -212,7 +210,7 @@ class SimulatedTrainer:
         self._ask()
 
     def _phase(self, name: str, began_s: float | None = None) -> None:
-        """The phase that began at the end of the last one is over."""
+        """End the phase that began at the end of the last one."""
         now = self._clock.now
         self._sample.phases_s[name] = now - (self._began_s if began_s is None else began_s)
         self._began_s = now

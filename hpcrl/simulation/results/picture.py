@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import MissingExtraError
-from hpcrl.fs import atomic_write
 from hpcrl.simulation.results.result import SimulationResult
-
-__all__ = ["draw"]
+from hpcrl.storage.files import atomic_write
 
 #: Okabe and Ito's palette, the same colours as in the picture of a run
 _COLOURS = {

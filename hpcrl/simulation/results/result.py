@@ -1,4 +1,4 @@
-"""What a simulation says: a versioned document."""
+"""Result of a simulation: a versioned document."""
 
 from __future__ import annotations
 
@@ -10,18 +10,6 @@ from hpcrl.config.base import StrictModel
 from hpcrl.simulation.loop.records import Outcome
 from hpcrl.simulation.loop.simulation import Simulation
 from hpcrl.simulation.loop.tally import StepSample
-
-__all__ = [
-    "EngineShares",
-    "FailureTotals",
-    "Goodput",
-    "KvPoint",
-    "SimulationResult",
-    "Spread",
-    "Staleness",
-    "StepPoint",
-    "summarize",
-]
 
 _POINTS = 1000
 
@@ -61,7 +49,7 @@ class Staleness(StrictModel):
 
 
 class EngineShares(StrictModel):
-    """Where the time of engines goes, as shares of the simulated time; with ``down``, of failures, the sum is 1."""
+    """Times of engines by activity, as shares of the simulated time; with ``down``, of failures, the sum is 1."""
 
     busy: float
     """With sequences in the batch."""
@@ -72,9 +60,9 @@ class EngineShares(StrictModel):
     down: float
     """Between a node failure and the next attempt."""
     prefill_busy: float
-    """Of prefill engines, where there are some: computing prompts."""
+    """Share of prefill engines, where there are some: computing prompts."""
     sampled_tokens_per_s: float
-    """Of all engines, in the size that was asked about."""
+    """Sampled tokens of all engines, in the size in question."""
     preemptions: int
     """Sequences that gave their KV back because it was full."""
     kv_mean: float
@@ -93,6 +81,8 @@ class FailureTotals(StrictModel):
     """Seconds of work since the checkpoints that the next attempts began with."""
     down_s: float
     """Seconds of requeues and starts."""
+    replaced: int = 0
+    """Failures after which a spare node took the place of the lost one."""
 
 
 class Goodput(StrictModel):
@@ -106,7 +96,7 @@ class Goodput(StrictModel):
     """Both, weighted by nodes."""
     node_hours: float
     gpu_hours: float
-    """Of the whole run; 0 where the cluster has no GPUs."""
+    """GPU-hours of the whole run; 0 where the cluster has no GPUs."""
     useful_gpu_hours: float
 
 
@@ -117,7 +107,7 @@ class KvPoint(StrictModel):
     mean: float
     """Share of the KV capacity in use, or tokens where none is given."""
     highest: float
-    """Of the fullest engine."""
+    """Share of the fullest engine."""
     running: float
     """Sequences in the batch of an engine, mean."""
     waiting: float
@@ -139,16 +129,17 @@ class SimulationResult(StrictModel):
     """The result of one simulation. Counts of rollouts are those simulated: one of ``thinning`` of all."""
 
     version: Literal[1] = 1
-    """Of this document."""
+    """Version of this document."""
     recipe: str
     durations: str
-    """Where the durations come from."""
+    """Source of the durations."""
     seed: int
     simulated_s: float
     """Shorter than what was asked for where the recipe's last step came first."""
     nodes: int
     trainer_nodes: int
     engine_nodes: int
+    env_nodes: int = 0
     engines: int
     rollouts_per_step: int
     max_in_flight: int
@@ -172,7 +163,7 @@ class SimulationResult(StrictModel):
     engines_alone_s: float | None = None
     """Seconds of a step if the trainer took no time; None where too few steps were done to say it."""
     engines_wait: float | None = None
-    """What engines wait for the trainer, by the definition of `hpcrl.planning.times.loop.waiting_share`."""
+    """Share of a step that engines wait for the trainer, as defined by `hpcrl.planning.times.loop.waiting_share`."""
     engine: EngineShares
     staleness: Staleness
     started: int
@@ -193,10 +184,10 @@ class SimulationResult(StrictModel):
 
 
 def summarize(simulation: Simulation) -> SimulationResult:
-    """The document of a finished simulation."""
+    """Return the document of a finished simulation."""
     scenario, tally, now = simulation.scenario, simulation.tally, simulation.clock.now
     size, bound = scenario.size, scenario.recipe.rollouts.max_off_policy_steps
-    # until rollouts are as old as the bound lets them be, a step is of the start; a run of few steps has nothing else
+    # steps belong to the start until rollouts are as old as the bound permits; a short run has only such steps
     skipped = min(bound + 1, len(tally.steps) // 4)
     steps = tally.steps[skipped:]
     began_s = tally.steps[skipped - 1].end_s if skipped else 0.0
@@ -217,6 +208,7 @@ def summarize(simulation: Simulation) -> SimulationResult:
         nodes=size.nodes,
         trainer_nodes=size.trainer_nodes,
         engine_nodes=size.engine_nodes,
+        env_nodes=size.env_nodes,
         engines=size.engines,
         rollouts_per_step=size.groups_per_step * scenario.recipe.rollouts.group_size,
         max_in_flight=size.max_in_flight,
@@ -249,6 +241,7 @@ def summarize(simulation: Simulation) -> SimulationResult:
             lost_steps=sum(failure.lost_steps for failure in tally.failures),
             lost_s=sum(failure.lost_s for failure in tally.failures),
             down_s=simulation.down_s,
+            replaced=sum(failure.replaced for failure in tally.failures),
         ),
         goodput=_goodput(simulation),
         kv_series=tuple(
@@ -312,7 +305,7 @@ def _goodput(simulation: Simulation) -> Goodput:
 
 
 def _warnings(simulation: Simulation, steps: Sequence[StepSample], start: int) -> list[str]:
-    """What a reader has to know; ``start``: how many steps of the start are among ``steps``, at most."""
+    """Return warnings for the reader; ``start`` is the maximum number of steps of the start among ``steps``."""
     scenario = simulation.scenario
     warnings = []
     if not steps:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 
 from hpcrl.simulation.results.result import SimulationResult
 
-__all__ = ["rows"]
-
 _Show = Callable[[SimulationResult], str]
 
 
 def rows(results: Sequence[SimulationResult]) -> list[tuple[str, list[str]]]:
-    """Names and values of all figures, in order."""
+    """Return the names and values of all figures, in order."""
     return [(name, [show(result) for result in results]) for name, show in _ROWS if any(map(_shown(name), results))]
 
 
@@ -48,8 +46,12 @@ def _kv(result: SimulationResult) -> str:
     return f"{mean:.0%}, at most {peak:.0%}" if peak <= 1.001 else f"{mean:,.0f} tokens, at most {peak:,.0f}"
 
 
+def _of_environments(result: SimulationResult) -> str:
+    return f", and {result.env_nodes} of environments" if result.env_nodes else ""
+
+
 _ROWS: list[tuple[str, _Show]] = [
-    ("trainer + engine nodes", lambda r: f"{r.trainer_nodes} + {r.engine_nodes}"),
+    ("trainer + engine nodes", lambda r: f"{r.trainer_nodes} + {r.engine_nodes}" + _of_environments(r)),
     ("rollouts a step", lambda r: f"{r.rollouts_per_step:,}"),
     ("steps", lambda r: f"{r.steps:,}"),
     ("step time, mean", lambda r: _seconds(r.step_s.mean)),
@@ -73,6 +75,7 @@ _ROWS: list[tuple[str, _Show]] = [
     ("  histogram", _histogram),
     ("rollouts not used", _dropped),
     ("node failures", lambda r: str(r.failures.count)),
+    ("  failures with a spare node", lambda r: str(r.failures.replaced)),
     ("  steps lost by failures", lambda r: str(r.failures.lost_steps)),
     ("  time lost by failures", lambda r: _seconds(r.failures.lost_s + r.failures.down_s)),
     ("goodput (nodes)", lambda r: _share(r.goodput.share)),

@@ -20,17 +20,15 @@ from typing import IO, cast
 
 import msgspec
 
-from hpcrl import lost_answers
 from hpcrl.errors import UsageError
-from hpcrl.fs import decode_versioned
 from hpcrl.sites.installation.environment import EnvironmentContents, check_room
 from hpcrl.sites.installation.installers import InstallFailedError, pip_command, run_installer
 from hpcrl.sites.installation.locks import Lock, LockedPackage, canonical_name, parse_lock
 from hpcrl.sites.installation.own_wheel import own_wheel
 from hpcrl.sites.installation.roles import Accelerator, SiteRole, imports_of, lock_name
 from hpcrl.sites.installation.staging import Stage
-
-__all__ = ["MANIFEST_NAME", "BundleManifest", "BundledFile", "read_bundle", "unpack_role", "write_bundle"]
+from hpcrl.storage import lost_replies
+from hpcrl.storage.files import decode_versioned
 
 MANIFEST_NAME = "hpcrl-bundle.json"
 _FORMAT_VERSION = 1
@@ -52,14 +50,14 @@ class BundledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a bundle, and for which platform.
+    """Contents of a bundle, and its platform.
 
     Attributes
     ----------
     hpcrl:
         Version of hpcrl.
     accelerator, python, machine:
-        What its wheels are for: ``cuda`` or ``cpu``, for example ``3.11``, and ``x86_64``.
+        Platform of its wheels: ``cuda`` or ``cpu``, for example ``3.11``, and ``x86_64``.
     roles:
         The environments that can be installed from it.
     files:
@@ -86,7 +84,7 @@ def write_bundle(
 ) -> str:
     """Collect all wheels of some environments into one file; return its SHA-256 (hexadecimal).
 
-    What an interrupted call has collected is taken up by the next one.
+    The next call reuses the files of an interrupted one.
 
     Parameters
     ----------
@@ -95,7 +93,7 @@ def write_bundle(
     locks:
         The lock of each role.
     python, machine:
-        What the wheels are for; need not be what this runs on.
+        Platform of the wheels; may differ from this machine's.
 
     Raises
     ------
@@ -151,7 +149,7 @@ def read_bundle(path: Path) -> BundleManifest:
         member = archive.next()
         stream = None if member is None else archive.extractfile(member)
         if member is None or stream is None or member.name != MANIFEST_NAME or member.size > _MAX_MANIFEST_BYTES:
-            raise UsageError(f"{path} is no bundle of hpcrl\n    hint: `hpcrl site bundle` makes one")
+            raise UsageError(f"{path} is not a bundle of hpcrl\n    hint: `hpcrl site bundle` makes one")
         try:
             manifest = decode_versioned(stream.read(), BundleManifest, _FORMAT_VERSION)
         except ValueError as error:
@@ -167,7 +165,7 @@ def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Sta
     Raises
     ------
     UsageError
-        The bundle has not this role, is cut or damaged, or there is no room.
+        The bundle lacks this role, is truncated or damaged, or the filesystem is full.
     """
     if role not in manifest.roles:
         raise UsageError(
@@ -194,9 +192,7 @@ def unpack_role(path: Path, manifest: BundleManifest, role: SiteRole, stage: Sta
     for package in lock.packages_for(manifest.python, manifest.machine):
         digest = found.get((package.name, package.version))
         if digest is None or (package.digests and digest not in package.digests):
-            raise UsageError(
-                f"{path} has not the {package.name} {package.version} of its own list\n    hint: {_DAMAGED}"
-            )
+            raise UsageError(f"{path} lacks the {package.name} {package.version} of its own list\n    hint: {_DAMAGED}")
         packages.append(replace(package, digests=(digest,)))
     return EnvironmentContents(lock.name, tuple(packages), wheel, imports_of(role), size, stage.wheels)
 
@@ -276,7 +272,7 @@ def _write_tar(output: Path, members: dict[str, Path | bytes]) -> str:
                             archive.addfile(entry, source)
             stream.flush()
             os.fsync(stream.fileno())
-        lost_answers.replace(temporary, output)
+        lost_replies.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
     return hashing.digest.hexdigest()
@@ -289,9 +285,9 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
         with tarfile.open(path, mode="r:") as archive:
             yield archive
     except FileNotFoundError as error:
-        raise UsageError(f"{path} is not there\n    hint: name the file that `hpcrl site bundle` made") from error
+        raise UsageError(f"{path} does not exist\n    hint: name the file that `hpcrl site bundle` made") from error
     except (tarfile.TarError, EOFError) as error:
-        raise UsageError(f"{path} is cut or damaged: {error}\n    hint: {_DAMAGED}") from error
+        raise UsageError(f"{path} is truncated or damaged: {error}\n    hint: {_DAMAGED}") from error
 
 
 def _check_all(path: Path, manifest: BundleManifest) -> dict[str, bytes]:
@@ -314,7 +310,7 @@ def _check_all(path: Path, manifest: BundleManifest) -> dict[str, bytes]:
             if member.size != file.bytes or digest.hexdigest() != file.sha256:
                 raise UsageError(f"{member.name} in {path} is damaged: its digest is another\n    hint: {_DAMAGED}")
     if expected:
-        raise UsageError(f"{path} is cut: {next(iter(expected))} is missing\n    hint: {_DAMAGED}")
+        raise UsageError(f"{path} is truncated: {next(iter(expected))} is missing\n    hint: {_DAMAGED}")
     return lists
 
 

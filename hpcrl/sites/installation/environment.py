@@ -14,28 +14,19 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.errors import UsageError
-from hpcrl.fs import decode_versioned, write_json
 from hpcrl.sites.installation.installers import Installer, InstallFailedError, run_installer
 from hpcrl.sites.installation.interpreters import Interpreter
 from hpcrl.sites.installation.locks import LockedPackage, canonical_name
 from hpcrl.sites.installation.own_wheel import code_digest
 from hpcrl.sites.installation.staging import Stage, give_final_name, make_prefix, staged
-from hpcrl.space import find_shortage
-
-__all__ = [
-    "MANIFEST",
-    "EnvironmentContents",
-    "EnvironmentManifest",
-    "InstalledEnvironment",
-    "find_installed",
-    "install",
-]
+from hpcrl.storage.disk_space import find_shortage
+from hpcrl.storage.files import decode_versioned, write_json
 
 MANIFEST = "hpcrl-environment.json"
 """File at the top of an environment that says what it was made from."""
 _FORMAT_VERSION = 1
 _UNPACKED = 2.6
-"""Bytes of an environment beside its wheels, a byte of wheels: unpacked files, and compiled modules."""
+"""Bytes of an environment in addition to its wheels, a byte of wheels: unpacked files, and compiled modules."""
 _FILES_PER_PACKAGE = 400
 _IMPORT_TIMEOUT_S = 900.0
 _VERIFY = """
@@ -52,12 +43,12 @@ print("\\n" + json.dumps([failed, found]))
 
 
 class EnvironmentManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment was made from: two with equal fields are interchangeable.
+    """Sources of an environment: two with equal fields are interchangeable.
 
     Attributes
     ----------
     name:
-        Of the lock, for example ``trainer-cuda``.
+        Name of the lock, for example ``trainer-cuda``.
     python, machine:
         For example ``3.11`` and ``x86_64``.
     packages:
@@ -77,12 +68,12 @@ class EnvironmentManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentContents:
-    """What goes into an environment.
+    """Contents of an environment.
 
     Attributes
     ----------
     name:
-        Of the lock.
+        Name of the lock.
     packages:
         All packages of this platform.
     wheel:
@@ -90,9 +81,9 @@ class EnvironmentContents:
     imports:
         Modules that it must be able to import.
     wheel_bytes:
-        Sum of the wheels.
+        Sum of the wheels' sizes.
     wheels:
-        Directory with all wheels, for an installation without a network; None to ask the indexes of the user.
+        Directory with all wheels, for an installation without a network; None to use the indexes of the user.
     """
 
     name: str
@@ -143,13 +134,13 @@ def find_installed(target: Path, wanted: EnvironmentManifest) -> bool:
         found = decode_versioned((target / MANIFEST).read_bytes(), EnvironmentManifest, _FORMAT_VERSION)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{target} is there and was not made by `hpcrl site install`: {error}\n    hint: name another --prefix"
+            f"{target} exists and was not made by `hpcrl site install`: {error}\n    hint: name another --prefix"
         ) from error
     differ = [key for key in msgspec.structs.asdict(wanted) if getattr(found, key) != getattr(wanted, key)]
     if differ:
         what = ", ".join("hpcrl's code" if key == "code" else key for key in differ)
         raise UsageError(
-            f"{target} is there, and was made from other inputs ({what} differ)\n"
+            f"{target} exists, and was made from other inputs ({what} differ)\n"
             "    hint: runs may use it, so it is never replaced: name another --prefix, one for each version"
         )
     return True
@@ -164,7 +155,7 @@ def install(
     *,
     say: Callable[[str], None],
 ) -> InstalledEnvironment:
-    """Make the environment ``prefix/role``, or see that it is there.
+    """Make the environment ``prefix/role``, unless it exists.
 
     Parameters
     ----------
@@ -176,7 +167,7 @@ def install(
     Raises
     ------
     UsageError
-        Somebody else makes it now, something else has its name, or there is no room.
+        Another process makes it now, its name is taken, or the filesystem is full.
     InstallFailedError
         The installer failed, or what was installed does not import. Nothing is left.
     """
@@ -198,7 +189,7 @@ def install(
         try:
             give_final_name(stage, target)
         except FileExistsError:
-            # on a filesystem without locks somebody else was faster
+            # on a filesystem without locks another installation may finish first
             return InstalledEnvironment(target, not find_installed(target, manifest))
     return InstalledEnvironment(target, True)
 
@@ -233,17 +224,17 @@ def _fill(
         requirements = stage.root / "requirements.txt"
         requirements.write_text("".join(f"{package.requirement()}\n" for package in packages), encoding="utf-8")
         run(installer.words(python, requirements, wheels=contents.wheels, hashed=hashed))
-    # kept in the environment: bundles, other environments and `pip install` of extras take it from there
+    # kept in the environment: bundles, other environments and `pip install` of extras read it there
     kept = stage.environment / "share" / "hpcrl" / contents.wheel.name
     kept.parent.mkdir(parents=True)
     kept.write_bytes(contents.wheel.read_bytes())
     for path, mode in ((kept.parent.parent, 0o755), (kept.parent, 0o755), (kept, 0o644)):
-        path.chmod(mode)  # whatever the umask is
+        path.chmod(mode)  # independent of the umask
     requirements = stage.root / "hpcrl.txt"
     requirements.write_text(f"hpcrl=={contents.wheel.name.split('-')[1]}\n", encoding="utf-8")
     say("installing hpcrl")
     run(installer.words(python, requirements, wheels=kept.parent, hashed=False))
-    (stage.environment / ".lock").unlink(missing_ok=True)  # uv's, which everybody could write
+    (stage.environment / ".lock").unlink(missing_ok=True)  # uv's, which all users could write
 
 
 class _Run:
@@ -320,7 +311,7 @@ def _compile(stage: Stage, target: Path) -> None:
         return
     site = [*stage.environment.glob("lib/python*/site-packages")]
     python = str(stage.environment / "bin" / "python")
-    # compiled modules name the files that they were made of by their final names; what does not compile is for others
+    # compiled modules record the final names of their sources; a file that does not compile is not for this Python
     words = [python, "-I", "-m", "compileall", "-q", "-j", "0", "-s", str(stage.environment), "-p", str(target)]
     subprocess.run([*words, *map(str, site)], check=False, capture_output=True, umask=0o022)
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import HpcrlError, UsageError
-from hpcrl.interpreter import module_command
-from hpcrl.space import describe_space
-
-__all__ = ["InstallFailedError", "Installer", "find_installer", "pip_command", "run_installer"]
+from hpcrl.processes.interpreter import module_command
+from hpcrl.storage.disk_space import describe_space
 
 _DROPPED = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "CONDA_PREFIX"),
@@ -34,7 +32,7 @@ _FAILURES = (
     ),
     (
         r"DO NOT MATCH THE HASHES|Hash mismatch",
-        "a wheel has not the digest that hpcrl ships for it",
+        "a wheel does not have the digest that hpcrl ships for it",
         "the index or a proxy serves other files: ask its owner; for a bundle, copy it again",
     ),
     (
@@ -47,8 +45,8 @@ _FAILURES = (
     ),
     (
         r"No matching distribution found|no wheels with a matching|No solution found|has no usable wheels",
-        "a package is not to be had in the version that hpcrl ships",
-        "no index answers, or it is no full mirror of PyPI, or has no wheel for this platform; `hpcrl site bundle` "
+        "a package is unavailable in the version that hpcrl pins",
+        "no index answers, or it is not a full mirror of PyPI, or has no wheel for this platform; `hpcrl site bundle` "
         "makes a file for machines without a network",
     ),
 )
@@ -145,7 +143,7 @@ def run_installer(
     if offline:
         env = {key: value for key, value in env.items() if not key.startswith(("PIP_", "UV_"))}
         env["PIP_CONFIG_FILE"] = os.devnull
-    # uv would share files of its cache with environments: what changes one changes all
+    # uv would share files of its cache with environments: a change in one would change all
     env = {"UV_LINK_MODE": "copy", **env, "TMPDIR": str(scratch)}
     done = subprocess.run(
         words,
@@ -157,7 +155,7 @@ def run_installer(
         text=True,
         errors="replace",
         pass_fds=tuple(pass_fds),
-        # what all users of a site read, whatever the umask of who installs it
+        # all users of a site read it, whatever the umask of the installing user is
         umask=0o022,
     )
     if done.returncode:
@@ -175,5 +173,5 @@ def _explained(words: Sequence[str], output: str, code: int, scratch: Path) -> s
     program = Path(words[0]).name
     return (
         f"{program} failed with exit code {code}; the environment was not made{said}\n"
-        "    hint: what it says stands above; the same command can be called again"
+        "    hint: its output is above; the same command can be called again"
     )

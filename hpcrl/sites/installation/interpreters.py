@@ -10,12 +10,10 @@ from pathlib import Path
 
 from hpcrl.errors import UsageError
 
-__all__ = ["Interpreter", "ask_interpreter", "own_interpreter"]
-
 _TIMEOUT_S = 60.0
 _OLDEST = (3, 11)
 _OLDEST_GLIBC = (2, 34)
-"""That of the wheels in ``locks/``; see ``tools/lock_sites.py``."""
+"""Minimum version of glibc for the wheels in ``locks/``; see ``tools/lock_sites.py``."""
 _QUESTION = """
 import json, platform, sys, importlib.util as util
 print(json.dumps([list(sys.version_info[:3]), sys.implementation.name, sys.platform, platform.machine(),
@@ -78,7 +76,7 @@ def ask_interpreter(python: str) -> Interpreter:
         version, libc_name, libc_version = tuple(map(int, version)), str(libc[0]), str(libc[1])
     except (ValueError, TypeError, IndexError):
         words = (done.stderr.strip() or "no answer").splitlines()[-1][:200]
-        raise UsageError(f"{python} is no Python of version 3: {words}\n    hint: {hint}") from None
+        raise UsageError(f"{python} is not a Python of version 3: {words}\n    hint: {hint}") from None
     if version < _OLDEST:
         found = ".".join(map(str, version))
         raise UsageError(f"hpcrl needs Python 3.11 or newer, and {python} is {found}\n    hint: {hint}")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from hpcrl.config.resources import package_data
 from hpcrl.errors import UsageError
 
-__all__ = ["Lock", "LockedPackage", "canonical_name", "parse_lock", "read_lock"]
-
 _HEADER = re.compile(r"# ([a-z-]+): ([\w., -]+)")
 _PACKAGE = re.compile(r"(?P<name>[\w.-]+)==(?P<version>[\w.+!]+)(?: ; (?P<marker>.+?))?")
 _DIGEST = re.compile(r"--hash=sha256:([0-9a-f]{64})")
@@ -50,16 +48,16 @@ class LockedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """An environment's packages.
+    """Packages of an environment.
 
     Attributes
     ----------
     name:
-        Of the file, without ``.txt``.
+        Name of the file, without ``.txt``.
     packages:
-        All of them: nothing else is installed beside hpcrl.
+        All packages: only hpcrl is installed in addition.
     pythons, machines:
-        What it is for, for example ``3.11`` and ``x86_64``.
+        Platforms of the lock, for example ``3.11`` and ``x86_64``.
     wheel_bytes:
         Sum of the wheels of the platform that needs most.
     digest:
@@ -123,7 +121,7 @@ def parse_lock(name: str, text: str, where: str) -> Lock:
             hashlib.sha256(text.encode()).hexdigest(),
         )
     except (KeyError, ValueError) as error:
-        raise UsageError(f"{where} is no lock file of hpcrl: {error}\n    hint: install hpcrl again") from error
+        raise UsageError(f"{where} is not a lock file of hpcrl: {error}\n    hint: install hpcrl again") from error
 
 
 def canonical_name(name: str) -> str:
@@ -136,12 +134,12 @@ def _package(line: str) -> LockedPackage:
     digests = [_DIGEST.fullmatch(option.strip()) for option in options]
     match = _PACKAGE.fullmatch(requirement.strip())
     if match is None or None in digests:
-        raise ValueError(f"the line {line[:80]!r} is not of its form")
+        raise ValueError(f"the line {line[:80]!r} does not pin a package with digests")
     places = []
     for clause in (match["marker"] or "").split(" or ") if match["marker"] else ():
         place = _CLAUSE.fullmatch(clause.strip())
         if place is None:
-            raise ValueError(f"the marker {clause!r} is not of its form")
+            raise ValueError(f"the marker {clause!r} does not have the form of this file")
         places.append((place["python"], place["machine"]))
     found = tuple(digest[1] for digest in digests if digest is not None)
     return LockedPackage(canonical_name(match["name"]), match["version"], found, tuple(places))

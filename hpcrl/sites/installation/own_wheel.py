@@ -17,8 +17,6 @@ from pathlib import Path
 import hpcrl
 from hpcrl.errors import UsageError
 
-__all__ = ["code_digest", "own_wheel"]
-
 _TIME = (2020, 2, 2, 0, 0, 0)
 _WHEEL = "Wheel-Version: 1.0\nGenerator: hpcrl\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 

@@ -6,11 +6,9 @@ from enum import StrEnum
 
 from hpcrl.installing import ROLE_IMPORTS
 
-__all__ = ["Accelerator", "SiteRole", "imports_of", "lock_name", "profile_line"]
-
 
 class SiteRole(StrEnum):
-    """Which environment of a site."""
+    """Environment of a site, by the roles that use it."""
 
     LOGIN = "login"
     """The command line, for login nodes."""
@@ -23,7 +21,7 @@ class SiteRole(StrEnum):
 
 
 class Accelerator(StrEnum):
-    """What torch is built for."""
+    """Accelerator that torch is built for."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -56,12 +54,12 @@ def profile_line(role: SiteRole, python: str) -> str:
     """
     import json  # noqa: PLC0415 - the command line loads this module
 
-    word = json.dumps(python)  # a text of JSON is one of YAML
+    word = json.dumps(python)  # JSON is valid YAML
     if role is SiteRole.LOGIN:
         return f"# no key of a profile: people on login nodes call {python.removesuffix('/python')}/hpcrl"
     if role is SiteRole.VLLM:
         return f"vllm_python: {word}"
     if role is SiteRole.ENV:
         return f"python_by_role: {{orchestrator: {word}}}"
-    # not `engine`, which would be before vllm_python
+    # not `engine`, which would take precedence over vllm_python
     return f"python_by_role: {{trainer: {word}, orchestrator: {word}}}  # with backend: embedded also engine"

@@ -1,4 +1,5 @@
-"""The place beside an environment where it is made: one installation at a time, which leaves nothing when it fails."""
+"""Temporary directory next to an environment where it is made: one installation at a time; a failed one leaves
+nothing."""
 
 from __future__ import annotations
 
@@ -13,27 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import UsageError
-from hpcrl.procfs import hostname
-
-__all__ = ["Stage", "give_final_name", "make_prefix", "staged"]
+from hpcrl.processes.procfs import hostname
 
 _PREFIX = ".installing-"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-"""What filesystems without locks answer (Lustre without the option flock)."""
+"""Errors of filesystems without locks (Lustre without the option flock)."""
 _TEXT_BYTES = 1 << 16
 """Scripts in ``bin/`` are smaller; what is larger is a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where an environment is made.
+    """Temporary place where an environment is made.
 
     Attributes
     ----------
     root:
-        Directory that goes away at the end, with everything but `environment`.
+        Directory that is removed at the end, with everything but `environment`.
     descriptors:
-        The lock's, for programs that must hold it as long as they live.
+        File descriptors of the lock, for programs that must hold it as long as they run.
     """
 
     root: Path
@@ -67,15 +66,15 @@ def make_prefix(prefix: Path) -> None:
 
 @contextmanager
 def staged(prefix: Path, name: str) -> Iterator[Stage]:
-    """Give a place to make the environment ``name`` of a prefix, alone.
+    """Yield an exclusive place to make the environment ``name`` of a prefix.
 
-    A lock of the filesystem keeps two from working at once, and tells that what an installation before this one left
-    is nobody's. Where there are no locks each has a place of its own, and the first that is ready gives the name.
+    A lock of the filesystem keeps two installations from working at once, and shows that the files of an earlier one
+    are abandoned. Without locks each has its own place, and the first that is ready takes the name.
 
     Raises
     ------
     UsageError
-        Somebody else makes this environment now.
+        Another process makes this environment now.
     """
     with _locked(prefix / f".{name}.lock", f"{prefix / name}") as lock:
         if lock is not None:
@@ -105,9 +104,9 @@ def give_final_name(stage: Stage, target: Path) -> None:
         data = path.read_bytes()
         if made in data:
             path.write_bytes(data.replace(made, final))
-    if target.exists():  # a rename replaces an empty directory
+    if target.exists():  # a rename can replace an empty directory
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-    os.sync()  # or a power failure could leave the name and not all of the files
+    os.sync()  # otherwise a power failure could leave the name without some of the files
     os.rename(stage.environment, target)
 
 
@@ -128,7 +127,7 @@ def _locked(path: Path, what: str) -> Iterator[int | None]:
             raise UsageError(
                 f"{what} is being installed now, by {owner}\n    hint: wait for it, then call this again"
             ) from None
-        with contextlib.suppress(OSError):  # for people; a full filesystem is told of elsewhere
+        with contextlib.suppress(OSError):  # for people; a full filesystem is reported elsewhere
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {hostname()}\n".encode(), 0)
         yield fd

@@ -9,9 +9,9 @@ It starts nothing itself. Slurm ends the steps of a job with its batch process, 
 It ends when the run has ended, and gives its nodes back when the trainer's job waits in the queue for too long. A
 supervisor that is silent is not an ended run: then Slurm is asked about the trainer's job, and only its word counts.
 
-A supervisor that died with its node leaves the trainer's job, which Slurm requeues by itself, as it was: nobody has
-told it which nodes to avoid, and the run's replicas that wait could take the nodes that it needs. Holders on other
-nodes live on and make up for that. One that begins while the trainer's job waits gives its nodes back at once.
+If a supervisor died with its node, Slurm requeues the trainer's job unchanged: no process has asked Slurm to
+avoid nodes, and the run's pending replicas could take the nodes that it needs. Holders on other nodes are still alive
+and do both. A holder that begins while the trainer's job is pending returns its nodes at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ import msgspec
 
 from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
-from hpcrl.log_format import start_logging
-from hpcrl.ours import umask_of
+from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.elastic import HeldNodes, wanted_replicas
-from hpcrl.runs.job_facts import use_source
+from hpcrl.runs.job_facts import set_job_query
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
@@ -42,18 +41,17 @@ from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.lookup import client_of, look_up
 from hpcrl.slurm.replica_jobs import ReplicaJobs
-from hpcrl.supervisor.policy.nodes import may_ask, record_lost_nodes
-
-__all__ = ["Holder", "main"]
+from hpcrl.storage.trusted_paths import umask_of
+from hpcrl.supervisor.recovery.nodes import may_ask, record_lost_nodes
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 2.0
 _SILENCE_S = 10 * HEARTBEAT_S
-"""A supervisor whose heartbeat has stood still for so long may be gone: ask Slurm."""
+"""Seconds without a heartbeat after which the supervisor may be gone and Slurm is asked."""
 _ASK_S = 15.0
-"""Between two questions to Slurm."""
+"""Seconds between two requests to Slurm."""
 _TELL_S = 5.0
-"""How long Slurm is asked to let the trainer's job stay away from nodes, before it is asked the next time."""
+"""Timeout in seconds of one try to keep the trainer's job away from nodes; it is repeated."""
 
 
 class Holder:
@@ -62,7 +60,7 @@ class Holder:
     Parameters
     ----------
     held:
-        What this job holds.
+        Nodes that this job holds.
     clock:
         Monotonic seconds.
     """
@@ -76,7 +74,7 @@ class Holder:
         self._met, self._made_way = False, False
 
     def why_end(self) -> str:
-        """Why the nodes are of no use any more; empty as long as they are."""
+        """Return why the nodes are no longer needed; empty while they are."""
         record = RunRecord.read(self._run)
         if len(record.submissions) > self._held.submission:
             return "the run was submitted again"
@@ -85,7 +83,10 @@ class Holder:
         return self._why_run_ended() if self._supervisor_is_silent() else ""
 
     def _supervisor_is_silent(self) -> bool:
-        """Whether nobody works in the run, as far as its directory says. Clocks of nodes differ: only changes count."""
+        """Return whether the run's directory shows no live supervisor.
+
+        Clocks of nodes differ, so only changes of the heartbeat count, not its time.
+        """
         status = RunStatus.read(self._run)
         now = self._clock()
         if status is not None and (status.attempt, status.heartbeat_s) != self._heartbeat:
@@ -115,8 +116,10 @@ class Holder:
         return ""
 
     def _make_way(self) -> None:
-        """Tell Slurm what a supervisor that died with its node could not: what the trainer's job, which waits, is to
-        avoid, and that the run's replicas that wait come after it."""
+        """Make way for the pending trainer's job, as a supervisor that died with its node could not.
+
+        Tell Slurm which nodes that job is to avoid, and let the run's pending replicas start after it.
+        """
         if self._made_way or not may_ask(self._run):
             return
         run, plan, submission = self._run, self._run.plan(), RunRecord.read(self._run).submissions[-1]
@@ -127,13 +130,13 @@ class Holder:
             record_lost_nodes(run, plan, RunStatus.read(run), client, main, writer=writer)
             stay_away(plan, client, main, nodes_to_exclude(run, plan, client), within_s=_TELL_S)
         except (HpcrlError, OSError) as error:
-            _log.warning("job %d, which waits, was not told all that it should know: %s", main, error)
+            _log.warning("job %d, which waits, did not get all of its updates: %s", main, error)
         else:
             self._made_way = True
 
 
 def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[RunDir, HeldNodes]:
-    """What the batch script's arguments and environment say."""
+    """Return the run and the held nodes from the batch script's arguments and environment."""
     run_dir, role, replica, submission = arguments
     held = HeldNodes(
         role=Role(role).value,
@@ -148,22 +151,22 @@ def held_from_env(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
 
 
 def _say_held(run: RunDir, held: HeldNodes, told: threading.Event) -> None:
-    """Write down what is held: nobody else knows the nodes. A filesystem that fails for a moment is asked again."""
+    """Write down the held nodes, which only this job knows; retry if the filesystem fails for a moment."""
     while not told.is_set():
         try:
             held.write(run)
             return
         except OSError as error:
-            _log.warning("what is held cannot be written, trying again in %g s: %s", _LOOK_S, error)
+            _log.warning("the record of held nodes cannot be written, trying again in %g s: %s", _LOOK_S, error)
             told.wait(_LOOK_S)
 
 
 def main() -> None:
-    """Hold until there is no use for it, or Slurm wants the nodes back."""
+    """Hold the nodes until the run no longer needs them, or Slurm wants them back."""
     start_logging("%(levelname)s holder: %(message)s")
     run, held = held_from_env(sys.argv[1:], os.environ)
     os.umask(umask_of(run.path))
-    use_source(look_up)
+    set_job_query(look_up)
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
     _say_held(run, held, told)
@@ -171,10 +174,10 @@ def main() -> None:
     holder, why = Holder(run, held), ""
     while not told.is_set() and not why:
         told.wait(_LOOK_S)
-        # a filesystem that hangs up for a moment, or a file that is being replaced on NFS, is no end of a run
+        # a transient filesystem error, or a file that is being replaced on NFS, does not mean that the run has ended
         with contextlib.suppress(OSError, HpcrlError, msgspec.DecodeError):
             why = holder.why_end()
-    _log.info("giving the nodes back: %s", why or "Slurm says so")
+    _log.info("releasing the nodes: %s", why or "Slurm says so")
     with contextlib.suppress(OSError):
         held.remove(run)
 

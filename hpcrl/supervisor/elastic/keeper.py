@@ -1,8 +1,8 @@
-"""Replicas with jobs of their own (layout ``elastic``): each comes when Slurm gives it nodes, may be lost, is replaced.
+"""Replicas with jobs of their own (layout ``elastic``): each starts when Slurm gives it nodes, and is replaced if lost.
 
-Every second it is looked at what is wanted (plan, or `hpcrl scale`), which jobs Slurm knows, and which nodes their
-holders say they have. A replica whose nodes are there is started as a step of its job; one whose job has ended gets a
-new job; one that nobody wants any more leaves. What Slurm does not say changes nothing.
+Every second the keeper checks what is wanted (plan, or `hpcrl scale`), which jobs Slurm knows, and which nodes their
+holders report. A replica with nodes is started as a step of its job; one whose job has ended gets a new job; an
+unwanted one is removed. If Slurm does not answer, nothing changes.
 """
 
 from __future__ import annotations
@@ -22,33 +22,31 @@ from hpcrl.slurm.errors import SlurmError, SlurmRejectedError
 from hpcrl.slurm.launch_arguments import Allocation
 from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
-from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.elastic.needs import Crew, PlacesReplicas
+from hpcrl.supervisor.elastic.needs import PlacesReplicas, ReplicaHost
 from hpcrl.supervisor.elastic.slots import Slot
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
-
-__all__ = ["ElasticReplicas"]
+from hpcrl.supervisor.replicas.component import Component
 
 _log = logging.getLogger(__name__)
 _ROUND_S = 1.0
 _ASK_SOON_S = 2.0
-"""Between two questions to Slurm while a replica is missing."""
+"""Seconds between two requests to Slurm while a replica is missing."""
 _ASK_S = 10.0
-"""Between two questions to Slurm while all are there."""
+"""Seconds between two requests to Slurm while no replica is missing."""
 _DRAIN_S = 5.0
-"""A replica that leaves gets nothing new for so long before it is asked to stop."""
+"""Seconds in which a replica that leaves gets no new requests before it is asked to stop."""
 _MAX_ENDS = 5
-"""Losses in a row in a job that goes on; then the job is cancelled and replaced."""
+"""Maximum consecutive losses in a job that is still running; then the job is cancelled and replaced."""
 _OUTSIDE = frozenset(
     {CauseKind.CANCELLED, CauseKind.GUARD_LOST, CauseKind.NODE_FAIL, CauseKind.SPAWN, CauseKind.NO_STEP}
 )
-"""Ends that the replica's job or node may have brought."""
+"""Ends that the replica's job or node may have caused."""
 _SETTLED_S = 300.0
-"""After so long ready, earlier ends are forgotten."""
+"""Seconds ready after which earlier ends are forgotten."""
 _SETTLE_S = 2.0
 _LONGEST_PAUSE_S = 60.0
-"""Between the end of a replica and its next start in the same job; doubled each time from a few seconds."""
+"""Maximum seconds between a replica's end and its next start in the same job; doubled from a few seconds."""
 
 
 class ElasticReplicas:
@@ -57,7 +55,7 @@ class ElasticReplicas:
     Parameters
     ----------
     jobs:
-        Their jobs.
+        Client of the replicas' jobs.
     launcher, crew:
         See the protocols.
     clock:
@@ -71,7 +69,7 @@ class ElasticReplicas:
         *,
         jobs: ReplicaJobs,
         launcher: PlacesReplicas,
-        crew: Crew,
+        crew: ReplicaHost,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -92,17 +90,17 @@ class ElasticReplicas:
     # -- for the supervisor --------------------------------------------------------------------------------------
 
     def has(self, component: Component) -> bool:
-        """Whether it is one of ours."""
+        """Return whether the component is an elastic replica."""
         return component.group.role.value in self._groups
 
     def enough(self, group: RoleGroup) -> bool:
-        """Whether so many replicas of a group are ready that others may start."""
+        """Return whether enough replicas of a group are ready for other groups to start."""
         ready = sum(slot.ready for slot in self._slots.values() if slot.group is group)
         return ready >= min(self._policy.min_replicas, self._wanted.get(group.role.value, group.replicas))
 
     @property
     def members(self) -> dict[str, list[Member]]:
-        """What the endpoints say about them."""
+        """Return the ready replicas of each role for the endpoints file."""
         found: dict[str, list[Member]] = {role: [] for role in self._groups}
         for slot in self._slots.values():
             if slot.ready:
@@ -112,21 +110,21 @@ class ElasticReplicas:
         return found
 
     def on_change(self) -> None:
-        """One has changed its state."""
+        """Handle a change of a replica's state."""
         if self.members != self._published:
             self._published = self.members
             self._crew.publish()
 
     def replaces(self, component: Component, cause: Cause) -> bool:
-        """Whether an end is a lost replica, which is no end of the run.
+        """Return whether an end counts as a lost replica, which does not end the run.
 
-        What a replica did by itself is for its restart policy, as in other layouts. A step that ended from outside
-        (its job was cancelled, preempted, or lost a node) or could not be started again is a loss.
+        The replica's restart policy handles ends that it caused itself, as in other layouts. A step that ended from
+        outside (its job was cancelled, preempted, or lost a node) or could not be started again is a loss.
         """
         return self.has(component) and cause.kind in _OUTSIDE
 
     def on_end(self, component: Component, why: str) -> None:
-        """The process of one has ended for good; ``why`` is empty where it was asked to."""
+        """Record the final end of a replica's process; ``why`` is empty if it was asked to end."""
         slot = next(slot for slot in self._slots.values() if slot.component is component)
         slot.driving, slot.ended_at, slot.suspect = False, self._clock(), slot.runs_in
         if component.started_at_s is not None and time.time() - component.started_at_s > _SETTLED_S:
@@ -139,22 +137,22 @@ class ElasticReplicas:
         self._asked_at = float("-inf")
 
     async def run(self) -> None:
-        """Keep the replicas that are wanted, for ever."""
+        """Keep the wanted replicas running; never returns."""
         blind = ""
         while True:
             try:
                 await self.round()
                 blind = ""
-            except OSError as error:  # files that cannot be read now change nothing, as Slurm's silence does
+            except OSError as error:  # unreadable files change nothing, like Slurm's silence
                 if str(error) != blind:
-                    _log.warning("replicas are not looked at now, and again in a moment: %s", error)
+                    _log.warning("replicas cannot be checked now, the next check tries again: %s", error)
                 blind = str(error)
             await asyncio.sleep(_ROUND_S)
 
     # -- one round -----------------------------------------------------------------------------------------------
 
     async def round(self) -> None:
-        """One round: for each replica one step towards what is wanted (OSError where files cannot be read now)."""
+        """Take one step for each replica towards the wanted state (OSError if files cannot be read now)."""
         self._wanted = wanted = await asyncio.to_thread(wanted_replicas, self._run, self._plan)
         self._open_slots(wanted)
         if self._clock() - self._asked_at >= (_ASK_S if self._complete() else _ASK_SOON_S):
@@ -175,7 +173,7 @@ class ElasticReplicas:
             group = self._groups[role]
             for replica in range(count):
                 if f"{role}-{replica}" not in self._slots:
-                    slot = Slot(group, replica, self._crew.enlist(group, replica, Address("", 0)))
+                    slot = Slot(group, replica, self._crew.register(group, replica, Address("", 0)))
                     self._slots[slot.part] = slot
 
     def _complete(self) -> bool:
@@ -193,15 +191,15 @@ class ElasticReplicas:
         self._silent, self._answered_at = "", self._asked_at
 
     def _job_of(self, slot: Slot) -> LivingJob | None:
-        """The living job of a replica: the oldest, where two submitters were at work at once."""
+        """Return the current job of a replica; the oldest if two submitters were active at once."""
         return next((living for living in self._living if living.part == slot.part and self._jobs.ours(living)), None)
 
     # -- coming --------------------------------------------------------------------------------------------------
 
     async def _fill(self, slot: Slot, held: list[HeldNodes]) -> None:
-        """One step towards a running replica."""
+        """Take one step towards a running replica."""
         if self._silent or self._answered_at <= slot.ended_at:
-            return  # what Slurm said is of a time before
+            return  # Slurm's answer is older than the end of the process
         living = self._job_of(slot)
         if living is None:
             await self._submit(slot)
@@ -236,11 +234,11 @@ class ElasticReplicas:
         if slot.component.state is not ComponentState.PENDING:
             if slot.component.process is not None:
                 await slot.component.process.gone()
-            self._crew.dismiss(slot.component)
-            slot.component = self._crew.enlist(slot.group, slot.replica, Address("", 0))
+            self._crew.unregister(slot.component)
+            slot.component = self._crew.register(slot.group, slot.replica, Address("", 0))
         try:
             address = await asyncio.to_thread(self._launcher.enter_job, slot.group, slot.replica, allocation)
-        except NodesSilentError as error:  # the job may be ending: to be tried again where it is not
+        except NodesSilentError as error:  # the job may be ending; if it is not, the replica is tried again
             slot.ended_at, slot.suspect = self._clock(), (held.job_id, held.restart)
             slot.ends, slot.lost = slot.ends + 1, str(error).split("\n", 1)[0]
             _log.warning("%s: %s", slot.component.label, error)
@@ -253,7 +251,7 @@ class ElasticReplicas:
         self._crew.drive(slot.component)
 
     async def _submit(self, slot: Slot) -> None:
-        """Slurm has answered, and the replica has no job."""
+        """Submit a job for a replica that has none, according to Slurm's last answer."""
         if self._clock() < slot.not_before:
             return
         if slot.had_job and slot.replaced >= self._policy.max_resubmits:
@@ -289,7 +287,7 @@ class ElasticReplicas:
     # -- leaving -------------------------------------------------------------------------------------------------
 
     async def _leave(self, slot: Slot) -> None:
-        """One step towards a replica that is gone, its job with it."""
+        """Take one step towards the removal of a replica and its job."""
         now = self._clock()
         if slot.leaving_since is None:
             slot.leaving_since = now
@@ -306,12 +304,12 @@ class ElasticReplicas:
         if living is not None:
             await self._cancel(living)
             return
-        self._crew.dismiss(slot.component)
+        self._crew.unregister(slot.component)
         del self._slots[slot.part]
         self._crew.emit("replica.left", role=slot.group.role, replica=slot.replica)
 
     async def _cancel_superfluous(self) -> None:
-        """Jobs of earlier submissions, of replicas that nobody wants, and second ones of the same replica."""
+        """Cancel jobs of earlier submissions, of unwanted replicas, and second ones of the same replica."""
         for living in self._living:
             slot = self._slots.get(living.part)
             if living.part == "main" or (slot is not None and living is self._job_of(slot)):
@@ -330,7 +328,7 @@ class ElasticReplicas:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def _show(self, slot: Slot) -> None:
-        """What the status says about the replica's job."""
+        """Update the state of the replica's job in the status."""
         living = self._job_of(slot)
         state = "" if living is None else living.job.state.value
         shown = ReplicaJob(
@@ -345,7 +343,7 @@ class ElasticReplicas:
             self._crew.changed()
 
     def _check_deadline(self) -> None:
-        """The run cannot go on for ever without replicas."""
+        """Fail the run if it had too few ready replicas for ``wait_s`` seconds."""
         self._begun = self._begun or all(self.enough(group) for group in self._groups.values())
         least = 1 if self._begun else self._policy.min_replicas
         now = self._clock()

@@ -1,4 +1,4 @@
-"""What the keeper of elastic replicas needs of the launcher and of the supervisor."""
+"""Interfaces that the keeper of elastic replicas needs from the launcher and from the supervisor."""
 
 from __future__ import annotations
 
@@ -7,42 +7,40 @@ from typing import Protocol
 from hpcrl.config.plan import RoleGroup
 from hpcrl.runs.cause import CauseKind
 from hpcrl.slurm.launch_arguments import Allocation
-from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.replica_launcher import Address
-
-__all__ = ["Crew", "PlacesReplicas"]
+from hpcrl.supervisor.replicas.component import Component
 
 
 class PlacesReplicas(Protocol):
-    """What is needed of the launcher."""
+    """Interface to the launcher."""
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
-        """From now on start this replica there; returns where it will listen.
+        """Start this replica in the job's allocation from now on; return the address where it will listen.
 
         Raises
         ------
         NodesSilentError
-            Its nodes did not say where they can be reached.
+            Its nodes did not report their addresses.
         """
 
     def clear_job(self, allocation: Allocation) -> None:
         """End steps that an earlier supervisor has left in a job."""
 
 
-class Crew(Protocol):
-    """What is needed of the supervisor."""
+class ReplicaHost(Protocol):
+    """Interface to the supervisor."""
 
-    def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
-        """A new component in the state PENDING, shown in the status."""
+    def register(self, group: RoleGroup, replica: int, address: Address) -> Component:
+        """Add a new component in the state PENDING to the run and its status; return it."""
 
     def drive(self, component: Component) -> None:
-        """Start it, and watch it to its end."""
+        """Start the component and watch it until it ends."""
 
-    def dismiss(self, component: Component) -> None:
-        """It is no part of the run any more."""
+    def unregister(self, component: Component) -> None:
+        """Remove the component from the run."""
 
     def publish(self) -> None:
-        """Members have changed: write the endpoints."""
+        """Write the endpoints after the members have changed."""
 
     def changed(self) -> None:
         """Write the status soon."""

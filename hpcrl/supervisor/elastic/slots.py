@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 from hpcrl.config.plan import RoleGroup
 from hpcrl.runs.status import ComponentState
-from hpcrl.supervisor.component import Component
-
-__all__ = ["Slot"]
+from hpcrl.supervisor.replicas.component import Component
 
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 300.0
-"""Between two submissions that Slurm rejects; doubled each time."""
+"""Maximum seconds between two submissions that Slurm rejects; doubled each time."""
 
 
 @dataclass(eq=False)
@@ -24,21 +22,21 @@ class Slot:
     component: Component
     starts: int = 0
     driving: bool = False
-    """Its process is being started, lives, or is ending."""
+    """Whether its process is being started, runs, or is ending."""
     leaving_since: float | None = None
     runs_in: tuple[int, int] | None = None
-    """Job and number of its requeues in which it was started last."""
+    """Job of the last start, and how often that was requeued."""
     suspect: tuple[int, int] | None = None
-    """The same, where it ended there and it is not known yet whether the job has, too."""
+    """The same if it ended there and it is unknown yet whether the job has ended, too."""
     ended_at: float = float("-inf")
     ends: int = 0
     had_job: bool = False
     replaced: int = 0
     lost: str = ""
     refusals: int = 0
-    """Submissions in a row that were not taken."""
+    """Consecutive submissions that were refused."""
     refused: str = ""
-    """Why the last was not taken; empty where it was."""
+    """Reason why the last submission was refused; empty if it was accepted."""
     not_before: float = float("-inf")
     """Monotonic time of the next submission."""
 
@@ -51,7 +49,7 @@ class Slot:
         return self.component.state is ComponentState.READY and self.leaving_since is None
 
     def refuse(self, why: str, now: float) -> float:
-        """A submission was not taken: the next is tried after a pause, whose seconds are returned."""
+        """Record a refused submission; return the seconds until the next try."""
         self.refusals += 1
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self.refusals - 1))
         self.not_before = now + pause_s
@@ -60,6 +58,6 @@ class Slot:
         return pause_s
 
     def accepted(self) -> None:
-        """Slurm has taken its job."""
+        """Record that Slurm has accepted its job."""
         self.had_job, self.refusals, self.refused, self.ends = True, 0, "", 0
         self.not_before = float("-inf")

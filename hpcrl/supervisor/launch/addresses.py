@@ -1,6 +1,6 @@
-"""Where each node of a run listens and can be reached.
+"""Chooses the address on which each node of a run listens and is reached.
 
-Only the node itself can say: Slurm's ``NodeAddr`` may be on the management network, and a node often knows its own name
+Only the node itself knows: Slurm's ``NodeAddr`` may be on the management network, and a node often knows its own name
 as 127.0.1.1. The interface that the profile names counts; without one, the address by which the batch node sees the
 others.
 """
@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpcrl.errors import HpcrlError
-from hpcrl.interfaces import machine_id, only_local, preferred, resolve
+from hpcrl.network.interfaces import machine_id, only_local, preferred, resolve
 from hpcrl.supervisor.launch.survey import NodeAnswer, Survey
-
-__all__ = ["choose_addresses", "interface_of"]
 
 _SLURMS = "the address that Slurm has"
 
@@ -25,25 +23,25 @@ def choose_addresses(
     known: Mapping[str, str],
     others: Mapping[str, str],
 ) -> dict[str, str]:
-    """Where each node can be reached by the others, and listens.
+    """Return for each node the address on which it listens and the others reach it.
 
     Parameters
     ----------
     survey:
-        Has asked the nodes.
+        Survey that the nodes have answered.
     interfaces:
         The interface that the profile names for each node; None where it names none.
     known:
-        What Slurm calls each node (``NodeAddr``, else its name).
+        Slurm's address of each node (``NodeAddr``, else its name).
     others:
         Addresses of nodes of the run that were asked before.
 
     Raises
     ------
     HpcrlError
-        A node has not the interface, or no address that others can reach; names both.
+        A node does not have the interface, or has no address that others can reach; the message names both.
     """
-    # where all share a machine with us (one node, or those of a virtual cluster) loopback is a network like any other
+    # if all nodes share this machine (one node, or a virtual cluster) loopback is a network like any other
     local = all(answer.machine == machine_id() for answer in survey.answers.values())
     seen = {node: _seen(known[node]) for node in survey.answers}
     chosen: dict[str, str] = {}
@@ -62,7 +60,7 @@ def choose_addresses(
 
 
 def interface_of(answer: NodeAnswer, address: str) -> str:
-    """The interface of a node that has a chosen address."""
+    """Return the name of a node's interface that has the chosen address."""
     for name, addresses in answer.interfaces.items():
         if address in addresses:
             return name
@@ -109,7 +107,7 @@ def _of_interface(answer: NodeAnswer, interface: str, seen: str, *, local: bool)
 def _by_route(
     survey: Survey, open_nodes: Sequence[NodeAnswer], chosen: Mapping[str, str], known: Mapping[str, str]
 ) -> dict[str, str]:
-    """Addresses of nodes that Slurm's name does not lead to, by the way that they take to another node."""
+    """Return addresses of nodes that Slurm's names do not lead to: the source of each one's route to another node."""
     if not chosen:
         node = open_nodes[0].node
         raise HpcrlError(
@@ -125,8 +123,9 @@ def _by_route(
         if not way or only_local(way):
             raise HpcrlError(
                 f"node {answer.node} cannot be reached by {_SLURMS} ({known[answer.node]}: "
-                f"{_seen(known[answer.node]) or 'unknown'} here), and its way to {target_node} ({target}) begins at "
-                f"{way or 'nowhere'}\n    hint: set `interface` of the partition in the cluster profile"
+                f"{_seen(known[answer.node]) or 'unknown'} here), and its route to {target_node} ({target}) has "
+                f"{f'the source {way}' if way else 'no source address'}\n"
+                "    hint: set `interface` of the partition in the cluster profile"
             )
         found[answer.node] = way
     return found

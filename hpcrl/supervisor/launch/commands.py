@@ -1,4 +1,4 @@
-"""What a replica is started with: its command line and its environment."""
+"""Makes the command line and the environment with which a replica is started."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hpcrl.config.plan import RoleGroup
-from hpcrl.interpreter import with_safe_path
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import KIND_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.interpreter import with_safe_path
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["fill_placeholders", "role_environment"]
-
 _PLACEHOLDER = re.compile(r"\{(python|run_dir|replica|host|port)(?:\+(\d+))?\}")
-#: what submitit and an outer run leave in the environment is not meant for roles
+#: variables of submitit and of an outer run, which roles must not inherit
 _DROPPED_PREFIXES = ("SUBMITIT_", "HPCRL_")
 
 
 def fill_placeholders(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replace ``{python}``, ``{run_dir}``, ``{replica}``, ``{host}``, ``{port}`` and ``{port+N}``.
 
-    Other braces stay (JSON in an argument is no placeholder), and what was filled in is not searched again.
+    Other braces stay (JSON in an argument is not a placeholder), and filled-in values are not searched again.
     """
     return [_PLACEHOLDER.sub(lambda match: _filled(match, values), part) for part in command]
 
@@ -35,7 +33,7 @@ def _filled(match: re.Match[str], values: Mapping[str, str]) -> str:
 def role_environment(
     group: RoleGroup, replica: int, *, run: RunDir, run_id: str, attempt: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The whole environment of a replica: what we inherited, what the plan says, who it is."""
+    """Return the whole environment of a replica: inherited variables, those of the plan, and its identity."""
     kept = {key: value for key, value in inherited.items() if not key.startswith(_DROPPED_PREFIXES)}
     return {
         # logs are followed while they are written; a recipe may say otherwise

@@ -1,7 +1,7 @@
 """``python -m hpcrl.supervisor.launch.node_answers``: one task on each node of a job, before roles are started.
 
-It says which addresses its node has, then answers each line of its stdin with the time by its clock, until stdin is
-closed. Both ways are JSON lines, and its own carry a mark; `hpcrl.supervisor.launch.survey` is at the other end.
+It reports the addresses of its node, then answers each line of its stdin with the time of its clock, until stdin is
+closed. Both directions are JSON lines, and its own carry a mark; `hpcrl.supervisor.launch.survey` is the other side.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import socket
 import sys
 import time
 
-from hpcrl.interfaces import address_towards, interface_addresses, machine_id
+from hpcrl.network.interfaces import address_towards, interface_addresses, machine_id
 from hpcrl.supervisor.process.report_lines import encode_line
-
-__all__ = ["main"]
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer questions until the input is closed."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     _say({"node": node, "machine": machine_id(), "interfaces": interface_addresses()})
     # not `for line in sys.stdin`, which reads ahead: the answer's time would be late
@@ -31,7 +29,7 @@ def main() -> None:
             try:
                 answer["towards"] = address_towards(question["towards"])
             except OSError as error:
-                answer["problem"] = f"it has no way to {question['towards']}: {error}"
+                answer["problem"] = f"it has no route to {question['towards']}: {error}"
         _say(answer)
 
 

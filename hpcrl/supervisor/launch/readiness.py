@@ -9,10 +9,8 @@ from pathlib import Path
 import aiohttp
 
 from hpcrl.config.plan import FileProbe, HttpProbe
-from hpcrl.credentials import Credentials
+from hpcrl.network.credentials import Credentials
 from hpcrl.supervisor.launch.replica_launcher import Address
-
-__all__ = ["Prober"]
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
@@ -20,7 +18,7 @@ _REQUEST_TIMEOUT_S = 5.0
 
 
 class Prober:
-    """Waits until one replica is ready. `problem` says what the last probe found, for the message of a deadline."""
+    """Waits until one replica is ready. `problem` is the result of the last probe, for the message of a deadline."""
 
     def __init__(
         self, probe: HttpProbe | FileProbe, *, address: Address, ready_file: Path, credentials: Credentials
@@ -30,7 +28,7 @@ class Prober:
         self.problem = "not probed yet"
 
     async def wait(self) -> None:
-        """Probe until ready. The caller sets the deadline."""
+        """Probe until the replica is ready. The caller sets the deadline."""
         pause_s = _FIRST_PAUSE_S
         timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
         # no proxy from the environment: roles of a run talk to each other directly
@@ -62,7 +60,7 @@ class Prober:
 
 
 async def _problem(session: aiohttp.ClientSession, url: str) -> str:
-    """Why ``GET url`` did not answer 200; empty where it did."""
+    """Return why ``GET url`` did not answer 200; empty if it did."""
     try:
         async with session.get(url, allow_redirects=False) as response:
             return "" if response.status == 200 else f"GET {url} answered {response.status}"

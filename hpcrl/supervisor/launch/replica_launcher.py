@@ -1,4 +1,4 @@
-"""How a replica becomes a process: the one place that knows where roles run.
+"""Turns replicas into processes; only this module knows where roles run.
 
 `LocalLauncher` starts them on this machine. Under Slurm another launcher puts ``srun`` with a node list or a
 het-group in front; nothing above this module knows which.
@@ -12,26 +12,25 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hpcrl.config.plan import Plan, Role, RoleGroup
-from hpcrl.interfaces import http_url
-from hpcrl.ports import HeldPorts, choose_blocks
+from hpcrl.network.interfaces import http_url
+from hpcrl.network.ports import HeldPorts, choose_blocks
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
+from hpcrl.slurm.job_nodes import JobNodes
 from hpcrl.supervisor.process.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.process.sweep import end_orphans, sweep
 
-__all__ = ["Address", "Launcher", "LocalLauncher"]
-
 
 class Address(NamedTuple):
-    """Where a replica listens, and what it runs on."""
+    """Address and nodes of a replica."""
 
     host: str
     port: int
     nodes: tuple[str, ...] = ()
     """Slurm's names of the replica's nodes; empty on this machine."""
     hosts: tuple[str, ...] = ()
-    """Where each of them can be reached."""
+    """Address of each of these nodes."""
     interfaces: tuple[str, ...] = ()
     """The network interface of each of these addresses."""
     servers: tuple[tuple[str, int], ...] = ()
@@ -47,18 +46,18 @@ class Address(NamedTuple):
         nodes: tuple[str, ...] = (),
         interfaces: Sequence[str] = (),
     ) -> Address:
-        """The address of a replica of ``group``, whose nodes can be reached at ``hosts``."""
+        """Return the address of a replica of ``group`` whose nodes are reached at ``hosts``."""
         servers = tuple((host, port + i) for host in hosts for i in range(group.servers_per_node))
         return cls(hosts[0], port, nodes, tuple(hosts), tuple(interfaces), servers if len(servers) > 1 else ())
 
     @property
     def url(self) -> str:
-        """The URL of the replica's first server."""
+        """Return the URL of the replica's first server."""
         return http_url(self.host, self.port)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The URLs of all of its servers, in the order of ranks."""
+        """Return the URLs of all of its servers, in the order of ranks."""
         return tuple(http_url(host, port) for host, port in self.servers) or (self.url,)
 
 
@@ -67,11 +66,15 @@ class Launcher(Protocol):
 
     @property
     def in_step(self) -> bool:
-        """Whether replicas are steps of a Slurm job."""
+        """Return whether replicas are steps of a Slurm job."""
+
+    @property
+    def nodes(self) -> JobNodes | None:
+        """Return the nodes of a job with spare ones; None where it has none."""
 
     @property
     def clocks(self) -> Clocks:
-        """How far the clocks of nodes are ahead of ours; known after `place`."""
+        """Return the offsets of the nodes' clocks from the clock of this machine; known after `place`."""
 
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """Choose host and port of every replica of every role. Blocks until the nodes have answered.
@@ -91,18 +94,22 @@ class Launcher(Protocol):
         """End what an earlier attempt left behind, before this one starts; returns the pids. Blocks for a moment."""
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
-        """End what no living guard is above; returns the pids. ``guards`` are those that live."""
+        """End processes without a running guard as ancestor; return their pids. ``guards`` are the running ones."""
 
     def failed_nodes(self, among: Collection[str] | None = None) -> list[str]:
-        """Nodes that are down, as far as can be said at once: of our own job, or ``among`` others. Blocks for a
-        moment."""
+        """Return the nodes known to be down now: those of the supervisor's job, or ``among`` others. Blocks briefly."""
+
+    def silent_nodes(self) -> list[str]:
+        """Return the nodes in use on which no step starts, of a job with spare nodes. Blocks until a timeout."""
 
     def stay_away(self, run: RunDir) -> None:
-        """Let our job, where it waits again already, stay away from the excluded nodes of the run. Blocks for
-        seconds."""
+        """Keep the supervisor's job, if it is pending again already, away from the excluded nodes of the run.
+
+        Blocks for seconds.
+        """
 
     def taken(self) -> tuple[CauseKind, str] | None:
-        """Whether Slurm takes the nodes away just now, for another job or for good, in words. Blocks for a moment."""
+        """Return why Slurm is taking the nodes away now, as kind and words; None if it is not. Blocks briefly."""
 
 
 class LocalLauncher:
@@ -110,6 +117,7 @@ class LocalLauncher:
 
     host, interface = "127.0.0.1", "lo"
     in_step = False
+    nodes = None
     clocks = Clocks()
 
     def __init__(self, held: HeldPorts | None = None) -> None:
@@ -141,11 +149,15 @@ class LocalLauncher:
         return [process.pid for process in end_orphans(run_id, guards)]
 
     def failed_nodes(self, among: Collection[str] | None = None) -> list[str]:
-        """See `Launcher.failed_nodes`: we would not be here."""
+        """See `Launcher.failed_nodes`: if this machine were down, the supervisor would be, too."""
+        return []
+
+    def silent_nodes(self) -> list[str]:
+        """See `Launcher.silent_nodes`."""
         return []
 
     def stay_away(self, run: RunDir) -> None:
-        """See `Launcher.stay_away`: nobody starts us again."""
+        """See `Launcher.stay_away`: on this machine no scheduler restarts the run."""
 
     def taken(self) -> tuple[CauseKind, str] | None:
         """See `Launcher.taken`."""

@@ -2,7 +2,7 @@
 
 It runs on the role's node and takes the environment from the role's own process there, so that nothing is worked out a
 second time: modules that the batch script loaded, variables of the profile, secrets. The marks of the run are left out:
-what a person starts is nobody's to end.
+a person's processes must not be ended with the run.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpcrl import procfs
 from hpcrl.errors import ExitCode
-from hpcrl.marks import KIND_VARIABLE, RUN_ID_VARIABLE
-
-__all__ = ["find_role", "main", "shell_environment"]
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import KIND_VARIABLE, RUN_ID_VARIABLE
 
 _OWN = ("TERM", "COLORTERM", "LANG", "LC_ALL")
-"""What depends on the terminal that somebody sits at."""
+"""Variables that depend on the person's terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """``role_shell RUN_ID ROLE REPLICA [COMMAND ...]``: without a command, the user's login shell."""
+    """Run ``role_shell RUN_ID ROLE REPLICA [COMMAND ...]``; without a command, the user's login shell."""
     run_id, role, replica, *command = sys.argv[1:] if arguments is None else arguments
     process = find_role(run_id, role, int(replica))
     if process is None:
@@ -35,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.chdir(f"/proc/{process.pid}/cwd")
         os.chdir(os.getcwd())  # by its path: the process may end before the shell does
     except OSError as error:
-        print(f"hpcrl: the role's working directory is not there: {error.strerror}", file=sys.stderr)
+        print(f"hpcrl: the role's working directory cannot be entered: {error.strerror}", file=sys.stderr)
     command = command or [environ.get("SHELL") or "/bin/sh", "-i"]
     try:
         os.execvpe(command[0], command, environ)
@@ -45,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_role(run_id: str, role: str, replica: int) -> procfs.Process | None:
-    """The oldest process of a replica on this node: what its guard started; None where there is none.
+    """Return the oldest process of a replica on this node, which its guard started; None if there is none.
 
-    Nodes of a virtual cluster share one machine: a process of another node is none.
+    Nodes of a virtual cluster share one machine: processes of other nodes are ignored.
     """
     node = os.environ.get("SLURMD_NODENAME")
     wanted = {KIND_VARIABLE: "role", "HPCRL_ROLE": role, "HPCRL_REPLICA": str(replica)}
@@ -62,7 +60,7 @@ def find_role(run_id: str, role: str, replica: int) -> procfs.Process | None:
 
 
 def shell_environment(role: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the role without the marks of the run, and with the terminal of ``own``."""
+    """Return the environment of the role without the marks of the run, with the terminal variables of ``own``."""
     kept = {name: value for name, value in role.items() if name not in (RUN_ID_VARIABLE, KIND_VARIABLE)}
     return {**kept, **{name: own[name] for name in _OWN if name in own}}
 

@@ -4,7 +4,7 @@
 
     supervisor ──pipe──> srun ──network──> guard ──> role          (one guard a task, on its node)
 
-Orders reach all guards of a replica, reports come back as they do on one machine. Where ``srun`` or the supervisor is
+Orders reach all guards of a replica, and reports return as on one machine. If ``srun`` or the supervisor is
 killed, the guards see their stdin close and end their roles in order.
 """
 
@@ -15,19 +15,21 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpcrl import procfs
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Plan, Role, RoleGroup
 from hpcrl.errors import HpcrlError
-from hpcrl.ports import HeldPorts, choose_blocks
+from hpcrl.network.ports import HeldPorts, choose_blocks
+from hpcrl.processes import procfs
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
+from hpcrl.slurm.job_nodes import DID_NOT_ANSWER, JobNodes
 from hpcrl.slurm.launch_arguments import (
     Allocation,
     Allocations,
@@ -40,40 +42,44 @@ from hpcrl.slurm.launch_arguments import (
 from hpcrl.slurm.states import JobState, parse_state
 from hpcrl.supervisor.launch.addresses import choose_addresses, interface_of
 from hpcrl.supervisor.launch.replica_launcher import Address
-from hpcrl.supervisor.launch.survey import Survey
+from hpcrl.supervisor.launch.survey import NodesSilentError, Survey
 from hpcrl.supervisor.process.guard import end_processes
 from hpcrl.supervisor.process.guarded import ProcessSpec, RunningProcess, guard_command, start_guarded
 from hpcrl.supervisor.process.sweep import reap
 
-__all__ = ["StepLauncher"]
-
 _log = logging.getLogger(__name__)
 _TELL_S = 5.0
 _REPLICA_S = 60.0
-"""Longest wait for the nodes of one replica to answer."""
+"""Timeout in seconds for the answers of one replica's nodes."""
+_ASKED_AT_ONCE = 8
+_ANSWER = (sys.executable, "-P", "-m", "hpcrl.supervisor.launch.node_answers")
 _ANY_ADDRESS = "0.0.0.0"  # servers of torch listen on all addresses
 
 
 class StepLauncher:
-    """Steps of the job that we are in.
+    """Steps of the supervisor's job.
 
     Parameters
     ----------
     cluster:
         The site.
     environ:
-        Environment of the batch process; ours by default.
+        Environment of the batch process; the supervisor's own by default.
     client:
-        Asked for the addresses of nodes.
+        Client that is asked for the addresses of nodes.
     inside:
         The job was there before, and may have more nodes than the plan.
     held:
-        Who holds the ports of the run on this machine, over all of its attempts.
+        Holder of the run's ports on this machine, over all of its attempts.
+    nodes:
+        Nodes of a job with spare ones, over all of its attempts; None where it has none.
 
     Attributes
     ----------
+    nodes:
+        See the parameter.
     clocks:
-        How far the clocks of nodes are ahead of ours, as far as nodes were asked.
+        Offsets of the nodes' clocks from this machine's, of the nodes that were asked.
     """
 
     in_step = True
@@ -86,12 +92,13 @@ class StepLauncher:
         client: SlurmClient | None = None,
         inside: bool = False,
         held: HeldPorts | None = None,
+        nodes: JobNodes | None = None,
     ) -> None:
         assert isinstance(cluster, SlurmCluster)
         self._cluster = cluster
         self._environ = dict(os.environ if environ is None else environ)
         self._client = SlurmClient() if client is None else client
-        self._inside = inside
+        self._inside, self.nodes = inside, nodes
         self._plan: Plan | None = None
         self._allocations: dict[tuple[int, int], Allocation] = {}
         self._addresses: dict[str, str] = {}
@@ -104,14 +111,17 @@ class StepLauncher:
     def place(self, plan: Plan) -> dict[tuple[Role, int], Address]:
         """See `hpcrl.supervisor.launch.replica_launcher.Launcher.place`.
 
-        Ports are different over all replicas, and free here: on other nodes we cannot try. Nodes belong to the run
-        alone, so that what listens there is the site's, and outside of the profile's range. Nodes of a virtual cluster
-        are one machine: its runs see what others hold.
+        Ports are different over all replicas, and free on this node; other nodes cannot be tried. Nodes belong to the
+        run alone, so that other servers there are the site's, and outside of the profile's range. Nodes of a virtual
+        cluster are one machine: its runs see the ports of others.
         """
         self._plan = plan
-        self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
-        self._reached, self.clocks = {}, Clocks()
-        addresses = self._survey(self._allocations)
+        if self.nodes is None:
+            self._allocations = allocations_from_env(plan, self._environ, spare=self._inside)
+            self._reached, self.clocks = {}, Clocks()
+            addresses = self._survey(self._allocations)
+        else:
+            addresses = self._survey_healthy(self.nodes)
         here = [group for group in plan.groups if not plan.own_jobs(group)]
         replicas = [(group, replica) for group in here for replica in range(group.replicas)]
         sizes = [group.ports for group, _ in replicas]
@@ -125,6 +135,57 @@ class StepLauncher:
             placed[group.role, replica] = Address.of(group, reached, port, nodes=hosts, interfaces=interfaces)
         self._ports = {port + i for port, size in zip(ports, sizes, strict=True) for i in range(size)}
         return placed
+
+    def _survey_healthy(self, nodes: JobNodes) -> dict[str, tuple[str, str]]:
+        """Ask the first healthy nodes of the job; a spare node replaces one that does not answer.
+
+        Slurm declares a node down only minutes after it is gone (``SlurmdTimeout``).
+        """
+        while True:
+            nodes.look()
+            self._allocations = nodes.allocations()
+            self._reached, self.clocks = {}, Clocks()
+            try:
+                return self._survey(self._allocations)
+            except NodesSilentError as error:
+                silent = self._silent_among(error.nodes)
+                # where too many are silent it is more likely that Slurm starts no steps
+                if not silent or not nodes.enough_without(silent):
+                    raise
+                nodes.lose(dict.fromkeys(silent, DID_NOT_ANSWER))
+
+    def silent_nodes(self) -> list[str]:
+        """See `hpcrl.supervisor.launch.replica_launcher.Launcher.silent_nodes`."""
+        if self.nodes is None or self._plan is None:
+            return []
+        try:
+            # not those of other jobs (layout elastic)
+            self._survey({key: each for key, each in self._allocations.items() if each.job_id is None})
+        except NodesSilentError as error:
+            return sorted(self._silent_among(error.nodes))
+        except HpcrlError as error:
+            _log.warning("nodes answered in another way than before: %s", error)
+        return []
+
+    def _silent_among(self, hosts: Collection[str]) -> set[str]:
+        """Return the nodes on which no step of their own answers; each is asked alone, as one ends the step of all."""
+        assert self._plan is not None
+        components = {host: key for key, allocation in self._allocations.items() for host in allocation.hosts}
+
+        def is_silent(host: str) -> bool:
+            assert self._plan is not None
+            launch = launch_on_nodes(self._plan, components[host][0], Allocation((host,)), command=_ANSWER)
+            env = step_environment(self._environ)
+            try:
+                with Survey([(launch.argv, launch.hosts)], env=env, timeout_s=min(_REPLICA_S, self._start_timeout_s)):
+                    return False
+            except NodesSilentError as error:
+                _log.warning("%s", error)
+                return True
+
+        asked = sorted(set(hosts) & components.keys())
+        with ThreadPoolExecutor(max_workers=_ASKED_AT_ONCE) as pool:
+            return {host for host, silent in zip(asked, pool.map(is_silent, asked), strict=True) if silent}
 
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
         """See `hpcrl.supervisor.elastic.needs.PlacesReplicas`. Blocks until the nodes have answered."""
@@ -154,8 +215,7 @@ class StepLauncher:
             _log.warning("steps of job %s could not be ended: %s", allocation.job_id, error)
 
     def _survey(self, allocations: Allocations) -> dict[str, tuple[str, str]]:
-        """Ask nodes where they can be reached, and how far their clocks are off; returns address and interface by
-        node name."""
+        """Ask nodes for their addresses and the offsets of their clocks; return address and interface by node."""
         assert self._plan is not None, "place comes first"
         commands: list[tuple[Sequence[str], Sequence[str]]] = []
         interfaces: dict[str, str | None] = {}
@@ -165,7 +225,7 @@ class StepLauncher:
                 self._plan,
                 component,
                 allocation,
-                command=[sys.executable, "-P", "-m", "hpcrl.supervisor.launch.node_answers"],
+                command=_ANSWER,
             )
             commands.append((launch.argv, launch.hosts))
             interfaces |= dict.fromkeys(allocation.hosts, self._interface(component))
@@ -181,15 +241,15 @@ class StepLauncher:
             return {node: (host, interface_of(survey.answers[node], host)) for node, host in found.items()}
 
     def _interface(self, component: int) -> str | None:
-        """What the profile calls the interface of a component's nodes."""
+        """Return the interface that the profile names for the nodes of a component; None if it names none."""
         assert self._plan is not None
         role = Role(self._plan.layout.components[component].roles[0])
         return self._cluster.partitions[self._cluster.partition_name(role)].node.interface
 
     def _node_addresses(self, hosts: Collection[str]) -> dict[str, str]:
-        """What to connect to, by node name; nothing where Slurm cannot be asked on nodes: names resolve there.
+        """Return Slurm's address of each node by name; empty if Slurm cannot be asked on nodes, where names resolve.
 
-        Asked once a node and attempt: addresses do not change while a job has the node.
+        Each node is asked once per attempt: addresses do not change while a job has the node.
         """
         if self._cluster.capabilities.scontrol_on_nodes:
             unknown = set(hosts) - self._addresses.keys()
@@ -207,6 +267,7 @@ class StepLauncher:
             command=guard_command(self._plan.python or sys.executable),
             cwd=Path(spec.cwd),
             allocations=self._allocations,
+            overlap=self.nodes is not None and self.nodes.steps_overlap,
         )
         outside = self._plan.own_jobs(group)
         env = outside_environment(self._environ) if outside else step_environment(self._environ)
@@ -228,14 +289,14 @@ class StepLauncher:
         except SlurmError as error:
             _log.warning("Slurm does not say which nodes are down: %s", error)
             return []
-        # what is drained goes on until its job ends
+        # a drained node keeps running jobs until they end
         return [node.name for node in nodes if node.down]
 
     def stay_away(self, run: RunDir) -> None:
         """See `hpcrl.supervisor.launch.replica_launcher.Launcher.stay_away`."""
         job_id = self._environ.get("SLURM_JOB_ID", "")
         if self._inside:
-            return  # nobody requeues it
+            return  # no requeue will follow
         if self._plan is not None and self._cluster.capabilities.scontrol_on_nodes and job_id.isdecimal():
             nodes = nodes_to_exclude(run, self._plan, self._client)
             stay_away(self._plan, self._client, int(job_id), nodes, within_s=_TELL_S)
@@ -243,8 +304,8 @@ class StepLauncher:
     def taken(self) -> tuple[CauseKind, str] | None:
         """See `hpcrl.supervisor.launch.replica_launcher.Launcher.taken`.
 
-        Where the site does not send our signal first, SIGTERM to the steps is all that a preempted job gets: seen
-        from here, the same as a cancel.
+        If the site does not send the warning signal first, a preempted job only gets SIGTERM to its steps, which looks
+        the same as a cancel from here.
         """
         job_id = self._environ.get("SLURM_JOB_ID", "")
         if not self._cluster.capabilities.scontrol_on_nodes or not job_id.isdecimal():
@@ -256,7 +317,7 @@ class StepLauncher:
             return None
         if any(_since_start(record, "PreemptTime") for record in records):
             return CauseKind.PREEMPTED, "Slurm gives the nodes to another job (preemption)"
-        # the component that we are in is COMPLETING as long as we end
+        # the supervisor's own component is COMPLETING while the supervisor still ends
         states = [parse_state(record.get("JobState", "")) for record in records]
         if any(state in (JobState.CANCELLED, JobState.COMPLETING) for state in states):
             why = "scancel, or the end of its shell" if self._inside else "scancel, or a requeue"
@@ -266,7 +327,8 @@ class StepLauncher:
         return None
 
     def end_orphans(self, run_id: str, guards: Collection[int]) -> list[int]:
-        """See `Launcher.end_orphans`: what we adopted. Steps end with the job."""
+        """See `Launcher.end_orphans`: ends adopted processes. Steps end with the job."""
+        guards = {*guards, *(set() if self.nodes is None else self.nodes.own_pids)}
 
         def find() -> list[procfs.Process]:
             return [
@@ -282,6 +344,6 @@ class StepLauncher:
 
 
 def _since_start(record: Mapping[str, str], name: str) -> bool:
-    """Whether a time of a job lies in its present start; one of an earlier start stays where it was."""
+    """Return whether a time of a job is after its current start; times of earlier starts stay in the record."""
     moment, start = record.get(name, ""), record.get("StartTime", "")
     return moment.isdecimal() and start.isdecimal() and int(moment) >= int(start)

@@ -1,7 +1,7 @@
-"""Questions to all nodes before roles are started there: which addresses each has, and how far its clock is off.
+"""Asks all nodes, before roles are started there, for their addresses and the offsets of their clocks.
 
-One task a node (`hpcrl.supervisor.launch.node_answers`) tells the addresses of its interfaces and answers questions
-about the time and the way to other hosts.
+One task per node (`hpcrl.supervisor.launch.node_answers`) reports the addresses of its interfaces and answers
+questions about the time and the route to other hosts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.clocks import NodeClock
 from hpcrl.supervisor.process.report_lines import DamagedLineError, LineSplitter, find_lines
-
-__all__ = ["NodeAnswer", "NodesSilentError", "Survey"]
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 5
@@ -34,20 +32,30 @@ _PIECE = 1 << 16
 
 
 class NodesSilentError(HpcrlError):
-    """The step on the nodes did not start, or ended before all of its nodes had answered."""
+    """The step on the nodes did not start, or ended before all of its nodes had answered.
+
+    Attributes
+    ----------
+    nodes:
+        Nodes that had not answered; where the step ended early, healthy ones may be among them.
+    """
+
+    def __init__(self, message: str, nodes: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.nodes = frozenset(nodes)
 
 
 class NodeAnswer(NamedTuple):
-    """What a node said.
+    """Answer of a node to the survey.
 
     Attributes
     ----------
     node:
-        Slurm's name of it.
+        Slurm's name of the node.
     machine:
-        `hpcrl.interfaces.machine_id`: nodes with the same one share their loopback interface.
+        `hpcrl.network.interfaces.machine_id`: nodes with the same one share their loopback interface.
     interfaces:
-        Addresses of each.
+        Addresses of each interface.
     """
 
     node: str
@@ -63,9 +71,9 @@ class Survey:
     commands:
         Command lines (``srun …``), each with its nodes.
     env:
-        Their environment.
+        Environment of the tasks.
     timeout_s:
-        Longest wait for the first answer of all nodes.
+        Timeout in seconds for the first answers of all nodes.
 
     Raises
     ------
@@ -100,7 +108,7 @@ class Survey:
         self._end()
 
     def clocks(self) -> dict[str, NodeClock]:
-        """How far the clock of each node is ahead of ours.
+        """Return the offset of each node's clock from the clock of this machine.
 
         Raises
         ------
@@ -118,7 +126,7 @@ class Survey:
         return best
 
     def towards(self, host: str) -> dict[str, str]:
-        """The address of each node that ``host`` sees; nodes without a way to it are left out."""
+        """Return the address of each node that ``host`` sees; nodes without a route to it are left out."""
         return {node: said["towards"] for node, (_, said) in self._ask(towards=host).items() if "towards" in said}
 
     def _ask(self, **question: str) -> dict[str, tuple[float, dict[str, Any]]]:
@@ -126,7 +134,7 @@ class Survey:
         line = json.dumps({"number": self._asked, **question}).encode() + b"\n"
         for process, _ in self._steps:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `_collect` says who is missing
+            with contextlib.suppress(BrokenPipeError):  # `_collect` reports the missing nodes
                 process.stdin.write(line)
                 process.stdin.flush()
         return self._collect(_ANSWER_S, number=self._asked)
@@ -157,7 +165,7 @@ class Survey:
         self._lines.put(None)
 
     def _collect(self, timeout_s: float, *, number: int | None = None) -> dict[str, tuple[float, dict[str, Any]]]:
-        """One answer of each node to a question (None: to none)."""
+        """Return one answer of each node to question ``number`` (None: the unasked first report)."""
         deadline = time.monotonic() + timeout_s
         found: dict[str, tuple[float, dict[str, Any]]] = {}
         while missing := self._expected - set(found):
@@ -179,10 +187,11 @@ class Survey:
         names = ", ".join(sorted(missing)[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         said = "".join(f"\n    {line}" for line in words)
         return NodesSilentError(
-            f"{len(missing)} of {len(self._expected)} nodes did not say {when} where they can be reached: "
+            f"{len(missing)} of {len(self._expected)} nodes did not report an address {when}: "
             f"{names}{said}\n"
             "    hint: `srun --overlap hostname` in the job shows whether steps start there; a longer "
-            "limits.start_timeout_s where they start slowly"
+            "limits.start_timeout_s where they start slowly",
+            missing,
         )
 
     def _end(self, limit_s: float = _END_S) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Dump", "join_dumps"]
-
 
 class Dump(NamedTuple):
     """Stacks of a replica, taken on its nodes.
@@ -16,11 +14,11 @@ class Dump(NamedTuple):
     paths:
         Files, one a task.
     frames:
-        Top frames of the process that tells most.
+        Top frames of the most informative process.
     stopped:
         Pids of processes that a signal has stopped.
     problem:
-        Why there are no stacks; empty where there are.
+        Reason why there are no stacks; empty if there are.
     """
 
     paths: list[str]
@@ -30,7 +28,7 @@ class Dump(NamedTuple):
 
 
 def join_dumps(dumps: Sequence[Dump]) -> Dump | None:
-    """One for all tasks: the words of the one that tells most, and the files of all; None where there are no dumps."""
+    """Merge the dumps of all tasks: the words of the most informative one, and all files; None without dumps."""
     if not dumps:
         return None
     # a task with a stopped process, or else one with frames

@@ -4,15 +4,15 @@
 
     supervisor ──pipe──> guard ──> role ──> whatever the role starts
 
-The guard is in a session of its own and adopts every orphan below it, so that nothing escapes by forking twice
-or by ``setsid``. It ends all of it when
+The guard is in a session of its own and adopts every orphan below it, so that no process escapes by forking twice
+or by ``setsid``. It ends all of them when
 
-- the supervisor says so (``stop``: SIGTERM to the role, SIGKILL to the rest after the grace; ``kill``: at once),
-- the role ends, however that comes,
+- the supervisor orders it (``stop``: SIGTERM to the role, SIGKILL to the rest after the grace; ``kill``: at once),
+- the role ends, for any reason,
 - the pipe from the supervisor closes: the supervisor is gone, even by SIGKILL.
 
 It also does what can only be done on the role's node: it takes stacks of a role that hangs (``dump``), gives the role a
-temporary directory of its own, and removes what the role leaves there and in shared memory.
+temporary directory of its own, and removes what the role leaves there, in shared memory and of control groups.
 
 If the guard itself is killed, the kernel kills the role (``PR_SET_PDEATHSIG``) and the supervisor adopts and ends
 the rest. If both are killed at once, the guards of the other roles find the orphans by the run's mark in their
@@ -22,8 +22,8 @@ The protocol is JSON lines: first a `hpcrl.supervisor.process.guarded.ProcessSpe
 stdout, where others may write, too (`hpcrl.supervisor.process.report_lines`). Standard library only, because this runs
 once for each replica of each role.
 
-Under Slurm ``srun`` stands between supervisor and guards: it hands orders to the guards of all its tasks, and joins
-their reports. The guard is what a signal to the step reaches first, and what gives the role time to end in order.
+Under Slurm ``srun`` is between supervisor and guards: it forwards orders to the guards of all its tasks, and joins
+their reports. A signal to the step reaches the guard first, which gives the role time to end in order.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcrl import procfs
-from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
-from hpcrl.ours import read_secret, umask_of
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.left_groups import remove_left_groups
+from hpcrl.storage.trusted_paths import read_secret, umask_of
 from hpcrl.supervisor.process.leftovers import Scratch
 from hpcrl.supervisor.process.node_values import fill_node, fill_node_rank, own_caches
 from hpcrl.supervisor.process.report_lines import encode_line
 
-__all__ = ["Guard", "end_processes", "main"]
-
 _OURS = ("SUBMITIT_", "HPCRL_")
-"""What submitit and the guard itself have in the environment is not meant for roles."""
+"""Prefixes of variables of submitit and of the guard itself, which roles must not inherit."""
 _STEP_LINE = 1000
-"""Longest report in a step, in bytes: Slurm hands longer lines on in pieces."""
+"""Maximum size of a report in a step, in bytes: Slurm splits longer lines."""
 _POLL_S = 0.02
 _LOOK_S = (2.0, 8.0, 20.0, 60.0)
-"""Pauses between looks at the role's shared memory; the last one again and again."""
+"""Seconds between checks of the role's shared memory; the last pause repeats."""
 _AFTERMATH_S = 2.0
-"""Longest time between SIGTERM and SIGKILL for what is left when the role itself has ended."""
+"""Maximum seconds between SIGTERM and SIGKILL for processes that remain after the role's own has ended."""
 _GIVE_UP_S = 5.0
-"""After this long under SIGKILL a process hangs in the kernel; we report it and go."""
+"""Seconds after SIGKILL after which a process counts as hanging in the kernel; the guard reports it and ends."""
 
 
 def main() -> None:
     """Run the guard."""
-    # the supervisor decides when we go; a stray signal to us must not leave the role alone
+    # only the supervisor decides when the guard ends: a stray signal must not leave the role without a guard
+    # signals wake `select` through a pipe: handlers do nothing, and no signal is lost between check and wait
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _own_node() -> str:
-    """See `hpcrl.runs.clocks.own_node`, which is no part of the standard library."""
+    """See `hpcrl.runs.clocks.own_node`, which is not in the standard library."""
     return os.environ.get("SLURMD_NODENAME", "")
 
 
@@ -98,8 +98,8 @@ class Guard:
     def run(self) -> None:
         """Start the role, wait for its end or an order, end everything, report.
 
-        A role whose stop comes before its start is not started: both may wait in the pipe of a guard that is slow
-        to begin.
+        If the stop order precedes the start, the role is not started: both may wait in the pipe of a guard that is
+        slow to begin.
         """
         while not self._spec:
             self._wait(None)
@@ -109,6 +109,7 @@ class Guard:
             self._report(report="ended", exit_code=None, signal=signal.SIGTERM)
             self._report(report="gone", left=[])
             return
+        # logs and the temporary directory are as open as the run directory, whatever umask the node's daemon has
         os.umask(umask_of(self._spec["env"].get("HPCRL_RUN_DIR", "")))
         self._make_scratch()
         self._start_role()
@@ -126,6 +127,7 @@ class Guard:
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait for an order, a signal, or the time; then act on all that is there."""
+        # after the end of its input stdin would always be readable, and `select` return at once
         sources = [self._wake_fd, 0] if self._supervised else [self._wake_fd]
         readable, _, _ = select.select(sources, [], [], timeout_s)
         if self._wake_fd in readable:
@@ -135,6 +137,7 @@ class Guard:
                         if self._role_pid and not self._role_ended and self._kill_at is None:
                             self._report(report="signalled", signal=signum)
                         self._stop(self._grace_s)
+        # before orders: an order must find the current state of the role
         self._reap()
         if 0 in readable:
             data = os.read(0, 1 << 16)
@@ -166,10 +169,10 @@ class Guard:
         if not self._role_pid:
             self._called_off = True
         elif self._kill_at is None and not self._role_ended:
-            self._look()  # while there is somebody to ask
+            self._look()  # while the role's processes still exist
             self._kill_at = time.monotonic() + grace_s
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._role_pid, signal.SIGTERM)  # our own unreaped child: the pid cannot be another's
+                os.kill(self._role_pid, signal.SIGTERM)  # an unreaped child: its pid cannot be reused
 
     def _lost_supervisor(self) -> None:
         self._supervised = False
@@ -178,7 +181,7 @@ class Guard:
             self._stop(self._grace_s)
 
     def _report(self, **report: Any) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the reader of the pipe may be gone
             said = {"task": self._task, "node": _own_node(), "time_s": time.time(), **report}
             os.write(1, encode_line(said, limit=_STEP_LINE if self._spec.get("in_step") else None))
 
@@ -220,7 +223,7 @@ class Guard:
         try:
             removed = scratch.prepare()
         except OSError as error:
-            # the role can do without: it gets the node's own TMPDIR
+            # the role can run without it, in the node's own TMPDIR
             self._record("guard.no_scratch", path=str(scratch.path), problem=str(error))
             return
         self._scratch = scratch
@@ -234,7 +237,7 @@ class Guard:
         self._looks += 1
 
     def _look(self) -> None:
-        """Note which shared memory the role has: when it was killed, nobody can say any more."""
+        """Note the shared memory of the role now: once it was killed, its files can no longer be attributed."""
         if self._scratch is not None:
             self._scratch.note(procfs.descendants(os.getpid()))
         self._plan_look()
@@ -243,7 +246,8 @@ class Guard:
 
     def _start_role(self) -> None:
         guard = os.getpid()
-        error_read, error_write = os.pipe()  # closed by a successful exec
+        # a successful exec closes the write end: no error then means that the command runs
+        error_read, error_write = os.pipe()
         self._role_pid = os.fork()
         if self._role_pid == 0:
             try:
@@ -263,9 +267,10 @@ class Guard:
 
     def _become_role(self, guard: int) -> None:
         procfs.die_with_parent()
-        if os.getppid() != guard:  # it died before the line above
+        if os.getppid() != guard:  # the guard died before the line above took effect
             os._exit(127)
         os.setsid()
+        # the guard's handlers must not outlive the fork; ignored signals would even survive the exec
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(signum, signal.SIG_DFL)
@@ -292,7 +297,7 @@ class Guard:
         os.execvpe(command[0], command, env)
 
     def _reap(self) -> None:
-        """Collect all dead children: the role, and orphans that we adopted."""
+        """Reap all dead children: the role, and adopted orphans."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -308,9 +313,9 @@ class Guard:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """End everything below us; the role first had its chance, what it left behind gets the rest of it."""
+        """End all descendants of the guard, after the role itself had its grace."""
         self._look()
-        # what a role leaves behind may be about to end by itself, and gets a moment; not all of the grace
+        # remaining processes may be about to end by themselves: they get a moment, but not the whole grace
         kill_at = time.monotonic() + min(self._grace_s, _AFTERMATH_S)
         if self._kill_at is not None:
             kill_at = min(kill_at, self._kill_at)
@@ -318,20 +323,24 @@ class Guard:
         if remaining:
             self._record("guard.left_behind", pids=[process.pid for process in remaining])
         self._reap()
+        # without a supervisor no other process ends roles of this run whose guards were killed
         if not self._supervised:
             end_processes(self._unguarded, kill_at=time.monotonic(), between=self._reap)
+        # a daemon of sandboxes that was ended here has had no time to remove its own
+        remove_left_groups()
+        # a process that hangs in the kernel may still use its files
         if self._scratch is not None and not remaining:
             self._scratch.remove()
         self._report(report="gone", left=[process.pid for process in remaining])
 
     def _unguarded(self) -> list[procfs.Process]:
-        """Role processes of this run on this machine that no living guard is above."""
+        """Return the role processes of this run on this machine that have no running guard as ancestor."""
         run_id, run_dir = (self._spec["env"].get(name) for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE))
         return [
             process
             for process in procfs.with_environ(RUN_ID_VARIABLE, run_id)
             if procfs.read_environ(process.pid).get(KIND_VARIABLE) == "role"
-            # a copy of the run directory has the same id
+            # a copied run directory has the same run id
             and procfs.read_environ(process.pid).get(RUN_DIR_VARIABLE) == run_dir
             and not any(procfs.read_environ(pid).get(KIND_VARIABLE) == "guard" for pid in procfs.ancestors(process.pid))
         ]
@@ -343,10 +352,10 @@ def end_processes(
     kill_at: float,
     between: Callable[[], None] = lambda: None,
 ) -> list[procfs.Process]:
-    """SIGTERM what ``find`` returns, SIGKILL after ``kill_at`` (monotonic), until it returns nothing.
+    """Send SIGTERM to what ``find`` returns, and SIGKILL after ``kill_at`` (monotonic), until it returns nothing.
 
-    ``find`` is asked again and again, because processes that die may have started others meanwhile. Returns
-    what hung in the kernel 5 s after SIGKILL.
+    ``find`` is called repeatedly, because dying processes may have started others meanwhile. Return the processes
+    that hang in the kernel 5 s after SIGKILL.
     """
     asked: set[tuple[int, int]] = set()
     while processes := find():
@@ -356,6 +365,7 @@ def end_processes(
         if now >= kill_at:
             procfs.send_signal(processes, signal.SIGKILL)
         else:
+            # one SIGTERM per process: many programs take a second one as an order to end at once, uncleanly
             fresh = [process for process in processes if (process.pid, process.start_ticks) not in asked]
             procfs.send_signal(fresh, signal.SIGTERM)
             asked.update((process.pid, process.start_ticks) for process in fresh)

@@ -14,26 +14,24 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from hpcrl.interpreter import module_command, with_safe_path
-from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.interpreter import module_command, with_safe_path
 from hpcrl.runs.clocks import Clocks
 from hpcrl.supervisor.process.dumps import Dump, join_dumps
 from hpcrl.supervisor.process.report_lines import LineSplitter, find_lines
 from hpcrl.supervisor.process.reports import Dumped, Gone, Report, RoleEnded, Signalled, SpawnFailed, Started
 
-__all__ = ["End", "GuardedProcess", "ProcessSpec", "RunningProcess", "guard_command", "start_guarded"]
-
 _log = logging.getLogger(__name__)
 _MARKS = (RUN_ID_VARIABLE, RUN_DIR_VARIABLE)
 _ANSWER_S = 30.0
-"""What guards get beyond the grace to end their roles and report, before it is done over their heads."""
+"""Seconds for guards, after the grace, to end their roles and report, before the supervisor kills them."""
 _PIPE_S = 5.0
-"""How long the pipe of what was killed may stay open."""
+"""Maximum seconds that the pipe of a killed process may stay open."""
 _PIECE = 1 << 16
 _FOREIGN_LINES, _FOREIGN_BYTES = 5, 200
-"""So much of what others print into a step is shown in our log."""
+"""Maximum lines, and bytes of a line, of other programs' output in a step that the supervisor logs."""
 _NO_TASKS_S = 2.0
-"""The same where no task has begun: there may be nobody who could obey."""
+"""The same if no task has begun: there may be no guard yet that could obey."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,28 +40,28 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     role, replica, attempt:
-        Who it is.
+        Identity of the replica.
     command, env, cwd:
-        What is executed. ``env`` is the whole environment, with the run's mark in it.
+        Command to execute. ``env`` is the whole environment, with the run's mark in it.
     logs:
         File that takes stdout and stderr, by task.
     in_step:
-        Started as one of the tasks of a Slurm step: the guard says which, fills ``{node_rank}`` in ``command``, and
-        ``env`` comes on top of what the node has.
+        Whether it is one of the tasks of a Slurm step: the guard then finds out which, fills ``{node_rank}`` in
+        ``command``, and adds ``env`` to the environment of the node.
     hosts:
-        Where each node of the replica can be reached: ``{node_host}`` in ``command``, and as a value in ``env``.
+        Address of each node of the replica: ``{node_host}`` in ``command``, and as a value in ``env``.
     interfaces:
         The network interface of each of them: ``{node_interface}`` as a value in ``env``.
     grace_s:
         Time between SIGTERM and SIGKILL if the supervisor is gone.
     events_path, events_writer:
-        Where the guard records what the supervisor no longer can.
+        Events file and writer name with which the guard records what the supervisor can no longer receive.
     restart:
-        How often this replica was started before in this attempt.
+        Number of earlier starts of this replica in this attempt.
     scratch:
         Directory on the node for the temporary directory of the replica; empty for the node's own choice.
     secrets:
-        More variables: files with their values, which the guard reads.
+        Additional variables: files with their values, which the guard reads.
     """
 
     role: str
@@ -85,26 +83,26 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class End(NamedTuple):
-    """How a role process ended.
+    """End of a role process.
 
     Attributes
     ----------
     time_s:
-        Seconds since the epoch, where the guard could say by its clock, corrected to ours.
+        Seconds since the epoch, from the guard's clock if the guard reported the end, corrected to this machine's.
     exit_code, signal:
-        One of the two; both None where nobody saw it.
+        One of the two is set; both are None if no guard saw the end.
     guard_lost:
-        The guard went away first, and the role with it.
+        The guard ended first, and the role with it.
     spawn_error:
-        Why the command could not be started at all.
+        Reason why the command could not be started at all.
     no_step:
-        So it ended because Slurm refused the step, or because that ended before a guard ran in it.
+        It ended so because Slurm refused the step, or because the step ended before a guard ran in it.
     node:
-        Slurm's name of the node whose guard said it; empty where none did, or on this machine.
+        Slurm's name of the node whose guard reported the end; empty if none did, or on this machine.
     guard_signal:
-        Signal by which somebody else than the supervisor had told the guard to end it; under Slurm, that is Slurm.
+        Signal with which another process than the supervisor asked the guard to end; under Slurm, that is Slurm.
     problem:
-        Why its guards are not understood any more, where that ended it.
+        Reason why the reports of its guards cannot be read any more, if that ended it.
     """
 
     time_s: float
@@ -119,7 +117,7 @@ class End(NamedTuple):
 
     @property
     def clean(self) -> bool:
-        """Exit code 0 by itself, said by the guard."""
+        """Return whether the guard reported exit code 0 and no outside signal had asked for the end."""
         return self.exit_code == 0 and self.guard_signal is None
 
 
@@ -128,14 +126,14 @@ class RunningProcess(Protocol):
 
     @property
     def guard_pid(self) -> int:
-        """The process right below us."""
+        """Return the pid of the direct child process."""
 
     @property
     def silent(self) -> list[int]:
-        """Tasks that ended without a word, because their guards were killed; known once it is `gone`."""
+        """Return the tasks that ended without a report because their guards were killed; known once it is `gone`."""
 
     async def started(self) -> int | None:
-        """The role's pid; None where it could not be started (`ended` says why)."""
+        """Return the role's pid; None if it could not be started (`ended` has the reason)."""
 
     async def ended(self) -> End:
         """Wait for the end of the role process. What it started may still be ending."""
@@ -144,32 +142,32 @@ class RunningProcess(Protocol):
         """Wait until nothing of the replica is left; pids of what hangs in the kernel, usually none."""
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM to the role; after ``grace_s`` SIGKILL to all of it."""
+        """Send SIGTERM to the role, and SIGKILL to all its processes after ``grace_s`` seconds."""
 
     def kill(self) -> None:
-        """SIGKILL to all of it."""
+        """Send SIGKILL to all its processes."""
 
     def cut_off(self) -> None:
-        """SIGKILL to the process right below us: guards see their pipe close, and what hangs is for others to end."""
+        """Kill the direct child process: guards then see their pipe close; processes that hang are left to others."""
 
     async def dump(self, path: str, *, timeout_s: float) -> Dump:
         """Write the stacks of all its processes to files whose names begin with ``path``."""
 
 
 def guard_command(python: str) -> list[str]:
-    """The command line of a guard."""
+    """Return the command line of a guard."""
     return module_command(python, "hpcrl.supervisor.process.guard")
 
 
 async def start_guarded(
     argv: Sequence[str], spec: ProcessSpec, *, env: Mapping[str, str], tasks: int = 1, clocks: Clocks | None = None
 ) -> GuardedProcess:
-    """Start guards by a command line that joins their standard streams to ours, and tell them what to run.
+    """Start guards by a command line that connects their standard streams, and send them the specification.
 
     Times that guards tell are corrected by ``clocks``.
     """
-    # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error,
-    # where the guard must live to clean up
+    # not asyncio's own subprocesses: their transports SIGKILL the child when the loop closes on an error, but the
+    # guard must survive that to clean up
     process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -179,7 +177,7 @@ async def start_guarded(
             KIND_VARIABLE: "guard",
             **{name: spec.env[name] for name in _MARKS if name in spec.env},
         },
-        start_new_session=True,  # a terminal's Ctrl-C is for the one who follows, not for the roles
+        start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, not for the roles
     )
     loop = asyncio.get_running_loop()
     reports = asyncio.StreamReader()
@@ -194,8 +192,8 @@ class GuardedProcess:
     A replica of several tasks (under Slurm) has a guard for each. It has ended when all tasks have ended well, or the
     first has not; the others are asked to stop then.
 
-    An end that was ordered comes: where guards do not report it in time, they are told to kill; where that does not
-    help either, the process right below us is killed, and the guards see their pipe close.
+    A requested end always comes: if guards do not report it in time, they are ordered to kill; if that does not
+    help either, the direct child process is killed, and the guards see their pipe close.
     """
 
     def __init__(
@@ -255,7 +253,7 @@ class GuardedProcess:
     def stop(self, grace_s: float) -> None:
         """See `RunningProcess.stop`."""
         self._send({"order": "stop", "grace_s": grace_s})
-        # srun that waits for its nodes hears no order: without a task there is nothing to end in order
+        # srun passes no order on while it waits for its nodes, and without a task there is nothing to end in order
         waits = self._in_step and not self._started.done()
         self._insist(_NO_TASKS_S - _ANSWER_S if waits else grace_s, self._cut_off if waits else self._demand_kill)
 
@@ -275,12 +273,16 @@ class GuardedProcess:
         self._overdue = loop.call_at(due, then)
 
     def _demand_kill(self) -> None:
-        _log.warning("%s: not all guards ended their roles %g s after the grace; told to kill", self._who, _ANSWER_S)
+        _log.warning(
+            "%s: not all guards ended their roles %g s after the grace period; sending the kill order",
+            self._who,
+            _ANSWER_S,
+        )
         self._overdue = None
         self.kill()
 
     def _cut_off(self) -> None:
-        _log.warning("%s: not all guards obeyed in time; they are cut off", self._who)
+        _log.warning("%s: not all guards obeyed in time; their connections are closed", self._who)
         self.cut_off()
 
     def cut_off(self) -> None:
@@ -288,11 +290,11 @@ class GuardedProcess:
         if self._reader.done():
             return
         self._kill_group()
-        # who has left the group may hold the pipe for ever
+        # a process that left the group may keep the pipe open forever
         asyncio.get_running_loop().call_later(_PIPE_S, self._pipe.close)
 
     def _kill_group(self) -> None:
-        """SIGKILL to the process right below us and its group: a wrapper of ``srun`` has that below it."""
+        """Kill the direct child process and its group, in which a wrapper of ``srun`` has ``srun``."""
         if self._process.returncode is None:  # not collected: the id cannot be another's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -311,14 +313,14 @@ class GuardedProcess:
             self._orders.write(msgspec.json.encode(order) + b"\n")
 
     async def _read(self) -> None:
-        """Read reports until the stream ends; whatever comes meanwhile, the replica ends with a cause."""
+        """Read reports until the stream ends; in every case the replica then ends with a cause."""
         problem = ""
         try:
             await self._read_reports()
-        except Exception as error:  # noqa: BLE001 - nobody else would say that this replica is not seen any more
+        except Exception as error:  # noqa: BLE001 - otherwise the loss of this replica's reports would go unnoticed
             problem = f"a report of its guard cannot be read ({error})"
             _log.warning("%s: %s; its step is ended", self._who, problem)
-        # the guards are gone; where they did not tell the end, the kernel has killed the role with them
+        # the guards are gone; if they did not report the end, the kernel has killed the role with them
         lost_at_s = time.time()
         if self._overdue is not None:
             self._overdue.cancel()
@@ -328,7 +330,7 @@ class GuardedProcess:
             self._kill_group()
         code = await asyncio.to_thread(self._process.wait)
         if not self._ended.done():
-            # a step that never was: Slurm's words about it are in our own log
+            # the step never began: Slurm's message about it is in the supervisor's log
             never = f"srun ended with {code} before all of its tasks ran" if self._in_step and not problem else problem
             early = never if not self._started.done() else ""
             no_step = bool(early) and not self._running and not problem

@@ -1,4 +1,4 @@
-"""What roles leave on a node, marked as ours, and its removal. Standard library only, as the guard is.
+"""Removes what roles leave on a node, marked as the run's. Standard library only, as the guard is.
 
 Two things stay behind when a process is killed: files in its temporary directory (sockets of vLLM, compile caches),
 and shared memory (``/dev/shm/psm_*``, ``torch_*``, ``sem.*``), whose names carry no mark.
@@ -6,8 +6,9 @@ and shared memory (``/dev/shm/psm_*``, ``torch_*``, ``sem.*``), whose names carr
 Each replica therefore gets a temporary directory of its own, ``<scratch>/hpcrl-<id>/<attempt>-<role>-<replica>``, and
 its guard notes there which files in ``/dev/shm`` the role's processes have open, by name and inode. At the end of the
 role, and at the start of the next attempt on that node, these are removed: a file that has another inode by now, or
-that any process still has open, is somebody else's and stays. Directories there in which rollouts lay
-(`hpcrl.left_memory`) go with their owner, of whatever run of this user: the guard that finds one removes it.
+that any process still has open, belongs to another run and stays. Directories there in which rollouts lay
+(`hpcrl.storage.shm_directories`) go with their owner, of whatever run of this user: the guard that finds one removes
+it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpcrl import procfs
-from hpcrl.left_memory import remove_dead
-from hpcrl.ours import NotOursError, check_parent, make_private
-
-__all__ = ["Scratch"]
+from hpcrl.processes import procfs
+from hpcrl.storage.shm_directories import remove_dead
+from hpcrl.storage.trusted_paths import SCRATCH_PREFIX, NotOursError, check_parent, make_private
 
 _SHM = "/dev/shm/"
 _LIST = "shared-memory.json"
@@ -40,12 +39,12 @@ class Scratch:
     base:
         Node-local directory; ``$TMPDIR`` or ``/tmp`` where empty.
     run_id, attempt, role, replica, task:
-        Whose it is.
+        Run and replica that own the directory.
     """
 
     def __init__(self, base: str, *, run_id: str, attempt: int, role: str, replica: int, task: int = 0) -> None:
         root = Path(base or os.environ.get("TMPDIR") or "/tmp")
-        self._run_dir, self._attempt = root / f"hpcrl-{run_id[:_ID_LENGTH]}", attempt
+        self._run_dir, self._attempt = root / f"{SCRATCH_PREFIX}{run_id[:_ID_LENGTH]}", attempt
         self.path = self._run_dir / (f"{attempt}-{role}-{replica}" + (f"-{task}" if task else ""))
         self._noted: dict[str, int] = {}
         self.problem = ""
@@ -57,8 +56,8 @@ class Scratch:
         Raises
         ------
         OSError
-            The directory cannot be made, or others can replace it. Where its name belongs to somebody else, another
-            one is taken, and `problem` says so.
+            The directory cannot be made, or others can replace it. If another user owns its name, another name is
+            used, and `problem` reports it.
         """
         removed = remove_dead()
         self._run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ class Scratch:
         except NotOursError as error:
             import tempfile  # noqa: PLC0415 - hardly ever needed, and a tenth of a guard's start
 
-            # not the node's own directory then: programs keep compiled code in it under names that anybody can guess
+            # not the node's own directory then: programs keep compiled code in it under predictable names
             self._run_dir = Path(tempfile.mkdtemp(prefix=f"{self._run_dir.name}-", dir=self._run_dir.parent))
             self.path = self._run_dir / self.path.name
             self.problem = f"{error}; a new one is used: {self._run_dir}"
@@ -94,8 +93,8 @@ class Scratch:
             os.replace(temporary, self.path / _LIST)
 
     def remove(self) -> list[str]:
-        """Remove the directory and the noted shared memory that nobody has open; returns what was left behind."""
-        # before what is noted: without its lock nobody would know whose a directory is
+        """Remove the directory and the noted shared memory that no process has open; return what was left behind."""
+        # before the noted files: without its lock the owner of a directory would be unknown
         removed = remove_dead()
         if not self.path.is_dir():
             return removed
@@ -125,7 +124,7 @@ def _remove(path: Path) -> list[str]:
 
 
 def _shared_memory(pid: int) -> dict[str, int]:
-    """Files in ``/dev/shm`` that a process has mapped or open, with their inodes. Empty where we may not look."""
+    """Return the files in ``/dev/shm`` that a process has mapped or open, with their inodes; empty if not permitted."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as stream:
         for line in stream:

@@ -1,4 +1,4 @@
-"""What of a role's command and environment only its node knows: which of the replica's nodes it is, and its disk.
+"""Fills values of a role's command and environment that only its node knows: its rank in the replica, and its disk.
 
 Standard library only, as the guard, which fills it in.
 """
@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.compile_caches import COMPILE_CACHES
-from hpcrl.ours import check_parent, make_private
-
-__all__ = ["fill_node", "fill_node_rank", "own_caches"]
+from hpcrl.storage.trusted_paths import check_parent, make_private
 
 _NODE_RANK = re.compile(r"\{(?:(\d+)-)?node_rank(?:\*(\d+))?\}")
 
@@ -35,7 +33,7 @@ def fill_node_rank(part: str, node_rank: int, hosts: Sequence[str] = ()) -> str:
 def fill_node(
     env: Mapping[str, str], node_rank: int, *, hosts: Sequence[str], interfaces: Sequence[str]
 ) -> dict[str, str]:
-    """Variables whose whole value is ``{node_host}`` or ``{node_interface}``, filled for this node.
+    """Return variables whose whole value is ``{node_host}`` or ``{node_interface}``, filled for this node.
 
     Where the supervisor does not know it the variable is left out: the library chooses.
     """
@@ -50,12 +48,12 @@ def fill_node(
 
 
 def own_caches(env: Mapping[str, str], scratch: str) -> None:
-    """Let compile caches below ``scratch``, on the node's disk, be ours: what lies in one is loaded as code.
+    """Make compile caches below ``scratch``, on the node's disk, private: their contents are loaded as code.
 
     Raises
     ------
     OSError
-        The directory of the run on that disk belongs to somebody else, or can be changed or replaced by others.
+        Another user owns the directory of the run on that disk, or can change or replace it.
     """
     for cache in (env[name] for name in COMPILE_CACHES if env.get(name)):
         if scratch and cache != scratch and Path(cache).is_relative_to(scratch):

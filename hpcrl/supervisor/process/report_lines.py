@@ -1,8 +1,8 @@
-"""Lines of our own in a stream that others write to as well. Standard library only, as the guard is.
+"""Lines of reports in a stream that other programs write to as well. Standard library only, as the guard is.
 
-The standard output of a step is not ours alone: a TaskProlog, a wrapper of ``srun``, a ``sitecustomize`` or a shell's
-start file may print there, with or without an end of line, and ``srun`` may put a label before each line. So each line
-of ours carries a mark, and what has none is passed over.
+Other programs write to the standard output of a step as well: a TaskProlog, a wrapper of ``srun``, a ``sitecustomize``
+or a shell's start file may print there, with or without an end of line, and ``srun`` may put a label before each line.
+So each line of a guard carries a mark, and text without one is ignored.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DamagedLineError", "LineSplitter", "encode_line", "find_lines"]
-
 _MARK = b"@hpcrl-line "
 _LONGEST = 1 << 20
-"""So many bytes without an end of line are nobody's report; only the end of them is kept."""
+"""Maximum bytes without an end of line; more cannot be a report, and only the last bytes are kept."""
 _KEPT = 1 << 16
 _TEXT = 200
-"""What is left of a text or a list of texts where a line has to be short, in characters."""
+"""Length in characters to which texts and lists of texts are cut if a line has to be short."""
 
 
 class DamagedLineError(ValueError):
-    """A line carries our mark, and what follows is not what was written."""
+    """A line carries the mark of reports, but the text after it is damaged."""
 
 
 def encode_line(said: Mapping[str, Any], *, limit: int | None = None) -> bytes:
-    """One line with our mark, to be written by one call.
+    """Return one line with the mark of reports, to be written by one call.
 
     Parameters
     ----------
@@ -51,12 +49,12 @@ def _encode(said: Mapping[str, Any]) -> bytes:
 
 
 def find_lines(line: bytes) -> list[dict[str, Any]]:
-    """What of a line is ours; nothing where it is somebody else's, whatever it looks like.
+    """Return the guard reports in a line; empty if the line has none, whatever else it contains.
 
     Raises
     ------
     DamagedLineError
-        It has our mark, and no object follows.
+        The line has the mark of a report, but no JSON object follows.
     """
     found = []
     for piece in line.split(_MARK)[1:]:
@@ -65,7 +63,7 @@ def find_lines(line: bytes) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise DamagedLineError(f"{error}: {piece[:_TEXT]!r}") from error
         if not isinstance(said, dict):
-            raise DamagedLineError(f"it is no object: {piece[:_TEXT]!r}")
+            raise DamagedLineError(f"it is not an object: {piece[:_TEXT]!r}")
         found.append(said)
     return found
 

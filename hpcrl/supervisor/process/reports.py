@@ -1,4 +1,4 @@
-"""What guards report, as the supervisor reads it: each kind with its fields, and nothing else is taken."""
+"""Types of the reports of guards, as the supervisor reads them; other content is refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Dumped", "Gone", "Report", "RoleEnded", "Signalled", "SpawnFailed", "Started"]
-
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="report"):
-    """Which task said it, on which node, and when by the node's clock."""
+    """Origin of a report: its task, its node, and its time by the node's clock."""
 
     task: int
     node: str
@@ -39,7 +37,7 @@ class Dumped(_Report, frozen=True, kw_only=True, tag="dumped"):
 
 
 class Signalled(_Report, frozen=True, kw_only=True, tag="signalled"):
-    """Somebody else than the supervisor wants the role to end."""
+    """Another process than the supervisor wants the role to end."""
 
     signal: int
 

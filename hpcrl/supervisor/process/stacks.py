@@ -1,7 +1,7 @@
-"""Where the processes of a role are: their stacks by py-spy, taken by the guard on the role's own node.
+"""Stacks of a role's processes by py-spy, taken by the guard on the role's own node.
 
 Standard library only, as the guard is. py-spy reads another process's memory, which the kernel allows to root, or
-where ``kernel.yama.ptrace_scope`` is 0; where it may not, the file says so, and what ``/proc`` tells.
+where ``kernel.yama.ptrace_scope`` is 0; if it may not, the file says so, with the state from ``/proc``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl import procfs
-
-__all__ = ["dump_stacks", "top_frames"]
+from hpcrl.processes import procfs
 
 _LIMIT_S = 20.0
-"""For all processes together."""
+"""Timeout in seconds for all processes together."""
 _AT_ONCE = 16
 _MOST = 256
 _STOPPED = "Tt"
@@ -40,7 +38,7 @@ def dump_stacks(root: int, path: str) -> dict[str, object]:
     processes = [*([own] if own is not None else []), *procfs.descendants(root)][:_MOST]
     deadline = time.monotonic() + _LIMIT_S
     texts: dict[int, str] = {}
-    program = _py_spy()
+    program = py_spy()
     for start in range(0, len(processes), _AT_ONCE):
         texts |= _py_spy_dump(program, processes[start : start + _AT_ONCE], deadline)
     with open(path, "w") as stream:
@@ -59,7 +57,7 @@ def dump_stacks(root: int, path: str) -> dict[str, object]:
 
 
 def top_frames(text: str) -> list[str]:
-    """The first frames of the most telling thread in what py-spy printed: one that runs, else the main one."""
+    """Return the first frames of a running thread in py-spy's output, else of the main thread."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith("Thread "):
@@ -72,7 +70,8 @@ def top_frames(text: str) -> list[str]:
     return chosen[: _FRAMES + 1]
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
+    """Return the path of py-spy; None where it is not installed for this interpreter."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.is_file() else shutil.which("py-spy")
 
@@ -82,7 +81,7 @@ def _py_spy_dump(program: str | None, processes: Sequence[procfs.Process], deadl
         return {p.pid: "py-spy is not installed for this interpreter: pip install py-spy" for p in processes}
     running = {}
     for process in processes:
-        # to pause a process that a signal has stopped would wait for ever
+        # pausing a process that a signal has already stopped would never return
         how = ["--nonblocking"] if process.state in _STOPPED else []
         running[process.pid] = subprocess.Popen(
             [program, "dump", *how, "--pid", str(process.pid)],

@@ -8,13 +8,11 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from hpcrl import procfs
-from hpcrl.left_memory import remove_dead
-from hpcrl.marks import KIND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import KIND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs.copies import belongs_elsewhere
+from hpcrl.storage.shm_directories import remove_dead
 from hpcrl.supervisor.process.guard import end_processes
-
-__all__ = ["end_orphans", "find_leftovers", "reap", "sweep"]
 
 _GRACE_S = 1.0
 
@@ -22,7 +20,7 @@ _GRACE_S = 1.0
 def find_leftovers(
     run_id: str, *, kinds: tuple[str, ...] = ("role", "guard"), run_dir: Path | None = None
 ) -> list[procfs.Process]:
-    """Guards and roles of a run that live on this machine, except ourselves and those above us.
+    """Return guards and roles of a run that are alive on this machine, except this process and its ancestors.
 
     With ``run_dir`` none of a copy of the run, nor of the run that this one is a copy of.
     """
@@ -55,9 +53,9 @@ def sweep(run_id: str, *, run_dir: Path | None = None) -> list[procfs.Process]:
 
 
 def end_orphans(run_id: str, guards: Collection[int]) -> list[procfs.Process]:
-    """SIGKILL what no guard is above: orphans that we adopted, and what carries the mark of the run.
+    """Kill processes without a guard as ancestor: adopted orphans, and those with the mark of the run.
 
-    Returns what was found. ``guards`` are the pids of the guards that live; they look after their own.
+    Return them. ``guards`` are the pids of running guards, which end their own processes.
     """
 
     def sheltered(process: procfs.Process) -> bool:
@@ -75,7 +73,7 @@ def end_orphans(run_id: str, guards: Collection[int]) -> list[procfs.Process]:
 
 
 def reap(processes: list[procfs.Process]) -> None:
-    """Collect those of the processes that are our own dead children (we adopt orphans)."""
+    """Reap those of the processes that are dead children of this one, which adopts orphans."""
     for process in processes:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)

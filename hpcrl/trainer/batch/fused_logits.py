@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LogitPrograms", "find_programs"]
-
 _log = logging.getLogger(__name__)
 _BLOCK = {"normalise": 8192, "gradient": 4096}
-"""Columns that a program has at once."""
+"""Columns that a program processes at once."""
 _CLOSE = 1e-3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,9 +24,9 @@ class LogitPrograms(NamedTuple):
     module: Any
 
     def normalise(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of targets, entropies and normalisers, ``[N]`` float32; logits ``[N, vocab_size]``."""
+        """Return log-probabilities of targets, entropies and normalisers, ``[N]`` float32, of ``[N, vocab_size]``."""
         rows, columns = logits.shape
-        found = torch.empty(3, rows, dtype=torch.float32, device=logits.device).unbind()
+        found = logits.new_empty(3, rows, dtype=torch.float32).unbind()
         if rows:
             self.module.normalise_rows[rows,](
                 *(logits, targets, *found, columns, logits.stride(0), float(temperature)),
@@ -51,7 +49,7 @@ class LogitPrograms(NamedTuple):
 
 
 def find_programs(logits: Tensor) -> LogitPrograms | None:
-    """The programs for such ``logits``; None where plain torch computes them."""
+    """Return the Triton programs for such ``logits``; None if plain torch computes them."""
     if logits.dtype not in _DTYPES or logits.stride(1) != 1:
         return None
     if logits.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -61,23 +59,23 @@ def find_programs(logits: Tensor) -> LogitPrograms | None:
 
 @lru_cache
 def _programs_of(device: torch.device) -> LogitPrograms | None:
-    """They are tried once: what does not run, or gives other numbers than torch, is left out with a warning."""
+    """Return the programs after a test; None, with a warning, if they fail or their numbers differ from torch's."""
     try:
         programs = LogitPrograms(import_module("hpcrl.trainer.batch.triton_logits"))
         _try_programs(programs, device)
-    except Exception as error:  # noqa: BLE001 - compilers and drivers raise what they like, and torch can do it
+    except Exception as error:  # noqa: BLE001 - compilers and drivers raise any type, and torch can compute it instead
         _log.warning("logits are computed by plain torch, which takes longer: %s: %s", type(error).__name__, error)
         return None
     return programs
 
 
 def _try_programs(programs: LogitPrograms, device: torch.device) -> None:
-    """ArithmeticError where they differ from torch on random numbers."""
+    """Compare the programs with torch on random numbers (ArithmeticError if they differ)."""
     draw = torch.Generator().manual_seed(0)
     logits = (torch.randn(3, 9001, generator=draw) * 4).to(device)
     targets, slopes = torch.tensor([0, 8999, 4096], device=device), torch.tensor([-1.0, 0.5, 2.0], device=device)
-    wanted = (logits / 1.5).log_softmax(-1)
-    entropies = -(wanted.exp() * wanted).sum(-1)
+    wanted = (logits / 1.5).log_softmax(1)
+    entropies = -(wanted.exp() * wanted).sum(1)
     own, found, normaliser = programs.normalise(logits, targets, 1.5)
     gradient = torch.nn.functional.one_hot(targets, logits.shape[1]) - wanted.exp()
     gradient *= slopes[:, None] / 1.5

@@ -1,4 +1,4 @@
-"""The engine's choice of experts beside the trainer's own.
+"""Compares the engine's routed experts with the trainer's own.
 
 A mixture of experts is two models where engine and trainer disagree about the experts of a token, however well their
 weights agree. `RoutedExpertsComparison` counts where they do; `trainer.router_replay` lets the forward pass take the
@@ -20,32 +20,30 @@ from hpcrl.dock.wire import MicroBatch
 from hpcrl.modeling.context import ReplayedExperts
 from hpcrl.models.arch import ModelArch
 
-__all__ = ["UNKNOWN_KINDS", "RoutedExpertsComparison", "cut_experts", "engine_experts", "unknown_rows"]
-
 UNKNOWN_KINDS = ("last", "sampled", "context")
-"""What tokens without a row are: the last of a rollout, which never went into an engine; other sampled ones; prompts
-and what tools said."""
+"""Kinds of tokens without a row: the last of a sequence, which never went into an engine; other sampled ones; prompts
+and results of tools."""
 _CHUNK_TOKENS = 4096
-"""Rows of so many tokens are looked at at once: they stay in the caches of a processor."""
+"""Rows that are checked at a time, so that they stay in the caches of a CPU."""
 
 
 def engine_experts(batch: MicroBatch, arch: ModelArch) -> ReplayedExperts | None:
-    """What engines said of the tokens of a micro-batch, on the host; None where they said nothing.
+    """Return the routed experts of a micro-batch as the engines reported them, on the host; None if they reported none.
 
-    Engines report all layers by their number. Only sparse ones are kept, so the device has no rows of the others.
+    Engines report all layers by number. Only sparse layers are kept, so the device holds no rows of the others.
 
     Raises
     ------
     ValueError
-        It is not of these tokens, or not of this model: another number of layers or experts a token, an expert that the
-        model does not have, or one twice for a token, as a buffer has that was never written to.
+        The report does not match the tokens or the model: another number of tokens, layers or experts per token, an
+        unknown expert, or one expert twice for a token (as in a buffer that was never written to).
     """
     routes = batch.routed_experts
     if routes is None:
         return None
     tokens = len(batch.token_ids)
     if routes.shape[0] != tokens:
-        raise ValueError(f"micro-batch of {tokens} tokens has {routes.shape[0]} rows of experts")
+        raise ValueError(f"micro-batch of {tokens} tokens has {routes.shape[0]} rows of routed experts")
     layers, width = arch.num_hidden_layers, arch.experts_per_token
     if routes.shape[1:] != (layers, width):
         raise ValueError(
@@ -72,7 +70,7 @@ def engine_experts(batch: MicroBatch, arch: ModelArch) -> ReplayedExperts | None
 
 
 def _impossible(said: NDArray[Any], experts: int) -> NDArray[np.bool_]:
-    """Where ``said``, ``[T, layers, k]``, has an expert that is none of ``experts``, or one twice: ``[T, layers]``."""
+    """Return a mask ``[T, layers]`` of the rows of ``said [T, layers, k]`` with an unknown or a repeated expert."""
     # an expert of all rows after another: an order of magnitude faster than sorting rows of a few bytes
     columns = np.ascontiguousarray(said.reshape(-1, said.shape[-1]).T)
     wrong: NDArray[np.bool_] = columns.max(0) >= experts
@@ -82,21 +80,22 @@ def _impossible(said: NDArray[Any], experts: int) -> NDArray[np.bool_]:
 
 
 def _what_is_wrong(batch: MicroBatch, token: int, layer: int, said: NDArray[Any], experts: int) -> str:
-    rollout = int(np.searchsorted(batch.cu_seqlens, token, side="right")) - 1
-    group, member = batch.rollouts[rollout] if batch.rollouts else ("?", rollout)
-    what = f"the model has {experts}" if said.max() >= experts else "an expert stands there twice"
+    place = int(np.searchsorted(batch.cu_seqlens, token, side="right")) - 1
+    group, member = batch.rollouts[place] if batch.rollouts else ("?", place)
+    sequence = f"sequence {batch.sequences[place]} of " if batch.sequences else ""
+    what = f"the model has {experts}" if said.max() >= experts else "an expert occurs twice"
     return (
-        f"experts {said.tolist()} of token {token - int(batch.cu_seqlens[rollout])} in layer {layer} of rollout "
-        f"{member} of group {group}: {what}\n"
+        f"experts {said.tolist()} of token {token - int(batch.cu_seqlens[place])} in layer {layer} of "
+        f"{sequence}rollout {member} of group {group}: {what}\n"
         "    hint: the engine's record of experts is broken; trainer.router_replay and engine.return_routed_experts: "
         "false train without it"
     )
 
 
 def cut_experts(experts: ReplayedExperts, own: Tensor, wanting: int) -> ReplayedExperts:
-    """Those of the tokens that ``own [n]`` int64 names, of the ``T`` that ``experts`` has and ``wanting`` more.
+    """Return the experts of the tokens ``own [n]`` int64, out of the ``T`` of ``experts`` and ``wanting`` more.
 
-    Of what is wanting nothing is known: it has the numbers from ``T`` on.
+    The additional tokens have the numbers from ``T`` on; their experts are unknown.
     """
     rows = torch.cat((experts.experts, experts.experts.new_zeros(wanting, *experts.experts.shape[1:])))
     known = torch.cat((experts.known, experts.known.new_zeros(wanting)))
@@ -104,7 +103,7 @@ def cut_experts(experts: ReplayedExperts, own: Tensor, wanting: int) -> Replayed
 
 
 def unknown_rows(batches: Sequence[MicroBatch]) -> dict[str, int]:
-    """Tokens of micro-batches of which no engine said its experts, by `UNKNOWN_KINDS`."""
+    """Count the tokens of micro-batches whose experts no engine reported, by `UNKNOWN_KINDS`."""
     found = dict.fromkeys(UNKNOWN_KINDS, 0)
     for batch in batches:
         unknown = np.ones(len(batch.token_ids), np.bool_)
@@ -129,7 +128,7 @@ class RoutedExpertsComparison:
         ``[T]`` int64: layers in which a known token's experts are others than the trainer's router would choose; 0
         where it is not known.
     layers:
-        How many are compared.
+        Number of compared tokens.
     """
 
     def __init__(self, experts: ReplayedExperts) -> None:
@@ -142,5 +141,5 @@ class RoutedExpertsComparison:
     def __call__(self, layer: int, experts: Tensor) -> None:
         """See `RoutedExpertsRecorder`."""
         # a layer at a time: sorting also makes indices of eight bytes each
-        other = experts.sort(-1).values != self._experts.of(layer).sort(-1).values
-        self.differing += other.any(-1) & self.known
+        other = experts.sort(1).values != self._experts.of(layer).sort(1).values
+        self.differing += other.any(1) & self.known

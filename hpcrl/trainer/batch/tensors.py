@@ -13,25 +13,23 @@ from torch import Tensor
 
 from hpcrl.config.recipe import ContextScheme
 from hpcrl.dock.wire import MicroBatch
-from hpcrl.modeling.balanced_chunks import head_tail
+from hpcrl.modeling.attention.balanced_chunks import head_tail
+from hpcrl.modeling.attention.context_parallel import ContextParallelAttention
+from hpcrl.modeling.attention.latent_gather import LatentGather
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.attention.ring import RingAttention
 from hpcrl.modeling.context import BatchContext, ReplayedExperts, RoutedExpertsRecorder
-from hpcrl.modeling.context_parallel import ContextParallelAttention
-from hpcrl.modeling.latent_gather import LatentGather
-from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.ring_attention import RingAttention
-from hpcrl.modeling.transfer import move
+from hpcrl.modeling.memory.transfer import move
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.fused_logits import find_programs
 from hpcrl.trainer.batch.routed_experts import cut_experts, engine_experts
-
-__all__ = ["PIECE_BYTES", "Normalised", "TokenBatch", "normalise", "put_gradient", "token_logprobs"]
 
 
 class TokenBatch(NamedTuple):
     """One forward pass. ``T`` tokens, of which ``N`` are trained; ``N`` may be 0, ``T`` is at least 1.
 
     It is made and cut on the host, where nothing has to be waited for, and goes to the device in one copy: how many
-    tokens, trained tokens and rollouts there are, and where sequences begin, the host knows without asking.
+    tokens, trained tokens and sequences there are, and where these begin, the host knows without asking.
 
     Attributes
     ----------
@@ -51,11 +49,13 @@ class TokenBatch(NamedTuple):
     context_versions:
         ``[N]`` int64: oldest version that the engine's context of each token was computed with.
     sequences:
-        ``[N]`` int64: rollout of each token.
-    rollouts:
-        How many there are, of which ranks may share each.
+        ``[N]`` int64: sequence of each token. A rollout has one, or one for each of its branches.
+    num_sequences:
+        Number of sequences; ranks may share each of them.
     routes:
-        Experts that engines chose for all ``T`` tokens; None where they did not say.
+        Experts that engines chose for all ``T`` tokens; None where they did not return them.
+    teacher_logprobs:
+        ``[N]`` float32: those of a teacher, NaN for tokens without one; None where no token has one.
     """
 
     input_ids: Tensor
@@ -67,31 +67,32 @@ class TokenBatch(NamedTuple):
     versions: Tensor
     context_versions: Tensor
     sequences: Tensor
-    rollouts: int
+    num_sequences: int
     routes: ReplayedExperts | None = None
+    teacher_logprobs: Tensor | None = None
 
     @property
     def num_trained(self) -> int:
         return len(self.targets)
 
     def context(self, record: RoutedExpertsRecorder | None = None, *, replay: bool = False) -> BatchContext:
-        """What the forward pass needs beside ``input_ids``; with ``replay`` routers take the engines' experts."""
+        """Return the context of the forward pass of the batch; with ``replay`` routers take the engines' experts."""
         context = self.attention.context(self.select, record)
         return replace(context, replay=self.routes) if replay else context
 
     @classmethod
     def from_wire(cls, batch: MicroBatch, arch: ModelArch | None = None) -> TokenBatch:
-        """Tensors of a micro-batch, on the host. An empty one becomes one token that is not trained.
+        """Return the tensors of a micro-batch, on the host. An empty one becomes one token that is not trained.
 
         Parameters
         ----------
         arch:
-            Of the model that the batch's routed experts are of; None leaves them out.
+            Architecture for the batch's routed experts; None leaves them out.
 
         Raises
         ------
         ValueError
-            Lengths do not fit each other, the first token of a rollout is to be trained, or routed experts are not of
+            Lengths do not fit each other, the first token of a sequence is to be trained, or routed experts are not of
             this model (`engine_experts`).
         """
         total = len(batch.token_ids)
@@ -102,10 +103,10 @@ class TokenBatch(NamedTuple):
             _check(batch)
             ids, starts = batch.token_ids.astype(np.int64), batch.cu_seqlens.astype(np.int64)
             trained = np.flatnonzero(batch.loss_mask)
-            # a rollout begins with what was said to the policy; its version is that of the whole context
+            # a sequence begins with context of the policy, whose version is that of the whole context
             contexts = np.repeat(batch.versions[starts[:-1]], np.diff(starts))[trained]
         attention = PackedAttention(torch.from_numpy(starts))
-        where = torch.from_numpy(trained)
+        where, teacher = torch.from_numpy(trained), batch.teacher_logprobs
         input_ids = torch.from_numpy(ids)
         return cls(
             input_ids=input_ids,
@@ -117,16 +118,18 @@ class TokenBatch(NamedTuple):
             versions=torch.from_numpy(batch.versions[trained].astype(np.int64)),
             context_versions=torch.from_numpy(contexts.astype(np.int64)),
             sequences=attention.sequences[where],
-            rollouts=len(starts) - 1,
+            num_sequences=len(starts) - 1,
             routes=engine_experts(batch, arch) if total and arch is not None else None,
+            teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[trained].astype(np.float32)),
         )
 
     def cut(self, group: dist.ProcessGroup, scheme: ContextScheme = "ulysses") -> TokenBatch:
-        """This rank's part of a batch, still on the host, that the ranks of a context-parallel ``group`` have alike.
+        """Return this rank's part of a batch, still on the host, that all ranks of a context-parallel ``group`` have.
 
-        Each gets an equal run of the tokens, or chunks of each sequence of equal work (``ring``, ``gather``). What is
-        wanting for that is filled up with tokens of the batch, as a sequence of their own, so that routers deal them
-        out like others. A trained token belongs to the rank that has the token before it, whose logits predict it.
+        Each rank gets an equal range of the tokens (``ulysses``), or chunks of each sequence with equal work (``ring``,
+        ``gather``). Missing tokens are filled up with tokens of the batch as a sequence of their own, so that routers
+        distribute them like others. A trained token belongs to the rank that has the token before it, whose logits
+        predict it.
         """
         assert isinstance(self.attention, PackedAttention)
         ranks, total, starts = dist.get_world_size(group), len(self.input_ids), self.attention.starts
@@ -161,12 +164,13 @@ class TokenBatch(NamedTuple):
             versions=self.versions[trained],
             context_versions=self.context_versions[trained],
             sequences=self.sequences[trained],
-            rollouts=self.rollouts,
+            num_sequences=self.num_sequences,
             routes=None if self.routes is None else cut_experts(self.routes, own, wanting),
+            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[trained],
         )
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The same on ``device``, by one copy that nobody waits for."""
+        """Return the batch on ``device``; one asynchronous copy moves it."""
         return move(self, device)
 
 
@@ -176,19 +180,19 @@ def _check(batch: MicroBatch) -> None:
         if len(getattr(batch, name)) != total:
             raise ValueError(f"micro-batch of {total} tokens has {len(getattr(batch, name))} {name}")
     if len(starts) < 2 or starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 1).any():
-        raise ValueError(f"cu_seqlens {starts.tolist()} do not cut {total} tokens into rollouts")
+        raise ValueError(f"cu_seqlens {starts.tolist()} do not cut {total} tokens into sequences")
     if batch.loss_mask[starts[:-1]].any():
-        raise ValueError("the first token of a rollout cannot be a sampled one")
+        raise ValueError("the first token of a sequence cannot be a sampled one")
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and the entropy of each distribution, after the temperature.
+    """Return the log-probability of each target, and each distribution's entropy, after the temperature.
 
     Parameters
     ----------
     logits:
         ``[N, vocab_size]`` with gradient, worked on in float32. The backward pass puts their gradient into their
-        memory: nobody else may need them then.
+        memory, so no other computation may need the logits then.
     targets:
         ``[N]`` int64.
     temperature:
@@ -205,14 +209,14 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
 
 
 PIECE_BYTES = {"cpu": 1 << 20}
-"""Of logits that are worked on at once, in float32: what a cache of a processor holds, so that memory is read and
+"""Bytes of logits in float32 that are processed at a time: those of a CPU fit its cache, so that memory is read and
 written once."""
 _LARGE_PIECE_BYTES = 64 << 20
-"""The same of other devices, which want to be kept busy."""
+"""The same for other devices, which need larger pieces to be fully used."""
 
 
 class Normalised(NamedTuple):
-    """Of each row of logits, ``[N]`` float32: its target's log-probability, entropy in nats, log of the sum."""
+    """Log-probability of each row's target, entropy in nats, and log of the sum; each ``[N]`` float32."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -238,14 +242,14 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def normalise(logits: Tensor, targets: Tensor, temperature: float) -> Normalised:
-    """Log-probabilities and entropies of ``logits [N, vocab_size]``, computed in float32 at least.
+    """Return log-probabilities and entropies of ``logits [N, vocab_size]``, computed in at least float32.
 
     ``targets`` ``[N]`` int64. Nothing has a gradient.
     """
     if (programs := find_programs(logits)) is not None:
         return Normalised(*programs.normalise(logits, targets, temperature))
     wide = _wide(logits)
-    own = logits.gather(-1, targets[:, None])[:, 0].to(wide)
+    own = logits.gather(1, targets[:, None])[:, 0].to(wide)
     if temperature != 1.0:
         own = own / temperature
     # exp(logit - largest) summed over the vocabulary; the same times logit
@@ -254,10 +258,10 @@ def normalise(logits: Tensor, targets: Tensor, temperature: float) -> Normalised
         piece = logits[rows].to(wide)
         if temperature != 1.0:
             piece = piece / temperature
-        torch.amax(piece, -1, out=largest[rows])
+        torch.amax(piece, 1, out=largest[rows])
         exponentials = (piece - largest[rows, None]).exp_()
-        torch.sum(exponentials, -1, out=total[rows])
-        torch.sum(exponentials.mul_(piece), -1, out=weighted[rows])
+        torch.sum(exponentials, 1, out=total[rows])
+        torch.sum(exponentials.mul_(piece), 1, out=weighted[rows])
         # or they would be held until the next piece has its own
         del piece, exponentials
     normaliser = largest + total.log()
@@ -270,9 +274,9 @@ def put_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, slopes: Te
     Parameters
     ----------
     logits, targets, temperature:
-        What `normalise` was given.
+        Argument of `normalise`.
     normaliser:
-        What it found.
+        Result of `normalise`.
     slopes:
         ``[N]`` float32: the loss by the log-probability of each target.
     """
@@ -281,13 +285,13 @@ def put_gradient(logits: Tensor, targets: Tensor, normaliser: Tensor, slopes: Te
         return
     scale, wide = slopes[:, None] / temperature, _wide(logits)
     for rows in _pieces(logits):
-        # float32 is worked on where it is
+        # float32 logits are not copied, but changed in place
         piece = logits[rows].to(wide)
         if temperature != 1.0:
             piece = piece.div_(temperature)
         # of a log-probability: one at its target, less all probabilities
         piece.sub_(normaliser[rows, None]).exp_().mul_(-scale[rows])
-        piece.scatter_add_(-1, targets[rows, None], scale[rows])
+        piece.scatter_add_(1, targets[rows, None], scale[rows])
         if logits.dtype != wide:
             logits[rows] = piece
         del piece

@@ -9,15 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["normalise_rows", "put_gradient_rows"]
-
 
 @triton.jit
 def normalise_rows(
     logits, targets, logprobs, entropies, normalisers, columns, stride, temperature, BLOCK: tl.constexpr
 ):
-    """One row of ``logits [rows, columns]`` divided by ``temperature``: its target's log-probability and its entropy,
-    and the logarithm of the sum of exponentials, float32 each."""
+    """Compute the target's log-probability, the entropy and the log of the sum of exponentials of one row.
+
+    The row is one of ``logits [rows, columns]`` divided by ``temperature``; results are float32.
+    """
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
     place = tl.arange(0, BLOCK)
@@ -47,9 +47,9 @@ def normalise_rows(
 
 @triton.jit
 def put_gradient_rows(logits, targets, normalisers, slopes, columns, stride, temperature, BLOCK: tl.constexpr):
-    """A block of one row: the gradient of a loss takes the place of ``logits``, rounded to their dtype.
+    """Replace one block of a row of ``logits`` by the gradient of a loss, rounded to their dtype.
 
-    ``slopes [rows]`` float32 is the loss by the log-probability of each target.
+    ``slopes [rows]`` float32 is the gradient of the loss with respect to the log-probability of each target.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

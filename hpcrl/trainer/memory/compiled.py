@@ -1,10 +1,10 @@
 """`torch.compile` of layers: kernels between products of matrices become one.
 
-What a layer asks of its batch and of other ranks is not compiled (methods with the mark `hpcrl.modeling.opaque`): there
-the graph is interrupted. These are attention and recurrences, kernels of their own that know where sequences begin; the
-choices of indexers and routers; experts with the exchanges around them. What lies between is compiled once for all
-layers of a kind and all numbers of tokens. Products with experts are compiled by themselves in bfloat16, which alone
-torch knows the shapes of.
+What a layer asks of its batch and of other ranks is not compiled (methods with the mark
+`hpcrl.modeling.compile.opaque`): there the graph is interrupted. These are attention and recurrences, kernels of their
+own that know where sequences begin; the choices of indexers and routers; experts with the exchanges around them. What
+lies between is compiled once for all layers of a kind and all numbers of tokens. Products with experts are compiled by
+themselves in bfloat16, which alone torch knows the shapes of.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ import torch
 from torch import nn
 
 from hpcrl.errors import UsageError
+from hpcrl.modeling.compile.opaque import opaque_methods
 from hpcrl.modeling.decoder import DecoderLayer
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.opaque import opaque_methods
-
-__all__ = ["compile_layers", "find_compiler"]
 
 BACKEND = "inductor"
-"""Of torch: it writes kernels in Triton for GPUs, in C++ for the processor."""
+"""Backend of torch that writes kernels in Triton for GPUs and in C++ for CPUs."""
 
 
 def find_compiler(device: torch.device) -> None:
-    """Look for what makes kernels for ``device``.
+    """Check that ``device`` has a compiler for kernels.
 
     Raises
     ------
@@ -38,13 +36,13 @@ def find_compiler(device: torch.device) -> None:
         It is not installed, or cannot be used with torch where that is.
     """
     if BACKEND != "inductor":
-        return  # graphs as they are need nothing
+        return  # other backends run graphs without a compiler
     hint = "    hint: set trainer.memory.compile: false, or install one on the trainer's nodes"
     if device.type != "cpu":
         if importlib.util.find_spec("triton") is None:
             raise UsageError(f"trainer.memory.compile needs Triton, and this environment has none\n{hint}")
         return
-    from torch._inductor import config  # noqa: PLC0415 - a second, for those who compile
+    from torch._inductor import config  # noqa: PLC0415 - importing it takes a second: only if layers are compiled
 
     names = [name for name in config.cpp.cxx if name]
     if not any(map(shutil.which, names)):

@@ -1,4 +1,4 @@
-"""Copies between device and host that run beside the computing."""
+"""Copies between device and host that overlap with computation."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.host_memory import pinned_bytes
-
-__all__ = ["Copies", "StartedCopy", "copies_of", "host_like"]
+from hpcrl.modeling.memory.host_memory import pinned_bytes
 
 
 class StartedCopy(Protocol):
     """A copy that was started."""
 
     def finish(self) -> None:
-        """Whatever is computed from now on sees the target, and may take the memory of the source."""
+        """Order later computations after the copy: they may read the target and reuse the memory of the source."""
         ...
 
 
@@ -38,7 +36,7 @@ def copies_of(device: torch.device) -> Copies:
 
 
 def host_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory of the host for ``tensor``, from which and to which ``device`` copies without help of the processor.
+    """Return host memory for ``tensor``, which ``device`` can read and write without help of the CPU.
 
     Of its shape and dtype, not initialised; pinned where ``device`` is an accelerator (see `pinned_bytes`).
     """

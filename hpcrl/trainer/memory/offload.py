@@ -9,10 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.host_memory import Rooms
+from hpcrl.modeling.memory.host_memory import Rooms
 from hpcrl.trainer.memory.copies import Copies, StartedCopy, copies_of
-
-__all__ = ["ActivationOffload"]
 
 
 class ActivationOffload:
@@ -24,26 +22,26 @@ class ActivationOffload:
     """
 
     def __init__(self, device: torch.device, *, bound_bytes: int, copies: Copies | None = None) -> None:
-        """Nothing is held yet.
+        """Prepare; no activation is held yet.
 
         Parameters
         ----------
         bound_bytes:
-            Most bytes in flight, where a single tensor does not have more.
+            Maximum bytes in flight, unless a single tensor has more.
         copies:
-            How they are made; None: as the device does.
+            Function that makes copies; None: the device's default.
         """
         self._device, self._bound = device, bound_bytes
         # one row of copies: a room is written again behind the copy that reads it
         self._copies, self._rooms = copies or copies_of(device), Rooms(device)
         self._leaving: deque[_Held] = deque()
         self._coming: _Held | None = None
-        # whoever holds a tensor decides how long it lives: a pass without a backward pass leaves nothing behind
+        # weak references: the holder of a tensor decides its lifetime, and a pass without a backward pass leaves none
         self._held: list[weakref.ref[_Held]] = []
 
     @property
     def bytes_in_flight(self) -> int:
-        """Device memory that is held for copies."""
+        """Return the bytes of device memory that are held for copies."""
         coming = () if self._coming is None else (self._coming,)
         return sum(held.host.nbytes for held in (*self._leaving, *coming))
 
@@ -64,7 +62,7 @@ class ActivationOffload:
         held.here = None
 
     def _bring(self, held: _Held) -> Tensor:
-        """The tensor on the device again, and the one that will be wanted next on its way."""
+        """Return the tensor on the device, and start to copy back the one that is needed next."""
         self._held = [other for other in self._held if other() not in (None, held)]
         if held in self._leaving:
             # it has not left yet

@@ -3,8 +3,8 @@
 The step itself runs on the device, by the same kernel and with the same result as without. It begins when the gradient
 norm is known, so that nothing is applied that clipping would have scaled down. What is overlapped: the moments of the
 first two buckets come while the backward pass still runs (`HostAdamW.prefetch`); behind it, while one bucket is
-computed, the next one comes and the last one goes back. Beside parameters and gradients the device holds three buckets,
-whatever the size of the model; a large parameter is computed in several.
+computed, the next one arrives and the last one returns. Besides parameters and gradients the device holds three
+buckets, whatever the size of the model; a large parameter is computed in several.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from torch.optim.adamw import adamw
 from hpcrl.modeling.blocks import is_sharded, local_part
 from hpcrl.trainer.memory.copies import StartedCopy, copies_of, host_like
 
-__all__ = ["BUCKET_BYTES", "HostAdamW", "host_zeros"]
-
 BUCKET_BYTES = 256 << 20
-"""Of moments that move together, two float32 numbers a parameter."""
+"""Bytes of moments that move together, two float32 numbers per parameter."""
 _ALIGNED = 64
-"""A parameter is cut at multiples of so many elements: what fills no vector of a processor is rounded otherwise."""
+"""Elements to whose multiples parameters are cut: an incomplete CPU vector would be rounded differently."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -70,7 +68,7 @@ class HostAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, fused=True)
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._device = local_part(parameters[0]).device
-        # each way its own: they run beside each other
+        # each direction has its own copies, so that they overlap
         self._in, self._out = copies_of(self._device), copies_of(self._device)
         for parameter in parameters:
             self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32)} | {

@@ -1,8 +1,8 @@
 """Activation checkpointing: of a layer its input is kept, and the rest computed again for the backward pass.
 
-`torch.utils.checkpoint` does the work. What is ours is what the second computation sees: the experts that tokens went
+`torch.utils.checkpoint` does the work. Added here is what the second computation sees: the experts that tokens went
 to and the tokens that indexers chose are those of the first (else ranks might exchange other rows than they expect),
-and nobody is told of a router's choice twice.
+and a router's choice is recorded only once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from hpcrl.modeling.compile.saved_ops import KEPT
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import BlockFn
-from hpcrl.modeling.kept import KEPT
 from hpcrl.modeling.rope import RotaryTables
 
-__all__ = ["Hold", "Recomputation", "hold_here"]
-
 Hold = Callable[[Tensor], Callable[[], Tensor]]
-"""Takes the input of a layer into its keeping; what it returns gives it back, once."""
+"""Keeps the input of a layer; the returned function gives it back, once."""
 
 
 def hold_here(x: Tensor) -> Callable[[], Tensor]:
@@ -39,14 +37,15 @@ class Recomputation:
     """A `hpcrl.modeling.decoder.RunBlock` that keeps little of a layer."""
 
     def __init__(self, *, selective: bool, hold: Hold = hold_here) -> None:
-        """Decide what is kept.
+        """Choose what is kept for the backward pass.
 
         Parameters
         ----------
         selective:
-            Outputs of what is dear to compute (`hpcrl.modeling.kept`) are kept beside the input of the layer.
+            Whether outputs that are expensive to compute (`hpcrl.modeling.compile.saved_ops`) are kept in addition to
+            the layer's input.
         hold:
-            Where the input waits.
+            Function that keeps the input.
         """
         self._selective, self._hold = selective, hold
 
@@ -54,7 +53,7 @@ class Recomputation:
         """See `RunBlock`."""
         if not torch.is_grad_enabled():
             return block(x, rotary, context)
-        # of this layer and this pass alone: nothing is used up, however often the layer is computed
+        # a dict for this layer and pass: reading it does not consume it, so that the layer can be recomputed repeatedly
         context = replace(context, taken={})
         first: Tensor | None = x
         held: Callable[[], Tensor] | None = None
@@ -71,10 +70,10 @@ class Recomputation:
             run,
             rotary,
             use_reentrant=False,
-            preserve_rng_state=False,  # nothing in a layer is random
+            preserve_rng_state=False,  # a layer uses no random numbers
             context_fn=_keep_and_give if self._selective else noop_context_fn,
         )
-        # behind the layer: what is held elsewhere may be copied while the next one computes
+        # after the layer, so that an offloaded input is copied while the next layer computes
         held = self._hold(x)
         return y
 

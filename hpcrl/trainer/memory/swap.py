@@ -1,6 +1,6 @@
 """The trainer's tensors in host memory while engines have the device.
 
-Copies run beside the computing (`hpcrl.trainer.memory.copies`): while what was begun last is still on its way, the next
+Copies overlap with computation (`hpcrl.trainer.memory.copies`): while the last one is still under way, the next
 is gathered for the engines. Memory of the device is free when its copy is finished.
 """
 
@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
+from hpcrl.modeling.memory.arena import Arena, Memory, give_to_others, memory_of
 from hpcrl.trainer.memory.copies import StartedCopy, copies_of, host_like
-
-__all__ = ["HostSwap"]
 
 
 class _Leaving(NamedTuple):
@@ -28,20 +26,20 @@ class HostSwap:
     """Moves the memory of tensors to the host and back; the tensors stay the same objects."""
 
     def __init__(self, device: torch.device, arena: Arena) -> None:
-        """Nothing is away yet.
+        """Prepare; no tensor is swapped out yet.
 
         Parameters
         ----------
         device:
-            Whose memory is given back.
+            Device whose memory is released.
         arena:
-            Counts it.
+            Counts the memory.
         """
         self._device, self.arena = device, arena
         self._copies = copies_of(device)
         self._leaving: list[_Leaving] = []
         self._away: list[tuple[Memory, Tensor]] = []
-        # pinned memory is dear to take: what came back from the host leaves its room for the next time
+        # pinned memory is expensive to allocate: buffers are kept for the next time
         self._rooms: dict[int, list[Tensor]] = {}
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
@@ -50,7 +48,7 @@ class HostSwap:
         Of sharded ones this rank's parts go. What is away already, or begun, is left out.
         """
         before, self._leaving = self._leaving, []
-        # what was begun is still there, and about to be freed
+        # memory whose copy has begun is still allocated, and about to be freed
         begun = {leaving.memory.key for leaving in before}
         for memory in memory_of(tensors):
             if memory.key in begun:

@@ -1,4 +1,4 @@
-"""What a recipe says of memory, put to work in a model."""
+"""Applies the memory settings of a recipe to a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from hpcrl.modeling.decoder import Decoder, DecoderLayer
 from hpcrl.trainer.memory.offload import ActivationOffload
 from hpcrl.trainer.memory.recompute import Recomputation, hold_here
 
-__all__ = ["apply_memory_tools", "find_tools"]
-
 
 def find_tools(config: TrainerMemoryConfig, device: torch.device) -> None:
-    """Look for what ``config`` needs on ``device`` beside torch.
+    """Find what ``config`` needs on ``device`` in addition to torch.
 
     Raises
     ------
@@ -30,7 +28,7 @@ def find_tools(config: TrainerMemoryConfig, device: torch.device) -> None:
 def apply_memory_tools(
     model: Decoder, config: TrainerMemoryConfig, device: torch.device, *, dtype: torch.dtype
 ) -> None:
-    """Let the layers of ``model`` be computed on ``device`` in ``dtype`` as ``config`` says.
+    """Apply the memory settings of ``config`` to the layers of ``model``, on ``device`` in ``dtype``.
 
     Before or after it is sharded, and behind all else that changes parts of it.
     """

@@ -1,4 +1,4 @@
-"""Which dispatcher takes tokens to their experts, as the recipe says."""
+"""Finds the recipe's dispatcher, which sends tokens to their experts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from torch import nn
 from hpcrl.config.recipe import TrainerConfig
 from hpcrl.modeling.layers.deepep import DeepEPDispatcher, Exchange, MakeBuffer, find_deepep
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.mesh import ParallelDims
-
-__all__ = ["find_dispatcher", "use_dispatcher"]
+from hpcrl.modeling.parallel.mesh import ParallelDims
 
 
 def find_dispatcher(config: TrainerConfig, device: torch.device) -> MakeBuffer | None:
-    """What the recipe's dispatcher needs; None for torch's collectives, which models have already.
+    """Return the buffer factory of the recipe's dispatcher; None for torch's collectives, the models' default.
 
     Raises
     ------
     UsageError
-        It cannot be used here.
+        The dispatcher cannot be used here.
     """
     return find_deepep(device) if config.parallelism.dispatcher == "deepep" else None
 
@@ -27,7 +25,7 @@ def find_dispatcher(config: TrainerConfig, device: torch.device) -> MakeBuffer |
 def use_dispatcher(
     model: nn.Module, mesh: ParallelDims, config: TrainerConfig, make: MakeBuffer | None, *, timeout_s: float
 ) -> None:
-    """Let the sparse layers of a model that is dealt out over ``ep`` use what `find_dispatcher` found.
+    """Let the sparse layers of a model that is distributed over ``ep`` use what `find_dispatcher` found.
 
     ``timeout_s`` is that of the trainer's collectives.
     """

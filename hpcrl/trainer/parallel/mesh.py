@@ -14,23 +14,21 @@ from torch._C._distributed_c10d import HashStore
 
 from hpcrl.config.recipe import TrainerParallelismConfig
 from hpcrl.errors import PeerLostError
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.trainer.parallel.numa import bind_near
 from hpcrl.trainer.parallel.ranks import Ranks
-
-__all__ = ["Parallel", "distributed", "is_lost_rank", "parallel_of"]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The ranks of the trainer, and where this one stands among them.
+    """The ranks of the trainer, and the position of this one.
 
     Attributes
     ----------
     mesh:
         The named dimensions, and their meshes: what model code sees.
     device:
-        Where this rank computes.
+        Device of this rank.
     """
 
     mesh: ParallelDims
@@ -38,13 +36,13 @@ class Parallel:
 
     @property
     def world(self) -> Ranks:
-        """All ranks: who agree, write checkpoints and publish; each has tokens that no other one has."""
+        """Return all ranks: the group for agreements, checkpoints and publishing."""
         assert dist.group.WORLD is not None
         return Ranks(dist.group.WORLD)
 
     @property
     def data(self) -> Ranks:
-        """Data-parallel ranks: the number of this one is that of its shard of a batch.
+        """Return the data-parallel ranks; this rank's number is that of its shard of a batch.
 
         Ranks of one context-parallel group have the same number, and share the shard.
         """
@@ -52,12 +50,12 @@ class Parallel:
 
     @property
     def sharding(self) -> Ranks:
-        """Ranks that together have every parameter once; experts too, which are cut another way over the same ranks."""
+        """Return the ranks that together hold every parameter once, experts included, which are sharded differently."""
         return Ranks(self.mesh.get_mesh("fsdp").get_group())
 
 
 def is_lost_rank(error: Exception) -> bool:
-    """Whether ``error`` is how a collective says that another rank went away (a consequence, not a cause)."""
+    """Return whether ``error`` is a collective's report that another rank is gone (a consequence, not a cause)."""
     if isinstance(error, dist.DistBackendError):
         return True
     text = str(error)
@@ -71,9 +69,9 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
     Parameters
     ----------
     timeout_s:
-        Longest time in one collective; longer than any wait that ranks may do apart, in seconds.
+        Timeout of one collective in seconds; longer than any wait between the ranks' arrivals.
     parallelism:
-        How the ranks share the work; None: parameters are sharded over all of them, and nothing else.
+        Parallelism of the ranks; None: parameters are sharded over all of them, and nothing else.
 
     Raises
     ------
@@ -105,9 +103,12 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
 
 
 def parallel_of(parallelism: TrainerParallelismConfig, device: torch.device) -> Parallel:
-    """The meshes of ``parallelism`` over all ranks of a process group that is there; collective.
+    """Return the meshes of ``parallelism`` over all ranks of the existing process group. Collective.
 
-    ValueError where the ranks do not divide so.
+    Raises
+    ------
+    ValueError
+        The number of ranks is not divisible accordingly.
     """
     size = dist.get_world_size()
     mesh = ParallelDims(world_size=size, dp_replicate=parallelism.dp_replicate, cp=parallelism.cp, ep=parallelism.ep)
@@ -116,12 +117,12 @@ def parallel_of(parallelism: TrainerParallelismConfig, device: torch.device) -> 
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Meet the others at the store of rank 0."""
+    """Join the process group at the store of rank 0."""
     try:
         dist.init_process_group(backend, timeout=timeout)
     except dist.DistStoreError as error:
-        raise PeerLostError(f"not all ranks of the trainer came: {error}") from error
+        raise PeerLostError(f"not all ranks of the trainer joined: {error}") from error
     except dist.DistNetworkError as error:
-        if os.environ["RANK"] == "0":  # nobody else: it cannot listen
+        if os.environ["RANK"] == "0":  # only rank 0 listens: the error is its own
             raise
-        raise PeerLostError(f"rank 0 of the trainer is not there: {error}") from error
+        raise PeerLostError(f"rank 0 of the trainer is unreachable: {error}") from error

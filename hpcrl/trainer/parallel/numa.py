@@ -17,8 +17,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["bind_near", "bind_to_node", "pci_address", "processors_of"]
-
 _log = logging.getLogger(__name__)
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -32,12 +30,12 @@ _MOST_NODES = 1024
 def bind_near(device: torch.device, sysfs: Path = Path("/sys")) -> int | None:
     """Bind this thread, and those that it starts from now on, to the NUMA node of a GPU.
 
-    Call it before anything large is allocated and before threads are started. The log says what was done or why it was
+    Call it before anything large is allocated and before threads are started. The log contains the result or why it was
     not; a rank that is not bound is slower and nothing else.
 
     Returns
     -------
-    The number of the NUMA node; None where the rank was not bound: the device is no CUDA device, the machine has one
+    The number of the NUMA node; None if the rank was not bound: the device is not a CUDA device, the machine has one
     NUMA node, or does not say which one the GPU is on.
     """
     if device.type != "cuda" or len(list(sysfs.glob("devices/system/node/node[0-9]*"))) < 2:
@@ -46,9 +44,9 @@ def bind_near(device: torch.device, sysfs: Path = Path("/sys")) -> int | None:
     try:
         node = int((sysfs / f"bus/pci/devices/{address}/numa_node").read_text())
     except (OSError, ValueError):
-        node = -1  # what the kernel says where firmware tells it nothing
+        node = -1  # the kernel's value if firmware does not report the node
     if node < 0:
-        _log.warning("the system does not say which socket GPU %s is on: its rank is not bound to one", address)
+        _log.warning("the NUMA node of GPU %s is unknown: its rank is not bound", address)
         return None
     return node if bind_to_node(node, sysfs) else None
 
@@ -67,7 +65,7 @@ def bind_to_node(node: int, sysfs: Path = Path("/sys")) -> bool:
         return False
     usable = local & os.sched_getaffinity(0)
     if not usable:
-        _log.warning("Slurm gave no processor of NUMA node %d, which the GPU of this rank is on", node)
+        _log.warning("Slurm gave no processor of NUMA node %d, which has the GPU of this rank", node)
         return False
     os.sched_setaffinity(0, usable)
     error_number = _prefer_memory(node)
@@ -89,13 +87,13 @@ def processors_of(text: str) -> set[int]:
     Raises
     ------
     ValueError
-        The text is no such list.
+        The text is not such a list.
     """
     numbers: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ValueError(f"{part!r} is no range of processors")
+            raise ValueError(f"{part!r} is not a range of processors")
         numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
     return numbers
 
@@ -109,6 +107,6 @@ def _prefer_memory(node: int) -> int:
     mask = (ctypes.c_ulong * (_MOST_NODES // bits))()
     mask[node // bits] = 1 << (node % bits)
     libc = ctypes.CDLL(None, use_errno=True)
-    # the kernel takes one bit fewer than it is told
+    # the kernel reads one bit less than the size that it gets
     done = libc.syscall(ctypes.c_long(number), _MPOL_PREFERRED, mask, ctypes.c_ulong(_MOST_NODES + 1))
     return 0 if done == 0 else ctypes.get_errno()

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from hpcrl.errors import PeerLostError
 
-__all__ = ["Ranks"]
-
 T = TypeVar("T")
 
 
@@ -31,27 +29,27 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The number of this process in the group."""
+        """Return the number of this process in the group."""
         return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """How many ranks there are in the group."""
+        """Return the number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        """``values``, of one shape and dtype on all ranks, added up over them: in place, and returned."""
+        """Sum ``values``, of one shape and dtype on all ranks, over the ranks: in place, and return it. Collective."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
         return values
 
     def max(self, value: int) -> int:
-        """The largest ``value`` of all ranks, which fits int64."""
+        """Return the largest ``value`` of all ranks; it must fit int64. Collective."""
         box = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
         return int(box)
 
     def gather(self, value: T) -> list[T]:
-        """The (picklable, small) ``value`` of each rank, on all ranks, in rank order."""
+        """Return the (picklable, small) ``value`` of each rank, on all ranks, in rank order. Collective."""
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -78,7 +76,7 @@ class Ranks:
         result: T | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001 - raised below, after the others were told
+        except Exception as error:  # noqa: BLE001 - raised below, after the others know of it
             failure = error
         reports = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
         if failure is not None:

@@ -16,13 +16,12 @@ from hpcrl.modeling.adapters import AdapterNames
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.adapting import unread_by_peft
 from hpcrl.trainer.parallel.mesh import Parallel
-from hpcrl.trainer.publish.publisher import Published, Publisher, PublisherSettings
+from hpcrl.trainer.publish.published import OnPublished, PublisherSettings
+from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.publish.version_writer import AdapterForm
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
+from hpcrl.weights.read.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.write.lora import adapter_config
-
-__all__ = ["BASE_VERSION", "AdapterPublisher"]
 
 BASE_VERSION = 0
 """The start model, which is what adapters of every version are merged into."""
@@ -62,12 +61,19 @@ class AdapterPublisher(Publisher):
         """
         super().__init__(store, parallel, model_dir=model_dir, **settings)
         self._lora, self._canary, self._model_dir = lora, canary, model_dir
-        self._base_publisher = partial(Publisher, store, parallel, model_dir=model_dir, **settings, beside=self)
+        # the base is read once: its share of memory is given back, and not registered
+        base_settings: PublisherSettings = {**settings, "fabric": None}
+        self._base_publisher = partial(Publisher, store, parallel, model_dir=model_dir, **base_settings, beside=self)
         self._kind, self._only_file = "lora", ADAPTER_MODEL
         self._has_base = False
 
     def publish(
-        self, model: nn.Module, version: int, on_published: Callable[[Published], None] = lambda published: None
+        self,
+        model: nn.Module,
+        version: int,
+        on_published: OnPublished = lambda published: None,
+        *,
+        durable: bool = True,
     ) -> None:
         """See `Publisher.publish`; version 0 is the model without adapters, for which it waits."""
         self.wait()
@@ -85,10 +91,10 @@ class AdapterPublisher(Publisher):
         if (canary := self._canary(model, version)) is not None:
             files[CANARY] = canary
         self._writer.adapter = AdapterForm(BASE_VERSION, files)
-        super().publish(model, version, on_published)
+        super().publish(model, version, on_published, durable=durable)
 
     def _tell_unread(self, model: Decoder) -> None:
-        """Say which adapters of the versions PEFT would leave out; engines of this project merge all of them."""
+        """Log which adapters of the versions PEFT would ignore; engines of this project merge all of them."""
         unread = unread_by_peft(model.arch.facts, self._lora.targets)
         if unread and self._ranks.rank == 0:
             _log.warning(
@@ -97,14 +103,14 @@ class AdapterPublisher(Publisher):
                 " and ".join(unread),
             )
 
-    def _publish_base(self, model: nn.Module, on_published: Callable[[Published], None]) -> None:
+    def _publish_base(self, model: nn.Module, on_published: OnPublished) -> None:
         publisher = self._base_publisher()
         publisher.publish(model, BASE_VERSION, on_published)
         publisher.wait()
         self._has_base = True
 
     def _provide_base(self, model: nn.Module) -> None:
-        """Publish version 0 again where it is damaged, or gone: a run goes on in a store that somebody has emptied."""
+        """Publish version 0 again if it is damaged or missing: a run can continue in a store that was emptied."""
         if self._has_base:
             return
 

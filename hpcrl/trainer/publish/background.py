@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Background"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often who waits looks around."""
+"""Seconds between two checks of a waiting caller."""
 
 
 class Background:

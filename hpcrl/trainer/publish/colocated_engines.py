@@ -1,4 +1,4 @@
-"""The engines on the trainer's own devices: what rank 0 tells them, by blocking HTTP with deadlines."""
+"""Control of the engines on the trainer's own devices by rank 0, by blocking HTTP with deadlines."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hpcrl.daemon_threads import DaemonExecutor
-from hpcrl.decoding import decode_json
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.http_body import read_body
+from hpcrl.network.http_body import read_body
+from hpcrl.processes.daemon_threads import DaemonExecutor
+from hpcrl.storage.msgspec_types import decode_json
 from hpcrl.weights.handover import HandoverLayer
-
-__all__ = ["ColocatedEngines"]
 
 _RETRY_S = 0.2
 
@@ -45,13 +43,13 @@ class ColocatedEngines:
         Parameters
         ----------
         headers:
-            With the run's token.
+            Headers with the run's token.
         timeout_s:
-            Longest time for one answer.
+            Timeout in seconds for one answer.
         start_timeout_s:
-            How long engines may take until they can be reached for the first time.
+            Timeout in seconds until engines can be reached for the first time.
         on_wait:
-            Called again and again meanwhile.
+            Called periodically meanwhile.
         """
         self._urls, self._headers, self._timeout_s = list(urls), headers, timeout_s
         self._start_timeout_s, self._on_wait = start_timeout_s, on_wait
@@ -71,7 +69,7 @@ class ColocatedEngines:
                 time.sleep(_RETRY_S)
 
     def sleep(self) -> int:
-        """Freeze requests and give back weights and KV; bytes that engines still have of the device.
+        """Freeze requests and release weights and KV; return the bytes of device memory that engines still hold.
 
         Raises
         ------
@@ -83,15 +81,18 @@ class ColocatedEngines:
         return self._bytes("/sleep?level=2")
 
     def load(self, layer: HandoverLayer) -> int:
-        """Copy a layer from shared memory; bytes that engines have of the device then."""
+        """Copy a layer from shared memory; return the bytes of device memory that engines hold afterwards."""
         return self._bytes("/load_layer", msgspec.json.encode(layer))
 
     def wake(self, version: int) -> int:
-        """The weights are whole: take memory for KV. Requests stay frozen until the orchestrator knows the version."""
+        """Allocate memory for KV after all weights are loaded; return the bytes of device memory that engines hold.
+
+        Requests stay paused until the orchestrator knows the version.
+        """
         return self._bytes(f"/wake_up?version={version}")
 
     def close(self) -> None:
-        """Let go of threads."""
+        """Stop the threads."""
         self._pool.shutdown(wait=False)
 
     def _bytes(self, path: str, body: bytes = b"") -> int:

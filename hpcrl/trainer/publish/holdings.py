@@ -1,4 +1,4 @@
-"""Which rank holds which part of what is published, for all tensors at once (numpy: there may be 100,000 of them)."""
+"""Finds which rank holds which part of the published tensors, for all at once in numpy: there may be 100,000."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.trainer.publish.sources import Form, Source
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import block_runs
-from hpcrl.weights.format.quantize import BLOCK
+from hpcrl.weights.format.quantise import BLOCK
 from hpcrl.weights.format.units import Runs
-
-__all__ = ["Alike", "Overlaps", "cut_regions", "find_overlaps", "find_runs"]
 
 Ints = NDArray[np.int64]
 
@@ -41,7 +39,7 @@ class _Holders(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """What sources have in common: shape of the region, what becomes of it, bytes of a published element."""
+    """Common properties of sources: shape of the region, its published form, bytes of a published element."""
 
     shape: tuple[int, ...]
     form: Form
@@ -49,16 +47,16 @@ class Alike(NamedTuple):
 
 
 class Overlaps(NamedTuple):
-    """What blocks hold of regions that are alike: pairs that have something in common.
+    """Overlaps of blocks with regions that are alike: one entry for each non-empty pair.
 
     Attributes
     ----------
     source, block:
-        ``[pairs]`` number of the source; of the block in ``holders``.
+        ``[pairs]`` number of the source, and of the block in ``holders``.
     low, high:
-        ``[pairs, dimensions]`` in the region's own indices.
+        ``[pairs, dimensions]`` bounds in the region's own indices.
     alike, holders:
-        Of all of them.
+        Common properties of all sources, and holders of all blocks.
     """
 
     source: Ints
@@ -70,12 +68,14 @@ class Overlaps(NamedTuple):
 
 
 def find_overlaps(sources: Sequence[Source], blocks: Sequence[Mapping[str, HeldBlock]]) -> list[Overlaps]:
-    """What ranks hold of sources, which are numbered as they stand; those that are alike are found together.
+    """Return the overlaps of ranks' blocks with ``sources``, which are numbered in their order.
+
+    Sources that are alike share one result.
 
     Parameters
     ----------
     blocks:
-        What each rank holds of each parameter.
+        For each rank, its block of each parameter.
     """
     holders: dict[tuple[HeldBlock, ...], _Holders] = {}
     by_parameter: dict[str, _Holders] = {}
@@ -100,15 +100,15 @@ def find_overlaps(sources: Sequence[Source], blocks: Sequence[Mapping[str, HeldB
 
 
 def find_runs(overlaps: Sequence[Overlaps]) -> Runs:
-    """Which rank provides which bytes of each source.
+    """Return for each source which rank provides which bytes.
 
-    Of ranks that hold the same, one does, and another one for the next source.
+    If several ranks hold the same block, they take turns from source to source.
     """
     found: list[tuple[Ints, Ints, Ints, Ints]] = []
     for part in overlaps:
         (shape, form, width), low, high = part.alike, part.low, part.high
         if form is Form.SCALES:
-            # a scale goes with the first element of its 128 x 128
+            # a scale belongs to the rank with the first element of its 128 x 128 block
             low, high, shape = -(-low // BLOCK), -(-high // BLOCK), tuple(-(-size // BLOCK) for size in shape)
         pair, start, count = _stretches(low, high, shape)
         source, block = part.source[pair], part.block[pair]
@@ -119,7 +119,7 @@ def find_runs(overlaps: Sequence[Overlaps]) -> Runs:
 
 
 def cut_regions(sources: Sequence[Source], overlaps: Sequence[Overlaps]) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """Parameter and first index of the quantised regions of which some 128 x 128 lies on several ranks."""
+    """Return parameter and first index of quantised regions with a 128 x 128 block that lies on several ranks."""
     cut: set[int] = set()
     for part in overlaps:
         if part.alike.form is Form.QUANTISED:
@@ -160,7 +160,10 @@ def _overlap(own: _Holders, numbers: Ints, lows: Ints, alike: Alike) -> Overlaps
 
 
 def _stretches(low: Ints, high: Ints, shape: tuple[int, ...]) -> tuple[Ints, Ints, Ints]:
-    """Where blocks of tensors of ``shape`` lie in C order: number of the block, first element, number of elements."""
+    """Return the contiguous ranges of blocks in C order: number of the block, first element, number of elements.
+
+    Blocks are parts of tensors of ``shape``.
+    """
     pair = np.arange(len(low))
     if not shape:
         return pair, np.zeros_like(pair), np.ones_like(pair)

@@ -10,8 +10,6 @@ from torch import Tensor
 from hpcrl.trainer.publish.staging import new_image
 from hpcrl.trainer.publish.version_writer import Image
 
-__all__ = ["Images"]
-
 
 class Images:
     """This rank's images: one, or two where deltas are made (one of them is the parent of the next delta).
@@ -19,11 +17,11 @@ class Images:
     Parameters
     ----------
     delta_chain:
-        Most deltas one behind the other; 0: none are made.
+        Maximum length of a chain of deltas; 0: none are made.
     device:
-        Where the model is (`hpcrl.trainer.publish.staging.new_image`).
+        Device of the model (`hpcrl.trainer.publish.staging.new_image`).
     readers_answer:
-        Whether readers say which version they have loaded. Otherwise the first full version stays the parent.
+        Whether readers report the version that they have loaded. Otherwise the first full version stays the parent.
     """
 
     def __init__(self, delta_chain: int, *, device: torch.device, readers_answer: bool) -> None:
@@ -34,7 +32,7 @@ class Images:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are kept between two publications."""
+        """Return the bytes of host memory that are kept between two publications."""
         kept = [image.data for image in (self._base, self._last) if image is not None]
         return sum(data.nbytes for data in (*kept, *([] if self._spare is None else [self._spare])))
 
@@ -45,9 +43,9 @@ class Images:
         data, self._spare = self._spare, None
         return Image(version, (), data)
 
-    def keep(self, image: Image) -> None:
-        """Note that the version of an image was published: it may become the parent of deltas."""
-        if self._delta_chain:
+    def keep(self, image: Image, *, durable: bool = True) -> None:
+        """Note that the version of an image was published: once it is durable it may become the parent of deltas."""
+        if self._delta_chain and durable:
             self._last = image
         else:
             self._spare = image.data

@@ -10,27 +10,25 @@ from torch import Tensor, nn
 
 from hpcrl.modeling.blocks import HeldBlock, local_block, local_part
 from hpcrl.modeling.hf import CARRIED, model_tensors
-from hpcrl.modeling.shared import view_of
+from hpcrl.modeling.memory.shared import view_of
 from hpcrl.weights.handover import SharedMemory, SharedTensor
 
-__all__ = ["ModelLayer", "fill", "find_layers"]
-
 _ALIGNED = 64
-"""Tensors begin on multiples of so many bytes."""
+"""Alignment of tensors in bytes."""
 
 
 @dataclass
 class ModelLayer:
-    """What is handed over together: a layer, or the embedding, the norm or the head.
+    """Unit of a transfer: a layer, or the embedding, the norm or the head.
 
     Attributes
     ----------
     name:
-        ``layers.3``, or of a module beside the layers.
+        ``layers.3``, or the name of a module outside of the layers.
     tensors:
-        Where each parameter and buffer lies in the shared memory.
+        Location of each parameter and buffer in the shared memory.
     provided:
-        Names of those of which this rank writes its part; another rank writes the same part of the others.
+        Names of those whose part this rank writes; another rank writes the same part of the others.
     size:
         Bytes of all tensors.
     """
@@ -44,16 +42,16 @@ class ModelLayer:
 def find_layers(
     model: nn.Module, blocks: Sequence[Mapping[str, HeldBlock]], rank: int, dtype: torch.dtype
 ) -> list[ModelLayer]:
-    """The layers of a sharded ``model`` in its order; equal on all ranks but for what each provides.
+    """Return the layers of a sharded ``model`` in its order; equal on all ranks except for ``provided``.
 
     Parameters
     ----------
     blocks:
-        What each rank holds of each parameter and buffer.
+        For each rank, its block of each parameter and buffer.
     rank:
-        This one.
+        Number of this rank.
     dtype:
-        Of parameters in the engine; buffers have their own.
+        Dtype of parameters in the engine; buffers keep their own.
     """
     layers: dict[str, ModelLayer] = {}
     provided: dict[str, set[str]] = {}
@@ -84,9 +82,9 @@ def fill(layer: ModelLayer, tensors: Mapping[str, Tensor], memory: SharedMemory)
     Parameters
     ----------
     tensors:
-        Of `hpcrl.modeling.hf.model_tensors`, on the device, sharded or not: of a sharded one what `local_block` says.
+        Result of `hpcrl.modeling.hf.model_tensors`, on the device; of a sharded tensor, its `local_block` is written.
     memory:
-        Where the layer lies whole, by the offsets of ``layer.tensors``. What other ranks provide is not touched.
+        Memory of the whole layer, by the offsets of ``layer.tensors``. Parts of other ranks are not touched.
     """
     for shared in layer.tensors:
         if shared.name not in layer.provided:

@@ -1,7 +1,7 @@
-"""Trying again what a filesystem refuses for a while: a full disk, a used-up quota, a handle that is stale.
+"""Retries of transient refusals of a filesystem: a full disk, a used-up quota, a stale handle.
 
-All ranks try together. Whether a failure may pass is said by the rank that has met it, how long it has lasted by
-rank 0, so that all ranks decide alike.
+All ranks retry together. The rank that failed decides whether its failure is transient, and rank 0 how long it has
+lasted, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpcrl.errors import HandoffError, PeerLostError
-from hpcrl.passing import passes
-from hpcrl.space import ShortageError, describe_space
+from hpcrl.storage.disk_space import ShortageError, describe_space
+from hpcrl.storage.retry import is_transient
 from hpcrl.trainer.parallel.mesh import is_lost_rank
 from hpcrl.trainer.parallel.ranks import Ranks
-
-__all__ = ["Persistence"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,18 +30,18 @@ class Persistence:
     Parameters
     ----------
     ranks:
-        Who meets.
+        Ranks that retry together.
     root:
-        Where things are written; its free space is said where they cannot be.
+        Directory of the writes; its free space is reported if they fail.
     limit_s:
-        How long it is tried, in seconds; 0: once.
+        Timeout in seconds of all tries; 0: one try.
     on_refused:
         Called once for what is tried again, on rank 0, with words for people.
 
     Attributes
     ----------
     trying:
-        Something was refused and is tried again: who waits for it is not hung.
+        Whether a refused write is being retried: a caller that waits for it is not hung.
     """
 
     def __init__(self, ranks: Ranks, root: Path, *, limit_s: float, on_refused: Callable[[str], None]) -> None:
@@ -56,7 +54,7 @@ class Persistence:
         Parameters
         ----------
         what:
-            For messages.
+            Description of the write, for messages.
         action:
             Fails on all ranks or on none, as `hpcrl.trainer.parallel.ranks.Ranks.all_succeed` does.
         on_retry:
@@ -65,7 +63,7 @@ class Persistence:
         Raises
         ------
         HandoffError
-            It was refused for ``limit_s``: by whom, for how long, and what space there was.
+            It was refused for ``limit_s``: the message names the rank, the duration and the free space.
         Exception
             Of ``action``, where trying again is of no use.
         """
@@ -79,7 +77,7 @@ class Persistence:
                     result = action()
                 except Exception as error:
                     if is_lost_rank(error):
-                        raise  # there is nobody to agree with
+                        raise  # the ranks can no longer agree: one of them is lost
                     self._agree_on_retry(error, what, tries, time.monotonic() - began)
                 else:
                     if tries > 1 and self._ranks.rank == 0:
@@ -93,9 +91,9 @@ class Persistence:
             self.trying = False
 
     def _agree_on_retry(self, error: Exception, what: str, tries: int, lasted_s: float) -> None:
-        """Return where all ranks try again, raise what is to be said where none does. Collective."""
-        # who lost a peer has no failure of its own: the rank that has says whether it passes
-        own = None if isinstance(error, PeerLostError) else passes(error) or isinstance(error, ShortageError)
+        """Return if all ranks retry; raise the error if they do not. Collective."""
+        # a rank that lost a peer has no failure of its own: the failed rank decides whether it is transient
+        own = None if isinstance(error, PeerLostError) else is_transient(error) or isinstance(error, ShortageError)
         said = "" if own is None else f"{error}; {describe_space(self._root)}"
         reports = self._ranks.gather((own, said, lasted_s))
         failures = [own for own, _, _ in reports if own is not None]
@@ -107,11 +105,11 @@ class Persistence:
         if over:
             raise HandoffError(
                 f"{what} could not be written in {lasted_s:.0f} s ({tries} tries): {said}\n"
-                "    hint: make the filesystem take it again (space, quota, its servers), then hpcrl resume; "
-                "handoff.retry_s says how long it is tried"
+                "    hint: check space, quota and servers of the filesystem, then hpcrl resume; "
+                "handoff.retry_s is the time for which a write is tried again"
             ) from error
         if self._ranks.rank == 0 and tries == 1:
             first = next(said for _, said, _ in reports if said)
-            words = f"{what} cannot be written, and is tried again for {self._limit_s:g} s: {first}"
+            words = f"{what} cannot be written, trying again for {self._limit_s:g} s: {first}"
             _log.warning("%s", words)
             self._on_refused(words)

@@ -1,4 +1,4 @@
-"""Who copies, sends and writes which bytes of a version: worked out once, equal on all ranks but for what is theirs."""
+"""Plans which rank copies, sends and writes which bytes of a version: once, equal on all ranks except their shares."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
 from hpcrl.trainer.publish.sources import Source, find_sources
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout, layout_shards
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights.format.quantise import QuantisedModules
 from hpcrl.weights.format.units import UnitTable, assign_units
 from hpcrl.weights.write.own_units import OwnUnit, UnitChunk
-
-__all__ = ["Copy", "PublishPlan", "Window", "held_blocks", "make_plan"]
 
 
 class Copy(NamedTuple):
@@ -44,17 +42,17 @@ class Window:
     shards:
         The files.
     sources:
-        Where their tensors come from, in the order of parameters.
+        Sources of their tensors, in the order of parameters.
     units:
-        What this rank writes.
+        Units that this rank writes.
     image_bytes:
         Memory for these.
     copies:
-        Where this rank's part of each tensor goes.
+        Destination of this rank's part of each tensor.
     sent, received:
         Bytes to and from each rank.
     arrivals:
-        Where the bytes from each rank belong in the image: (position, length).
+        Place of the bytes from each rank in the image: (position, length).
     """
 
     shards: list[ShardLayout]
@@ -77,7 +75,7 @@ class Window:
         Parameters
         ----------
         names, widths:
-            Of tensors by their numbers: the name, and bytes of an element.
+            By tensor number: the name, and bytes per element.
         """
         units, parts = table.units, table.parts
         own = np.flatnonzero(units.writer == rank)
@@ -110,7 +108,7 @@ class Window:
 def _cuts_of(
     table: UnitTable, own: NDArray[np.int64], names: Sequence[str], widths: Sequence[int]
 ) -> dict[int, list[UnitChunk]]:
-    """The hash chunks of units, by number of the unit."""
+    """Return the hash chunks of units, by number of the unit."""
     chunks = table.chunks
     cuts: dict[int, list[UnitChunk]] = {number: [] for number in own.tolist()}
     mine = np.flatnonzero(np.isin(chunks.unit, own))
@@ -121,7 +119,7 @@ def _cuts_of(
 
 
 def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, HeldBlock]]:
-    """What each rank holds of each of ``tensors``, by name and in rank order; collective.
+    """Return each rank's block of each of ``tensors``, by name and in rank order. Collective.
 
     Indices are those of the whole tensors; see `hpcrl.modeling.blocks.local_block`.
     """
@@ -129,16 +127,16 @@ def held_blocks(tensors: Mapping[str, Tensor], ranks: Ranks) -> list[dict[str, H
 
 
 class PublishPlan(NamedTuple):
-    """What one rank does for each version.
+    """Work of one rank for each version.
 
     Attributes
     ----------
     tensors:
-        All that is published.
+        All published tensors.
     windows:
         Files that are staged together, with this rank's share of them.
     cut:
-        Parameter and first index of the quantised regions of which some 128 x 128 lies on several ranks.
+        Parameter and first index of the quantised regions with a 128 x 128 block that lies on several ranks.
     """
 
     tensors: list[PublishedTensor]
@@ -159,26 +157,26 @@ def make_plan(
     window_bytes: int | None,
     only_file: str | None = None,
 ) -> PublishPlan:
-    """Who copies and writes what; the same on all ranks but for what is theirs.
+    """Plan which rank copies and writes which part; plans differ between ranks only in their own share.
 
     Parameters
     ----------
     model, adapter:
-        What is published, and under which names.
+        Model to publish, and the map to its published names.
     blocks:
-        What each rank holds of each parameter.
+        For each rank, its block of each parameter.
     rank:
-        This one.
+        Number of this rank.
     dtype:
-        Of published tensors that are not quantised.
+        Dtype of published tensors that are not quantised.
     fp8:
-        Which matrices are quantised; None: none is.
+        Matrices to quantise; None for none.
     max_shard_bytes:
-        Largest file.
+        Maximum size of a file in bytes.
     chunk_bytes:
-        Size of hash chunks.
+        Size of hash chunks in bytes.
     window_bytes:
-        Files that are staged together have at most so many bytes (one file may have more); None for all at once.
+        Maximum bytes of files that are staged together (a single file may be larger); None stages all at once.
     only_file:
         See `hpcrl.weights.format.layout.layout_shards`.
     """
@@ -202,7 +200,7 @@ def make_plan(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without the collector of cycles, which would look through half a million new objects again and again."""
+    """Pause the cyclic garbage collector, which would scan half a million new objects repeatedly."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,10 @@
-"""Publishing the trainer's weights as a policy version: all ranks write in parallel, while training goes on.
+"""Publishes the trainer's weights as a policy version: all ranks write in parallel, while training continues.
 
 `Publisher.publish` copies this rank's share into host memory and returns; a thread writes it, and the version is
-announced when it has its name. Memory of a rank, beside the model: its share of the published bytes (its *image*), once
-with ``overlap``; twice with deltas, which compare with the image of an earlier version; without both,
-``staging_gib``, but at least its share of one shard file. Encoded changes come on top, at most
-``delta_max_share`` of the image.
+announced when it has its name. Where ranks serve it over the fabric, it is announced before it is written. Memory of
+a rank besides the model: its share of the published bytes (its *image*), once with ``overlap``; twice with deltas,
+which compare with the image of an earlier version; without both, ``staging_gib``, but at least its share of one shard
+file. Encoded changes come on top, at most ``delta_max_share`` of the image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,18 +26,19 @@ from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.background import Background
+from hpcrl.trainer.publish.durable_demand import DurableDemand
+from hpcrl.trainer.publish.fabric_serving import AnnouncedContent, FabricPlace, FabricServing
 from hpcrl.trainer.publish.images import Images
 from hpcrl.trainer.publish.persistence import Persistence
 from hpcrl.trainer.publish.plan import Window, held_blocks, make_plan
+from hpcrl.trainer.publish.published import OnPublished, Published
 from hpcrl.trainer.publish.staging import Staging
 from hpcrl.trainer.publish.version_writer import Image, VersionWriter
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Kind
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights.format.quantise import QuantisedModules
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.store import HandoffStore
-from hpcrl.weights.write.handoff_writer import HandoffWriter
-
-__all__ = ["Published", "Publisher", "PublisherSettings", "tensor_bytes"]
+from hpcrl.weights.write.handoff_writer import VersionCommitter
 
 _log = logging.getLogger(__name__)
 
@@ -46,44 +46,14 @@ _CLOSE_S = 30.0
 
 
 def tensor_bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorBytes:
-    """A whole (unsharded) ``tensor`` as it is written, in its shape, converted to ``dtype``.
+    """Return a whole (unsharded) ``tensor`` in its published form: its shape, converted to ``dtype``.
 
-    No copy is made where none is needed: the bytes may be those of ``tensor``.
+    No copy is made unless the conversion needs one: the bytes may be those of ``tensor``.
     """
     data = tensor.detach().to("cpu", dtype).contiguous()
     # bfloat16 has no numpy type: hand over bytes
     raw = data.reshape(-1).view(torch.uint8).numpy()
     return TensorBytes(name, str(dtype).removeprefix("torch."), tuple(data.shape), raw.data)
-
-
-class Published(NamedTuple):
-    """A version that every reader can see.
-
-    Attributes
-    ----------
-    version, kind:
-        As in its manifest.
-    instead_of_delta:
-        Why it is whole, where a delta was wanted; empty else.
-    """
-
-    version: int
-    kind: Kind
-    instead_of_delta: str = ""
-
-
-class PublisherSettings(TypedDict):
-    """Keywords of `Publisher` beside the directory of the start model, for those who hand them on."""
-
-    arch: ModelArch
-    dtype: torch.dtype
-    attempt: int
-    settings: HandoffConfig
-    quantised: NotRequired[QuantisedModules | None]
-    acknowledged: NotRequired[Callable[[], int | None] | None]
-    on_wait: NotRequired[Callable[[], None]]
-    on_refused: NotRequired[Callable[[str], None]]
-    chunk_bytes: NotRequired[int]
 
 
 class Publisher:
@@ -101,8 +71,10 @@ class Publisher:
         settings: HandoffConfig,
         quantised: QuantisedModules | None = None,
         acknowledged: Callable[[], int | None] | None = None,
+        wanted: Callable[[], int | None] | None = None,
         on_wait: Callable[[], None] = lambda: None,
         on_refused: Callable[[str], None] = lambda words: None,
+        fabric: FabricPlace | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         beside: Publisher | None = None,
     ) -> None:
@@ -111,29 +83,33 @@ class Publisher:
         Parameters
         ----------
         store:
-            Where versions go.
+            Store of the versions.
         parallel:
             The ranks of the trainer.
         arch:
-            Of the model.
+            Architecture of the model.
         model_dir:
             Start model, whose configuration and tokenizer every version carries.
         dtype:
-            Of the published tensors.
+            Dtype of the published tensors.
         attempt:
-            Of the run: of two publishers that of the newer attempt wins (`hpcrl.fence`).
+            Number of the run's attempt: of two publishers that of the newer attempt wins (`hpcrl.storage.fence`).
         settings:
             Kind, overlap, deltas, limits.
         quantised:
-            What versions of kind ``fp8`` have in FP8; None: all that can be.
+            Modules that are in FP8 in versions of kind ``fp8``; None: all that can be.
         acknowledged:
             The newest version that every reader has loaded, None for none; asked on rank 0 before each publication.
             Without it the first full version stays the parent of all deltas until they grow too large.
+        wanted:
+            Returns the newest version that a reader asks for because it cannot pull it; asked on rank 0.
         on_wait:
             Called again and again while a call waits for a version that the filesystem refuses, and that is tried
             again.
         on_refused:
             Called on rank 0 when a version begins to be tried again, with words for people.
+        fabric:
+            Where versions are served over the fabric, in addition; None: nowhere.
         chunk_bytes:
             Size of hash chunks.
         beside:
@@ -155,8 +131,8 @@ class Publisher:
             timeout = timedelta(seconds=settings.publish_timeout_s)
             # a group of their own, which carries host memory and may be used from a thread
             self._ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
-            self.output: HandoffWriter = self._ranks.on_leader(
-                lambda: HandoffWriter.claim(store.root, attempt), "claiming the store of versions"
+            self.output: VersionCommitter = self._ranks.on_leader(
+                lambda: VersionCommitter.claim(store.root, attempt), "claiming the store of versions"
             )
         else:
             self._ranks, self.output = beside._ranks, beside.output
@@ -166,6 +142,7 @@ class Publisher:
         self._windows: list[Window] = []
         self._staging: Staging | None = None
         self._writer: VersionWriter | None = None
+        self._fabric = None if fabric is None else FabricServing(self._ranks, self.output, settings, fabric)
         self._new_writer = partial(
             VersionWriter,
             self.output,
@@ -174,13 +151,14 @@ class Publisher:
             dtype=dtype,
             settings=settings,
             chunk_bytes=chunk_bytes,
+            fabric=self._fabric,
         )
-        self._background = Background()
+        self._background, self._demand = Background(), DurableDemand(self._ranks, wanted)
         self._pending = -1
         self._images = Images(settings.delta_chain, device=self._device, readers_answer=acknowledged is not None)
 
     def is_intact(self, version: int) -> bool:
-        """Whether ``version``, and what it is made from, is published and every byte right (a local question)."""
+        """Return whether ``version`` and the versions it needs are published and all bytes are correct. Local."""
         try:
             handoff = self._store.open(version)
             handoff.verify(content=True)
@@ -191,7 +169,12 @@ class Publisher:
         return True
 
     def publish(
-        self, model: nn.Module, version: int, on_published: Callable[[Published], None] = lambda published: None
+        self,
+        model: nn.Module,
+        version: int,
+        on_published: OnPublished = lambda published: None,
+        *,
+        durable: bool = True,
     ) -> None:
         """Take a copy of a sharded ``model`` and make it ``version``.
 
@@ -205,7 +188,11 @@ class Publisher:
         version:
             Policy version.
         on_published:
-            Called on rank 0 when every reader can see the version; from the thread with ``overlap``.
+            Called on rank 0 when every reader can have the version; from the thread with ``overlap``. A version that is
+            announced before it is durable is reported twice where it becomes durable, and once otherwise.
+        durable:
+            Write it to the store, also where ranks serve it. Otherwise it is written if a reader asks for it before the
+            next version is published. The same on all ranks.
 
         Raises
         ------
@@ -223,28 +210,31 @@ class Publisher:
         assert self._staging is not None
         base, why_whole = self._persistence.persist("the parent of a version", self._choose_base, self._on_wait)
         image = self._images.new(version, max(window.image_bytes for window in self._windows))
+
+        def report(published: Published) -> None:
+            if self._ranks.rank == 0:
+                on_published(published)
+
         if len(self._windows) == 1:
             self._staging.fill(self._windows[0], image.data)
 
             def write() -> None:
-                published = self._publish(image, base, why_whole)
-                if self._ranks.rank == 0:
-                    on_published(published)
+                self._publish(image, base, why_whole, report, durable=durable)
 
             self._pending = version
+            self._demand.begin()
             self._background.start(f"publishing version {version}", write)
         else:
-            published = self._publish(image, None, "")
-            if self._ranks.rank == 0:
-                on_published(published)
+            self._publish(image, None, "", report, durable=True)
         if not self._settings.overlap:
             self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is being written; raises what `publish` says of the previous version.
+        """Wait until nothing is being written; raise errors of the previous version as `publish` does.
 
         ``timeout_s`` in seconds takes the place of ``publish_timeout_s`` and ``retry_s``.
         """
+        self._demand.end()
         limit = self._settings.publish_timeout_s + self._settings.retry_s if timeout_s is None else timeout_s
 
         def look() -> None:
@@ -254,18 +244,21 @@ class Publisher:
         if not self._background.wait(limit, look):
             raise DeadlineError(
                 f"version {self._pending} is still being written to {self._store.root} after {limit:g} s\n"
-                "    hint: look at the filesystem; raise handoff.publish_timeout_s where it is just slow"
+                "    hint: check the filesystem; raise handoff.publish_timeout_s if it is only slow"
             )
 
     def close(self) -> None:
-        """Let what is being written come to its end, for a moment; its failure is logged. For the way out."""
+        """Wait briefly for the current write at the end of the process; its failure is logged."""
         try:
             self.wait(_CLOSE_S)
         except Exception as error:  # noqa: BLE001 - another failure is under way, or the run is over
-            _log.warning("the last version may not be published: %s", error)
+            _log.warning("the last version may be unpublished: %s", error)
+        else:
+            if self._fabric is not None:  # otherwise a thread may still use its memory, which ends with the process
+                self._fabric.close()
 
     def _prepare(self, model: nn.Module) -> None:
-        """Plan once: where everything lies and who writes it."""
+        """Plan once the places of all tensors and their writers."""
         if self._model is not None:
             assert self._model is model
             return
@@ -290,7 +283,7 @@ class Publisher:
         self._model = model
 
     def _open_stage(self, version: int, base: Image | None) -> None:
-        """Look for space before anything is written (of a delta it is known only later), and make the directory."""
+        """Check the free space before any write (the size of a delta is only known later), and make the directory."""
         if base is None:
             assert self._writer is not None
             self._writer.check_space()
@@ -308,7 +301,7 @@ class Publisher:
         return self._images.choose_base(acknowledged, present)
 
     def _guarded(self, version: int, action: Callable[[], None]) -> None:
-        """Run ``action``; where it fails, what was staged goes, and a newer attempt that is the reason is named."""
+        """Run ``action``; if it fails, remove staged files, and name a newer attempt if that is the reason."""
         try:
             action()
         except BaseException as error:
@@ -318,13 +311,40 @@ class Publisher:
                 self.output.fence.check()
             raise
 
-    def _publish(self, image: Image, base: Image | None, why_whole: str) -> Published:
-        """Make a version from its image, again where the filesystem refuses for a while. Collective."""
+    def _publish(self, image: Image, base: Image | None, why_whole: str, report: OnPublished, *, durable: bool) -> None:
+        """Make a version from its image, again where the filesystem refuses for a while. Collective.
+
+        A full version is announced first, where ranks serve it; it stays so without ``durable``.
+        """
+        version, failure = image.version, None
+        try:
+            announced = self._announce(image) if base is None and len(self._windows) == 1 else None
+            if announced is not None:
+                failure = _failure_of(partial(report, Published(version, self._kind, why_whole, durable=False)))
+                durable = durable or self._demand.wait(version)
+            if durable or announced is None:
+                published = self._make_durable(image, base, why_whole, announced)
+        except BaseException:
+            self._images.release(image)
+            raise
+        self._images.keep(image, durable=durable or announced is None)
+        if failure is not None:
+            raise failure
+        if durable or announced is None:
+            report(published if self._fabric is None else published._replace(off_fabric=self._fabric.why))
+
+    def _announce(self, image: Image) -> AnnouncedContent | None:
+        assert self._writer is not None
+        return self._writer.announce(image)
+
+    def _make_durable(
+        self, image: Image, base: Image | None, why_whole: str, announced: AnnouncedContent | None
+    ) -> Published:
         version = image.version
 
         def attempt() -> Published:
             ranks, done = self._ranks, None
-            # the try before may have got as far as its name; before the first, a version of this name is not ours
+            # the try before may have renamed it already; at a first try, a version of this name is another writer's
             if self._persistence.trying:
                 done = ranks.on_leader(lambda: self.output.settle(version), f"looking for version {version}")
             if done is not None:
@@ -335,23 +355,17 @@ class Publisher:
 
             def write() -> None:
                 nonlocal published
-                published = self._write(image, base, why_whole)
+                published = self._write(image, base, why_whole, announced)
 
             self._guarded(version, write)
             assert published is not None
             return published
 
-        try:
-            # from a thread nobody is told: who waits for it tells
-            told = self._on_wait if len(self._windows) > 1 else lambda: None
-            published = self._persistence.persist(f"version {version}", attempt, told)
-        except BaseException:
-            self._images.release(image)
-            raise
-        self._images.keep(image)
-        return published
+        # a thread must not report a wait: the caller that waits for it does
+        told = self._on_wait if len(self._windows) > 1 else lambda: None
+        return self._persistence.persist(f"version {version}", attempt, told)
 
-    def _write(self, image: Image, base: Image | None, why_whole: str) -> Published:
+    def _write(self, image: Image, base: Image | None, why_whole: str, announced: AnnouncedContent | None) -> Published:
         """Write a staged version, as a delta where there is a ``base`` and it pays."""
         assert self._writer is not None
         assert self._staging is not None
@@ -361,7 +375,7 @@ class Publisher:
         reason = why_whole if base is None else self._write_delta(image, base)
         if base is not None and not reason:
             return Published(image.version, "delta")
-        self._writer.write_full(image)
+        self._writer.write_full(image, announced)
         return Published(image.version, self._kind, reason)
 
     def _write_delta(self, image: Image, base: Image) -> str:
@@ -373,3 +387,12 @@ class Publisher:
             self._images.drop_base()
             self._ranks.on_leader(lambda: self._open_stage(image.version, None), f"preparing version {image.version}")
         return reason
+
+
+def _failure_of(report: Callable[[], None]) -> Exception | None:
+    """Return what a report raises: rank 0 alone makes it, and the other ranks wait for rank 0 in the write."""
+    try:
+        report()
+    except Exception as error:  # noqa: BLE001 - raised after the write
+        return error
+    return None

@@ -1,4 +1,4 @@
-"""What a sharded model publishes, and where this rank has it."""
+"""Sources of the tensors that a sharded model publishes, and this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from hpcrl.modeling.blocks import HeldBlock, local_block, local_part, overlap
 from hpcrl.modeling.hf import HfAdapter
 from hpcrl.weights.format.layout import PublishedTensor
-from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules, scale_tensor
-
-__all__ = ["Form", "Source", "find_sources", "source_part"]
+from hpcrl.weights.format.quantise import FP8_DTYPE, QuantisedModules, scale_tensor
 
 
 class Form(StrEnum):
-    """What becomes of the elements of a parameter."""
+    """Form in which the elements of a parameter are published."""
 
     PLAIN = "plain"
     QUANTISED = "quantised"
@@ -27,20 +25,20 @@ class Form(StrEnum):
 
 
 class Source(NamedTuple):
-    """Where a published tensor comes from.
+    """Origin of a published tensor.
 
     Attributes
     ----------
     tensor:
-        What is published.
+        The published tensor.
     parameter:
         Name of the parameter or buffer.
     low:
         First index of the region of the parameter.
     shape:
-        Of the region, without the leading dimensions in which it has one element (an expert's number).
+        Shape of the region, without the leading dimensions in which it has one element (an expert's number).
     form:
-        What becomes of it.
+        Form in which it is published.
     """
 
     tensor: PublishedTensor
@@ -53,7 +51,10 @@ class Source(NamedTuple):
 def find_sources(
     model: nn.Module, adapter: HfAdapter, dtype: torch.dtype, *, fp8: QuantisedModules | None
 ) -> list[Source]:
-    """The published tensors of ``model`` in its order of parameters, then of buffers (which stay in their dtype)."""
+    """Return the sources of the published tensors of ``model``: parameters in its order, then buffers.
+
+    Buffers stay in their dtype.
+    """
     name_of_dtype = _name(dtype)
     sources = []
     for name, own in adapter.tensors(model).items():
@@ -73,14 +74,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def source_part(parameters: Mapping[str, Tensor], source: Source) -> tuple[HeldBlock, Tensor]:
-    """What this rank holds of a source: where in the region, and a view of it with the region's dimensions.
+    """Return this rank's part of a source: its block in the region, and a view of it with the region's dimensions.
 
-    The view has the sizes of the part; where the rank holds nothing, both are empty.
+    The view has the sizes of the part; if the rank holds nothing, both are empty.
 
     Parameters
     ----------
     parameters:
-        Our tensors by name, sharded or not.
+        This rank's tensors by name, sharded or not.
     """
     parameter = parameters[source.parameter]
     block = local_block(parameter)

@@ -15,18 +15,16 @@ from torch import Tensor
 
 from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
-from hpcrl.modeling.host_memory import pinned_bytes
+from hpcrl.modeling.memory.host_memory import pinned_bytes
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.publish.plan import Window
 from hpcrl.trainer.publish.sources import Form, Source, source_part
 from hpcrl.weights.format.layout import PAGE_BYTES
-from hpcrl.weights.format.quantize import BLOCK
-
-__all__ = ["Staging", "new_image"]
+from hpcrl.weights.format.quantise import BLOCK
 
 
 def new_image(size: int, device: torch.device) -> Tensor:
-    """``[size]`` uint8 of host memory that begins on a page, pinned where copies come from an accelerator."""
+    """Return ``[size]`` uint8 of page-aligned host memory, pinned if copies come from an accelerator."""
     room = pinned_bytes(size + PAGE_BYTES, device)
     return room[-room.data_ptr() % PAGE_BYTES :][:size]
 
@@ -43,20 +41,20 @@ class Staging:
         *,
         device: torch.device,
     ) -> None:
-        """Remember what is published.
+        """Prepare to stage the published tensors.
 
         Parameters
         ----------
         tensors:
             Parameters and buffers by name, sharded; read at each `fill`.
         cut:
-            Of the plan.
+            Cut regions of the plan.
         dtype:
-            Of what is published unquantised; what is quantised is rounded to it before.
+            Dtype of unquantised tensors; quantised ones are rounded to it before.
         ranks:
-            That publish; their group carries host memory.
+            Publishing ranks; their group carries host memory.
         device:
-            Where the model is.
+            Device of the model.
         """
         self._parameters = tensors
         self._dtype, self._ranks, self._device = dtype, ranks, device
@@ -97,7 +95,7 @@ class Staging:
                 position += size
 
     def _bytes(self, source: Source) -> Tensor:
-        """This rank's part of a published tensor, ``[bytes]`` on its device."""
+        """Return this rank's part of a published tensor, ``[bytes]`` on its device."""
         part, local = source_part(self._parameters, source)
         if source.form is Form.PLAIN:
             result = local.to(getattr(torch, source.tensor.dtype))
@@ -106,13 +104,13 @@ class Staging:
             result = quantise(local.to(self._dtype), _low2(part), scales) if local.numel() else local
         else:
             scales = self._local_scales(source, part, local)
-            # blocks whose first element is another rank's are that rank's
+            # the rank with a block's first element publishes its scale
             first = [int(i % BLOCK != 0) for i in part.low]
             result = scales[first[0] :, first[1] :] if local.numel() else scales
         return result.contiguous().view(-1).view(torch.uint8) if result.numel() else result.new_empty(0).byte()
 
     def _local_scales(self, source: Source, part: HeldBlock, local: Tensor) -> Tensor:
-        """Scales of the blocks that this rank touches; a collective where a block lies on several ranks."""
+        """Return scales of the blocks that this rank touches; a collective if a block lies on several ranks."""
         key = (source.parameter, source.low)
         if self._scales is not None and self._scales[0] == key:
             return self._scales[1]

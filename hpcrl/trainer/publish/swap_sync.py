@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.modeling.arena import Arena, memory_of
 from hpcrl.modeling.hf import model_tensors
+from hpcrl.modeling.memory.arena import Arena, memory_of
 from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.swap import HostSwap
 from hpcrl.trainer.parallel.mesh import Parallel
@@ -36,8 +36,6 @@ from hpcrl.trainer.step.muon import Muon
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.handover import HandoverLayer, SharedMemory
-
-__all__ = ["SwapSync"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +51,14 @@ class SwapSync:
         dtype: torch.dtype,
         emit: Callable[..., Any],
     ) -> None:
-        """Nothing moves yet.
+        """Prepare; no weights are moved yet.
 
         Parameters
         ----------
         engines:
-            What rank 0 tells them; closed by this.
+            Engines, which rank 0 controls; closed by this object.
         dtype:
-            Of the engines' weights.
+            Dtype of the engines' weights.
         emit:
             Writes events, on rank 0.
         """
@@ -73,7 +71,7 @@ class SwapSync:
         self._peak = 0
 
     def restored(self, policy: TrainerPolicy, step: int) -> None:
-        """See `WeightSync`. The first batch that is asked for tells the orchestrator the version."""
+        """See `WeightSync`. The orchestrator learns the version with the request for the first batch."""
 
         def begin() -> None:
             self._engines.wait_reachable()
@@ -89,7 +87,7 @@ class SwapSync:
             self._swap.back()
 
     def publish(self, policy: TrainerPolicy, version: int, announce: Callable[[int], None]) -> None:
-        """Remember it: a checkpoint may have to be copied before the weights leave."""
+        """Remember the version; the hand-over waits, because a checkpoint may have to copy the weights first."""
         self._next = policy, version, announce
 
     def end_step(self, clock: PhaseClock) -> None:
@@ -102,7 +100,7 @@ class SwapSync:
                 announce(version)
 
     def wait(self) -> None:
-        """Nothing is under way: a hand-over ends with its step."""
+        """Return at once: a hand-over ends with its step."""
 
     def close(self) -> None:
         """Let go of threads and shared memory."""
@@ -119,7 +117,7 @@ class SwapSync:
         self.arena.add(device=found - self.arena.device_bytes)
         self._peak = 0
         self._note(0, 0)
-        # engines sleep and have nothing: what no engine needs goes first
+        # the engines' memory is free now: first release what they do not read
         self._swap.leave(others)
         self._swap.finish()
         for layer in self._layers:
@@ -129,7 +127,7 @@ class SwapSync:
             message = HandoverLayer(memory.path, layer.tensors)
             held = self._ranks.on_leader(partial(self._engines.load, message), f"handing over {layer.name}")
             self._note(held, layer.size)
-        # what no engine reads, such as carried tensors
+        # tensors that no engine reads, such as carried ones
         self._swap.leave(tensors.values())
         self._swap.finish()
         held = self._ranks.on_leader(lambda: self._engines.wake(version), "giving the devices to the engines")
@@ -173,7 +171,7 @@ class SwapSync:
 
 
 def _beside_weights(policy: TrainerPolicy) -> Iterator[Tensor]:
-    """Gradients and the state of the optimizer, where they are on the device."""
+    """Return gradients and the state of the optimizer that are on the device."""
     for parameter in policy.model.parameters():
         if parameter.grad is not None:
             yield parameter.grad

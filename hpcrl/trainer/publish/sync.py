@@ -1,9 +1,9 @@
-"""How the weights of a step come to the engines: one interface, and the usual one of its two ways, by files.
+"""Interface for bringing weights to the engines, and the usual one of its two implementations, by files.
 
 The other way is `hpcrl.trainer.publish.swap_sync`, for engines on the trainer's own devices.
 
-The loop knows when weights are those of a version and when a step leaves the device alone; what follows from that is
-the way's own.
+The loop knows when the weights are those of a version and when a step no longer needs the device; the implementation
+decides what follows from that.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpcrl.trainer.parallel.ranks import Ranks
-from hpcrl.trainer.publish.publisher import Published, Publisher
+from hpcrl.trainer.publish.published import Published
+from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
-
-__all__ = ["FileSync", "LastVersionSync", "WeightSync"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,19 +37,19 @@ class WeightSync(Protocol):
         ...
 
     def begin_step(self, clock: PhaseClock) -> None:
-        """The batch is there: the trainer computes from now on."""
+        """Note that the batch has arrived: the trainer computes from now on."""
         ...
 
     def publish(self, policy: TrainerPolicy, version: int, announce: Callable[[int], None]) -> None:
-        """The weights are those of ``version`` until the next `begin_step`. On return they may be read, not changed,
-        by others than this.
+        """Publish the weights of ``version``, which stay unchanged until the next `begin_step`.
 
-        ``announce`` is called on rank 0 when engines can have it, from this call or from a later one, or from a thread.
+        After the return others may read the weights, but only this object may change them. ``announce`` is called on
+        rank 0 when engines can load the version: during this call, during a later one, or from a thread.
         """
         ...
 
     def end_step(self, clock: PhaseClock) -> None:
-        """The step has no more to do with the weights: they have also been copied for a checkpoint."""
+        """Note that the step no longer needs the weights, which have also been copied for a checkpoint."""
         ...
 
     def wait(self) -> None:
@@ -62,12 +61,35 @@ class WeightSync(Protocol):
         ...
 
 
-class FileSync:
-    """Versions are files in the store of the run, from which engines on other nodes read them."""
+class DurableVersions:
+    """Versions of a run that become durable, also where engines get them from memory of the ranks.
 
-    def __init__(self, publisher: Publisher, ranks: Ranks, emit: Callable[..., Any]) -> None:
-        """Take the publisher of the run, which this closes, and what writes events."""
+    Attributes
+    ----------
+    named:
+        Step of the newest checkpoint, which names its version; the last step of a run ends with one.
+    """
+
+    def __init__(self, every: int) -> None:
+        """Choose each version whose number ``every`` divides, besides those of checkpoints."""
+        self._every, self.named = every, -1
+
+    def __contains__(self, version: int) -> bool:
+        return version % self._every == 0 or version == self.named
+
+
+class FileSync:
+    """Versions are files in the store of the run, from which engines on other nodes read them.
+
+    With a fabric, ranks also serve them from memory; versions that are not to become durable are there alone.
+    """
+
+    def __init__(
+        self, publisher: Publisher, ranks: Ranks, emit: Callable[..., Any], durable: DurableVersions | None = None
+    ) -> None:
+        """Take the publisher of the run, which this closes, what writes events, and which versions become durable."""
         self._publisher, self._ranks, self._emit = publisher, ranks, emit
+        self._durable = DurableVersions(1) if durable is None else durable
 
     def restored(self, policy: TrainerPolicy, step: int) -> None:
         def prepare() -> bool:
@@ -89,12 +111,17 @@ class FileSync:
         pass
 
     def publish(self, policy: TrainerPolicy, version: int, announce: Callable[[int], None]) -> None:
+        announced = False
+
         def on_published(published: Published) -> None:
-            # beside the next step, where publishing overlaps with it
-            announce(published.version)
+            # in parallel with the next step if publishing overlaps with it
+            nonlocal announced
+            if not announced:
+                announced = True
+                announce(published.version)
             self._say_published(published)
 
-        self._publisher.publish(policy.model, version, on_published)
+        self._publisher.publish(policy.model, version, on_published, durable=version in self._durable)
 
     def end_step(self, clock: PhaseClock) -> None:
         pass
@@ -106,14 +133,19 @@ class FileSync:
         self._publisher.close()
 
     def _say_published(self, published: Published) -> None:
-        version, form, reason = published
+        version, form, reason, off_fabric, durable = published
+        if not durable:
+            self._emit("trainer.version_announced", version=version, form=form)
+            return
         if reason:
             _log.info("version %d is whole: %s", version, reason)
+        if off_fabric:
+            self._emit("trainer.fabric_failed", version=version, why=off_fabric)
         self._emit("trainer.version_published", version=version, form=form, instead_of_delta=reason)
 
 
 class LastVersionSync(FileSync):
-    """Of a run without engines: the last version alone is written, for runs that begin with it."""
+    """Publishes only the last version, in a run without engines, so that other runs can start with it."""
 
     def __init__(
         self, publisher: Publisher, ranks: Ranks, emit: Callable[..., Any], *, last: Callable[[], int]

@@ -1,4 +1,4 @@
-"""What all ranks do to make a staged version, once its bytes are in memory: allocate, write or compare, complete."""
+"""Work of all ranks on a staged version once its bytes are in memory: allocate, write or compare, complete."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ import torch
 from torch import Tensor
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.errors import HandoffError
 from hpcrl.models.arch import read_model_config
 from hpcrl.models.written import written_config
-from hpcrl.space import ShortageError, find_shortage
+from hpcrl.storage.disk_space import ShortageError, find_shortage
 from hpcrl.trainer.parallel.ranks import Ranks
+from hpcrl.trainer.publish.fabric_serving import AnnouncedContent, FabricServing, ServedPart
 from hpcrl.trainer.publish.plan import Window
 from hpcrl.weights.format.layout import PublishedTensor, ShardLayout
 from hpcrl.weights.format.manifest import Kind, TensorRecord, content_digest
-from hpcrl.weights.format.quantize import quantization_config
-from hpcrl.weights.write.handoff_writer import COMPANION_FILES, HandoffWriter, ParentGoneError, ShardResult
+from hpcrl.weights.format.quantise import quantization_config
+from hpcrl.weights.write.handoff_writer import (
+    COMPANION_FILES,
+    ParentGoneError,
+    PreparedVersion,
+    ShardResult,
+    VersionCommitter,
+)
 from hpcrl.weights.write.own_units import (
     Delta,
     Digests,
@@ -28,26 +36,26 @@ from hpcrl.weights.write.own_units import (
     delta_tensors,
     encode_delta,
     full_results,
+    hash_units,
+    hashes_by_offset,
     write_units,
 )
 from hpcrl.weights.write.writer import FileWriter, preallocate
 
-__all__ = ["AdapterForm", "Image", "VersionWriter"]
-
 _SMALL_FILES = len(COMPANION_FILES) + 3
-"""Beside shards: configuration, tokenizer, index, manifest, and the directory."""
+"""Files in addition to shards: configuration, tokenizer, index, manifest, and the directory."""
 
 
 @dataclass
 class Image:
-    """What a version looks like in this rank's units.
+    """Bytes of a version in this rank's units.
 
     Attributes
     ----------
     version:
         Policy version.
     needs:
-        What it is made from, where it was published as a delta.
+        Versions that it is made from, if it was published as a delta.
     data:
         ``[bytes]`` of host memory.
     """
@@ -63,7 +71,7 @@ class Image:
 
 @dataclass(frozen=True)
 class AdapterForm:
-    """What a version of kind ``lora`` has beside its tensors.
+    """Additional content of a version of kind ``lora``.
 
     Attributes
     ----------
@@ -86,7 +94,7 @@ class VersionWriter:
 
     def __init__(
         self,
-        output: HandoffWriter,
+        output: VersionCommitter,
         ranks: Ranks,
         *,
         windows: Sequence[Window],
@@ -95,31 +103,41 @@ class VersionWriter:
         dtype: torch.dtype,
         settings: HandoffConfig,
         chunk_bytes: int,
+        fabric: FabricServing | None = None,
     ) -> None:
-        """Remember all this; nothing is written.
+        """Prepare; nothing is written.
 
         Parameters
         ----------
         output:
-            Where versions go.
+            Store of the versions.
         ranks:
-            That publish.
+            Publishing ranks.
         windows:
-            What this rank writes.
+            Windows with this rank's shares.
         tensors:
             All that is published.
         model_dir, dtype, settings, chunk_bytes:
-            As for `hpcrl.trainer.publish.publisher.Publisher`.
+            See `hpcrl.trainer.publish.publisher.Publisher`.
+        fabric:
+            Serves versions that are written from one image.
         """
+        self._fabric = fabric
         self._output, self._ranks, self._windows, self._tensors = output, ranks, windows, tensors
         self._model_dir, self._dtype = model_dir, dtype
         self._settings, self._chunk_bytes = settings, chunk_bytes
         self._layouts: list[ShardLayout] = [shard for window in windows for shard in window.shards]
         self.adapter: AdapterForm | None = None
-        """Of the next version; None where it is one of the model itself."""
+        """Adapter content of the next version; None if it is a version of the model itself."""
 
     def check_space(self) -> None:
-        """Whether a full version fits (ShortageError where it does not); for one rank."""
+        """Check that a full version fits on disk; only one rank calls this.
+
+        Raises
+        ------
+        ShortageError
+            It does not fit.
+        """
         self._check_space(sum(shard.bytes for shard in self._layouts), len(self._layouts))
 
     def _check_space(self, size: int, files: int) -> None:
@@ -142,7 +160,7 @@ class VersionWriter:
         Parameters
         ----------
         image:
-            Of the version; its ``data`` has room for the largest window.
+            Image of the version; its ``data`` has room for the largest window.
         fill:
             Puts this rank's units of a window into the memory that it is given, ``[bytes]`` uint8.
         """
@@ -158,8 +176,43 @@ class VersionWriter:
             ranks.all_succeed(writer.sync, what)
         self._complete(image, results)
 
-    def write_full(self, image: Image) -> None:
-        """Write a whole version from one image."""
+    def announce(self, image: Image) -> AnnouncedContent | None:
+        """Serve a version from one image and announce it, before anything is written; None where it is not served.
+
+        Raises
+        ------
+        FencedError
+            A newer attempt has claimed the store.
+        FileExistsError
+            The store has the version already.
+        """
+        (window,), fabric, ranks = self._windows, self._fabric, self._ranks
+        if fabric is None:
+            return None
+        what = f"announcing version {image.version}"
+        digests = ranks.all_succeed(lambda: hash_units(window.units, image.view), what)
+        self._serve(image.version, self._parts(image))
+        prepared: PreparedVersion | None = None
+
+        def announce() -> bool:
+            nonlocal prepared
+            self._output.fence.check()
+            if image.version in self._output.store.versions():
+                raise FileExistsError(f"{self._output.store.path_of(image.version)} exists already")
+            results = full_results(window.shards, digests, self._chunk_bytes)
+            prepared = self._prepared(image.version, results, kind=self._own_kind)
+            return fabric.announce_early(*prepared)
+
+        return AnnouncedContent(digests, prepared) if ranks.on_leader(announce, what) else None
+
+    def write_full(self, image: Image, announced: AnnouncedContent | None = None) -> None:
+        """Write a whole version from one image, which may be announced.
+
+        Raises
+        ------
+        HandoffError
+            What is written differs from what was announced.
+        """
         (window,) = self._windows
         self._allocate(image.version)
 
@@ -170,7 +223,39 @@ class VersionWriter:
                 return digests
 
         reports = self._ranks.all_succeed(write, f"writing version {image.version}")
-        self._complete(image, full_results(window.shards, reports, self._chunk_bytes))
+        if announced is None:
+            if self._fabric is not None:
+                self._serve(image.version, self._parts(image))
+            self._complete(image, full_results(window.shards, reports, self._chunk_bytes))
+            return
+
+        def commit() -> None:
+            assert announced.prepared is not None
+            if hashes_by_offset(reports) != hashes_by_offset(announced.digests):
+                raise HandoffError(f"version {image.version} was announced with other bytes than were written")
+            prepared = announced.prepared
+            self._output.commit(image.version, lambda: prepared)
+
+        self._ranks.on_leader(commit, f"completing version {image.version}")
+
+    def _parts(self, image: Image) -> list[ServedPart]:
+        """Return what this rank serves of a full version."""
+        (window,) = self._windows
+        view = image.view
+        units = [ServedPart(unit.file, unit.offset, view[unit.at : unit.at + unit.bytes]) for unit in window.units]
+        return [*self._heads(), *units]
+
+    def _heads(self) -> list[ServedPart]:
+        """Return the heads of those files that this rank allocates."""
+        own = self._layouts[self._ranks.rank :: self._ranks.size]
+        return [ServedPart(shard.file, 0, memoryview(shard.head)) for shard in own]
+
+    def _serve(self, version: int, parts: Sequence[ServedPart]) -> None:
+        """Copy what was hashed into the memory that the fabric serves."""
+        assert self._fabric is not None
+        (window,) = self._windows
+        capacity = window.image_bytes + sum(head.data.nbytes for head in self._heads())
+        self._fabric.fill(version, parts, capacity=capacity)
 
     def _turn(self, window: Window) -> int:
         return self._ranks.rank * len(window.units) // self._ranks.size
@@ -199,7 +284,9 @@ class VersionWriter:
 
         sizes = ranks.all_succeed(encode, f"comparing version {image.version} with {base.version}")
         if any(size is None for size in sizes):
-            return f"more changed since version {base.version} than handoff.delta_max_share ({share:g}) allows"
+            return (
+                f"a larger share changed since version {base.version} than handoff.delta_max_share ({share:g}) allows"
+            )
         size = sum(size or 0 for size in sizes)
         ranks.on_leader(lambda: self._check_space(size, ranks.size), f"preparing version {image.version}")
 
@@ -211,6 +298,9 @@ class VersionWriter:
 
         reports = ranks.all_succeed(write, f"writing version {image.version}")
         results, digests = [result for result, _ in reports], [digests for _, digests in reports]
+        if self._fabric is not None:
+            assert delta is not None
+            self._serve(image.version, _delta_parts(results[ranks.rank].name, delta))
         needs = (*base.needs, base.version)
 
         def complete() -> str:
@@ -228,10 +318,12 @@ class VersionWriter:
 
     def _complete(self, image: Image, results: list[ShardResult]) -> None:
         """Give a full version its name; rank 0 does it, all know how it went."""
-        kind: Kind = self._settings.kind if self.adapter is None else "lora"
-        self._ranks.on_leader(
-            lambda: self._publish(image.version, results, kind=kind), f"completing version {image.version}"
-        )
+        publish = partial(self._publish, image.version, results, kind=self._own_kind)
+        self._ranks.on_leader(publish, f"completing version {image.version}")
+
+    @property
+    def _own_kind(self) -> Kind:
+        return self._settings.kind if self.adapter is None else "lora"
 
     def _publish(
         self,
@@ -242,8 +334,24 @@ class VersionWriter:
         needs: tuple[int, ...] = (),
         tensors: Mapping[str, TensorRecord] | None = None,
     ) -> None:
-        publish = partial(
-            self._output.publish,
+        def make() -> PreparedVersion:
+            self._output.fence.check()
+            return self._prepared(version, results, kind=kind, needs=needs, tensors=tensors)
+
+        announce = (lambda manifest: None) if self._fabric is None else self._fabric.announce
+        self._output.commit(version, make, announce)
+
+    def _prepared(
+        self,
+        version: int,
+        results: list[ShardResult],
+        *,
+        kind: Kind,
+        needs: tuple[int, ...] = (),
+        tensors: Mapping[str, TensorRecord] | None = None,
+    ) -> PreparedVersion:
+        prepare = partial(
+            self._output.prepare,
             version=version,
             shards=results,
             producer=f"trainer attempt {self._output.attempt}",
@@ -252,10 +360,9 @@ class VersionWriter:
             chunk_bytes=self._chunk_bytes,
         )
         if self.adapter is None:
-            publish(model_dir=self._model_dir, metadata={"config.json": self._config()}, needs=needs)
-            return
+            return prepare(model_dir=self._model_dir, metadata={"config.json": self._config()}, needs=needs)
         base = self._output.store.open(self.adapter.base).manifest
-        publish(
+        return prepare(
             model_dir=None,
             metadata=self.adapter.files,
             needs=(*base.needs, base.version),
@@ -267,6 +374,15 @@ class VersionWriter:
             read_model_config(self._model_dir),
             (tensor.name for tensor in self._tensors),
             dtype=str(self._dtype).removeprefix("torch."),
-            quantization=quantization_config(self._tensors) if self._settings.kind == "fp8" else None,
+            quantisation=quantization_config(self._tensors) if self._settings.kind == "fp8" else None,
         )
         return json.dumps(config, indent=2).encode() + b"\n"
+
+
+def _delta_parts(file: str, delta: Delta) -> list[ServedPart]:
+    """Return the content of this rank's file of a delta."""
+    parts, position = [], 0
+    for _, record in delta.records:
+        parts.append(ServedPart(file, position, memoryview(record)))
+        position += len(record)
+    return parts

@@ -1,7 +1,7 @@
 """The trainer's part of a joint checkpoint: what is in it, how all ranks write it and read it.
 
 Keys are the names of the model's parameters and values are whole tensors in the sense of torch's distributed
-checkpoint: how they were sharded is no part of the format, so any number of ranks and any mesh can read it.
+checkpoint: the format does not contain how they were sharded, so any number of ranks and any mesh can read it.
 """
 
 from __future__ import annotations
@@ -23,52 +23,40 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hpcrl import lost_answers
 from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.errors import CheckpointError, PeerLostError
-from hpcrl.fs import FileRecord
 from hpcrl.modeling.adapters import adapted_matrices
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
-from hpcrl.ours import NotOursError, check_private, check_tree
+from hpcrl.storage import lost_replies
+from hpcrl.storage.files import FileRecord
+from hpcrl.storage.trusted_paths import NotOursError, check_private, check_tree
 from hpcrl.trainer.parallel.mesh import Parallel, is_lost_rank
 from hpcrl.trainer.step.muon import MOMENTUM, Muon
 from hpcrl.trainer.step.reference import ReferencePolicy
 
-__all__ = [
-    "BASE",
-    "REFERENCE",
-    "check_owner",
-    "copy_to_host",
-    "load_alone",
-    "load_checkpoint",
-    "state_bytes",
-    "trainer_state",
-    "write_state",
-]
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _ACCELERATOR_RNG = "rng_accelerator"
 BASE, _SCALE = "base", "lora_scale"
-"""Of adapters: the digest of the weights that they change, and the factor of their products."""
+"""Keys of adapters: the digest of the weights that they change, and the factor of their products."""
 REFERENCE = "reference"
-"""Of a reference that is refreshed: its version, and its weights."""
+"""Keys of a refreshed reference: its version, and its weights."""
 _BUFFER_BYTES = 4 << 20
 
 
 def trainer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, base: Tensor | None = None
 ) -> dict[str, Any]:
-    """Everything to save, by name; the tensors are those in use, so that a load fills them in place.
+    """Return everything to save, by name; the tensors are those in use, so that a load fills them in place.
 
     Under ``model`` are parameters and buffers, sharded as they are; under ``optimizer`` by the name of each trained
     parameter two moments in its shape, and how many steps they have seen, a float32 scalar; of a matrix that Muon has,
     its momentum alone. ``step`` is an int64 scalar, ``base`` ``[1]`` int64.
 
     Of a model with adapters these are all of it that is saved, with ``base``, the digest of the weights that they
-    change (`hpcrl.trainer.state.base_digest`).
+    change (`hpcrl.trainer.step.base_digest`).
 
     Moments that do not exist yet, before the first optimizer step, are made. The learning rate is a function of
-    the step; there is no gradient scaler.
+    the step; a gradient scaler does not exist.
     """
     if torch.accelerator.is_available():
         # copies to the host that the last step began, as those of moments, may not have ended
@@ -106,7 +94,7 @@ def trainer_state(
 
 
 def state_bytes(state: dict[str, Any]) -> int:
-    """Bytes of all tensors of a `trainer_state`, over all ranks."""
+    """Return the bytes of all tensors of a `trainer_state`, over all ranks."""
     return sum(
         state_bytes(value) if isinstance(value, dict) else value.numel() * value.element_size()
         for value in state.values()
@@ -114,7 +102,7 @@ def state_bytes(state: dict[str, Any]) -> int:
 
 
 def copy_to_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``state`` in host memory that later optimizer steps do not change. Local to each rank."""
+    """Return a copy of ``state`` in host memory that later optimizer steps do not change. Local to each rank."""
     # a directory is asked for and not used: staging is a method of the writer
     return FileSystemWriter(os.devnull).stage(state)
 
@@ -125,9 +113,9 @@ def write_state(directory: Path, state: dict[str, Any], group: dist.ProcessGroup
     Parameters
     ----------
     state:
-        Of `trainer_state` or `copy_to_host`.
+        Result of `trainer_state` or `copy_to_host`.
     group:
-        Of all ranks; carries host tensors. Only this call may use it meanwhile.
+        Process group of all ranks that carries host tensors. Only this call may use it meanwhile.
 
     Returns
     -------
@@ -168,7 +156,7 @@ def load_checkpoint(
     base:
         ``[1]`` int64, as in `trainer_state`: of the weights that adapters change now.
     reference:
-        Is restored, too; without weights of it in the entry it stays the start model that it was read from.
+        Reference to restore, too; without weights of it in the entry it stays the start model that was loaded.
 
     Raises
     ------
@@ -191,7 +179,7 @@ def load_checkpoint(
         load(state, storage_reader=reader, process_group=parallel.world.group)
     except (CheckpointException, RuntimeError, ValueError) as error:
         if isinstance(error, RuntimeError) and is_lost_rank(error):
-            what = f"another rank of the trainer went away while {entry.path} was read"
+            what = f"another rank of the trainer was lost while {entry.path} was read"
             raise PeerLostError(f"{what}: {error}") from error
         raise CheckpointError(f"checkpoint {entry.path} does not fit the model: {error}") from error
     if int(state["step"]) != entry.step:
@@ -213,7 +201,13 @@ def load_alone(state: dict[str, Any], directory: Path) -> None:
 
 
 def _check_base(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:
-    """Whether what is trained now, weights or adapters of these weights, is what was trained then (CheckpointError)."""
+    """Check that the checkpoint matches what is trained now: weights, or adapters of the same weights.
+
+    Raises
+    ------
+    CheckpointError
+        It does not match.
+    """
     then, now = BASE in reader.read_metadata().state_dict_metadata, BASE in state
     if then != now:
         held, wanted = ("adapters", "weights") if then else ("weights", "adapters")
@@ -231,13 +225,13 @@ def _check_base(entry: CheckpointEntry, state: dict[str, Any], reader: FileSyste
         )
     if not torch.equal(found[_SCALE], state[_SCALE]):
         raise CheckpointError(
-            f"the adapters of checkpoint {entry.path} counted {found[_SCALE].item():g} times, and now "
-            f"{state[_SCALE].item():g}\n    hint: leave trainer.lora.alpha and rank as they were"
+            f"the adapters of checkpoint {entry.path} had the scale {found[_SCALE].item():g}, and now "
+            f"have {state[_SCALE].item():g}\n    hint: leave trainer.lora.alpha and rank as they were"
         )
 
 
 def _check_moments(entry: CheckpointEntry, state: dict[str, Any], reader: FileSystemReader) -> None:
-    """Whether all that is trained now was trained then (CheckpointError)."""
+    """Check that the checkpoint has optimizer states for everything that is trained now (CheckpointError otherwise)."""
     held = reader.read_metadata().state_dict_metadata
     lacking = [
         name
@@ -260,7 +254,7 @@ def _check_moments(entry: CheckpointEntry, state: dict[str, Any], reader: FileSy
 
 
 def check_owner(entry: CheckpointEntry) -> None:
-    """See that nobody else could have written the trainer's state: torch unpickles parts of it.
+    """Check that no other user could have written the trainer's state: torch unpickles parts of it.
 
     Raises
     ------
@@ -273,8 +267,8 @@ def check_owner(entry: CheckpointEntry) -> None:
         check_tree(entry.trainer_dir)
     except NotOursError as error:
         raise CheckpointError(
-            f"{error}: what is in the checkpoint would be executed as you\n"
-            f"    hint: where it is yours: chmod -R go-w {entry.path.parent}"
+            f"{error}: files of the checkpoint would be executed as you\n"
+            f"    hint: if it is yours: chmod -R go-w {entry.path.parent}"
         ) from error
 
 
@@ -301,7 +295,7 @@ class _HashedFiles(FileSystem):
         Path(path).mkdir(exist_ok=True)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        lost_answers.rename(path, new_path)
+        lost_replies.rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
@@ -325,11 +319,11 @@ class _HashingStream(io.RawIOBase):
         return self._bytes
 
     def flush(self) -> None:
-        # torch flushes after each tensor; `fileno` and `finish` do what is needed
+        # torch flushes after each tensor; flushing in `fileno` and `finish` is enough
         return
 
     def fileno(self) -> int:
-        self._file.flush()  # who asks wants to fsync
+        self._file.flush()  # a caller that asks for the descriptor is about to fsync
         return self._file.fileno()
 
     def finish(self) -> None:
@@ -337,5 +331,5 @@ class _HashingStream(io.RawIOBase):
         self._file.flush()
 
     def record(self) -> FileRecord:
-        """Length and hash of all that was written."""
+        """Return length and hash of all that was written."""
         return FileRecord(self._bytes, self._digest.hexdigest())

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import CheckpointError, HpcrlError, UsageError
-from hpcrl.fs import StagedDirectory, fsync_dir, write_json
-from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
+from hpcrl.modeling.checkpoint_io.carried import CarriedTensor, carry, find_mtp_tensors
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import CARRIED, model_tensors
 from hpcrl.modeling.spec import spec_of
@@ -32,14 +31,13 @@ from hpcrl.models.adapting import unread_by_peft
 from hpcrl.models.arch import ModelArch, load_arch, read_model_config
 from hpcrl.models.wrapped import WRAPPER_FILES
 from hpcrl.models.written import is_true_of_copies, written_config
+from hpcrl.reporting.screen_text import visible
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
-from hpcrl.screen_text import visible
+from hpcrl.storage.files import StagedDirectory, fsync_dir, write_json
 from hpcrl.trainer.state.checkpoint import check_owner, load_alone
 from hpcrl.trainer.state.merged import MergedWeights, holds_adapters
 from hpcrl.trainer.state.wrapped_export import WrappedExport
-
-__all__ = ["DTYPES", "export_checkpoint", "main"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SHARD_BYTES = 4 << 30
@@ -66,15 +64,15 @@ def export_checkpoint(
         Verified by the caller.
     model_dir:
         Start model: its configuration, tokenizer and other small files are copied; with ``model.vision: carry`` of the
-        recipe also what it has beside the language model.
+        recipe also its parts other than the language model.
     output:
-        Must not exist.
+        Directory to make; must not exist.
     dtype:
         One of `DTYPES`, for all tensors.
     shard_bytes:
-        About the size of one safetensors file.
+        Approximate size of one safetensors file in bytes.
     recipe:
-        Of the run; wanted where the checkpoint has adapters, which are merged into the start model: bit by bit the
+        Recipe of the run; needed if the checkpoint has adapters, which are merged into the start model: bit by bit the
         weights of engines that serve its version, where ``dtype`` is that of versions.
 
     Raises
@@ -87,7 +85,7 @@ def export_checkpoint(
     check_owner(entry)
     arch = load_arch(model_dir)
     form = WrappedExport(model_dir) if recipe is not None and recipe.model.vision == "carry" else None
-    # without memory: it says what a checkpoint of this model holds
+    # on ``meta``: only its names and shapes are used, to read the checkpoint
     model = spec_of(arch).build(arch, device="meta")
     merged = holds_adapters(entry)
     if not merged:
@@ -151,7 +149,7 @@ class _Weights:
         self.shapes = {name: tensor.shape for name, tensor in self._own.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the model, whole."""
+        """Yield tensors of the model, whole."""
         state = {"model": {name: torch.empty(self.shapes[name], dtype=self._own[name].dtype) for name in names}}
         load_alone(state, self._entry.trainer_dir)
         for name in list(state["model"]):
@@ -175,7 +173,7 @@ def _portions(
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:
-    """Write a safetensors file with the mode that the umask gives it: ``save_file`` lets nobody else read it.
+    """Write a safetensors file with the mode of the umask: ``save_file`` makes it readable by its owner only.
 
     On disk on return, which is the bytes of the tensors.
     """
@@ -188,13 +186,13 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> int:
 
 
 def _metadata(entry: CheckpointEntry) -> dict[str, Any]:
-    """What the checkpoint holds of the model, by name."""
+    """Return the checkpoint's metadata of the model's tensors, by name."""
     metadata = FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
     return {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
 
 
 def _carried(entry: CheckpointEntry) -> list[CarriedTensor]:
-    """What the checkpoint holds of a published model beside the parameters of its decoder."""
+    """Return the tensors of a published model that the checkpoint holds besides the parameters of its decoder."""
     return [
         CarriedTensor(name.removeprefix(CARRIED), str(value.properties.dtype).removeprefix("torch."), tuple(value.size))
         for name, value in _metadata(entry).items()
@@ -203,7 +201,7 @@ def _carried(entry: CheckpointEntry) -> list[CarriedTensor]:
 
 
 def _shards(shapes: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: int) -> Iterator[list[str]]:
-    """Names of tensors, in portions of about ``shard_bytes`` of output."""
+    """Yield names of tensors, in portions of about ``shard_bytes`` of output."""
     portion: list[str] = []
     size = 0
     for name, shape in shapes.items():
@@ -217,7 +215,7 @@ def _shards(shapes: Mapping[str, torch.Size], dtype: torch.dtype, shard_bytes: i
 
 
 def _copy_companions(model_dir: Path, output: Path, *, wrapper: bool) -> None:
-    """Copy small files; those of processors for a ``wrapper`` alone, as they say nothing of a language model."""
+    """Copy small files; those of processors only for a ``wrapper``, because a language model has none."""
     for path in sorted(model_dir.iterdir()):
         small = path.is_file() and path.stat().st_size <= _COMPANION_BYTES and path.name != "config.json"
         if path.name in WRAPPER_FILES and not wrapper:
@@ -245,7 +243,7 @@ def _choose(run: RunDir, step: int | None) -> CheckpointEntry:
     for skipped, reason in choice.skipped:
         print(visible(f"checkpoint of step {skipped} is skipped: {reason}"), file=sys.stderr)
     if choice.entry is None:
-        raise UsageError(f"{run.name} has no good checkpoint\n    hint: hpcrl checkpoint ls {reference(run)}")
+        raise UsageError(f"{run.name} has no valid checkpoint\n    hint: hpcrl checkpoint ls {reference(run)}")
     return choice.entry
 
 
@@ -254,7 +252,7 @@ def _export(arguments: argparse.Namespace) -> None:
     recipe = run.recipe()
     dtype = arguments.dtype or recipe.trainer.dtype
     if dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype} is none of {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     model_dir = arguments.model_dir or Path(recipe.model.path)
     if not (model_dir / "config.json").is_file():
         raise UsageError(
@@ -270,7 +268,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _tell_unread(arch: ModelArch, targets: Sequence[str] | None) -> None:
-    """Say which adapters of the run's published versions PEFT would leave out; this export has all of them."""
+    """Log which adapters of the run's published versions PEFT would ignore; this export has all of them."""
     if unread := unread_by_peft(arch.facts, targets):
         what = " and ".join(unread)
         print(
@@ -281,7 +279,7 @@ def _tell_unread(arch: ModelArch, targets: Sequence[str] | None) -> None:
 
 
 def main() -> int:
-    """Export as the command line says; returns the exit code."""
+    """Export according to the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="hpcrl checkpoint export")
     parser.add_argument("run", type=Path)
     parser.add_argument("output", type=Path)
@@ -294,7 +292,7 @@ def main() -> int:
         print(visible(f"hpcrl: {error}"), file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(visible(f"hpcrl: the export failed: {error}\n    nothing was left behind"), file=sys.stderr)
+        print(visible(f"hpcrl: the export failed: {error}\n    no files were left behind"), file=sys.stderr)
         return 1
     return 0
 

@@ -13,19 +13,17 @@ from hpcrl.checkpoints.ledger import CheckpointEntry
 from hpcrl.config.lora import LoraConfig
 from hpcrl.errors import CheckpointError, UsageError
 from hpcrl.modeling.adapters import Adapted, AdapterNames, adapt, adapted_matrices
+from hpcrl.modeling.checkpoint_io.load import read_whole
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
-from hpcrl.modeling.layers.low_rank import add_product
-from hpcrl.modeling.load import read_whole
-from hpcrl.trainer.state.base_digest import tensor_digest
+from hpcrl.modeling.low_rank import add_product
 from hpcrl.trainer.state.checkpoint import BASE, load_alone
+from hpcrl.trainer.step.base_digest import tensor_digest
 from hpcrl.weights.read.model_files import ModelFiles
-
-__all__ = ["MergedWeights", "holds_adapters"]
 
 
 def holds_adapters(entry: CheckpointEntry) -> bool:
-    """Whether an entry has adapters, and not the weights that they change."""
+    """Return whether an entry holds adapters but not the weights that they change."""
     return BASE in FileSystemReader(entry.trainer_dir).read_metadata().state_dict_metadata
 
 
@@ -47,7 +45,7 @@ class MergedWeights:
         Parameters
         ----------
         model_dir:
-            What the adapters were trained on.
+            Start model that the adapters were trained on.
         held, published:
             Dtype of the trainer's weights, and of published versions.
 
@@ -68,7 +66,7 @@ class MergedWeights:
         self._digest = torch.zeros(1, dtype=torch.int64)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the model, whole, in the dtype of published versions; buffers in their own.
+        """Yield tensors of the model, whole, in the dtype of published versions; buffers in their own.
 
         One at a time, on the host, in the order of ``names``, and with shapes and names of our parameters (UsageError
         where ``model_dir`` has no whole safetensors files, or other tensors).
@@ -89,7 +87,13 @@ class MergedWeights:
                 yield name, rounded if name not in self._adapted else self._merged(rounded, self._adapted[name])
 
     def check_base(self) -> None:
-        """Whether what was read, all of it, is what the adapters were trained on (CheckpointError)."""
+        """Check that the weights read so far, which must be all, are those that the adapters were trained on.
+
+        Raises
+        ------
+        CheckpointError
+            They are others.
+        """
         found = {BASE: torch.empty_like(self._digest)}
         load_alone(found, self._entry.trainer_dir)
         if not torch.equal(found[BASE], self._digest):

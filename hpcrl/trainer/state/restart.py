@@ -1,4 +1,4 @@
-"""What an attempt begins with: the newest good checkpoint, or what a person asked for, or an end with the reason."""
+"""Chooses what an attempt begins with: the newest intact checkpoint, a person's request, or an end with the reason."""
 
 from __future__ import annotations
 
@@ -8,42 +8,40 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints.checks import record_check
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import NothingToRestoreError
+from hpcrl.runs.resume_request import ResumeRequest, ever_saved, nothing_to_restore
 from hpcrl.runs.role import RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.restart import RestartRequest, ever_saved, nothing_to_restore
+from hpcrl.storage.quarantine import list_asides
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.state.restore import choose_checkpoint
 from hpcrl.trainer.state.saver import Emit
 
-__all__ = ["decide_restore"]
-
 _log = logging.getLogger(__name__)
 
 
-def decide_restore(
+def choose_restored_checkpoint(
     context: RoleContext, writer: CheckpointWriter, ranks: Ranks, config: CheckpointConfig, emit: Emit
 ) -> RestoreDecision:
     """Choose, carry out what a person asked for, and write all of it down. All ranks call it; all get the same.
 
     A run that has ever saved a joint checkpoint begins at step 0 only where a person asked for that
-    (`hpcrl.runs.start.restart`), whoever starts the attempt: a resume, a requeue or a retry.
+    (`hpcrl.runs.resume_request`), for every start of an attempt: a resume, a requeue or a retry.
 
     Raises
     ------
     NothingToRestoreError
         There were checkpoints, and none can be restored, or not the one that was asked for. Nothing was changed, and
-        the decision on record says the same.
+        the recorded decision is the same.
     DeadlineError, PeerLostError
-        The comparison took too long; which entry is good is not known.
+        The comparison timed out; it is unknown which entry is intact.
     """
     run, attempt = context.run, context.attempt
-    request = ranks.on_leader(lambda: RestartRequest.in_force(run), "reading where to begin")
+    request = ranks.on_leader(lambda: ResumeRequest.in_force(run), "reading the restore decision")
     decision = _choose(writer, ranks, config, request)
 
     def settle() -> RestoreDecision:
@@ -61,14 +59,14 @@ def decide_restore(
 
 
 def _choose(
-    writer: CheckpointWriter, ranks: Ranks, config: CheckpointConfig, request: RestartRequest | None
+    writer: CheckpointWriter, ranks: Ranks, config: CheckpointConfig, request: ResumeRequest | None
 ) -> RestoreDecision:
     content = config.verify == "content"
     choose = partial(choose_checkpoint, writer.ledger, ranks, content=content, timeout_s=config.verify_timeout_s)
     if request is None:
         return choose()
     if request.begin == "scratch":
-        # there is nothing to verify
+        # a start from scratch reads no checkpoint that could be verified
         return RestoreDecision(step=None, verified=config.verify, seconds=0.0, skipped=[], asked="--from-scratch")
     assert request.step is not None
     step = request.step
@@ -77,7 +75,7 @@ def _choose(
 
 
 def _path_of(writer: CheckpointWriter, step: int) -> Path:
-    """Where the entry of a step is: in the ledger, or put aside."""
+    """Return the path of a step's entry, in the ledger or in quarantine."""
     if step not in writer.ledger.steps():
         for aside in list_asides(writer.root, "step-"):
             if aside.number == step:
@@ -90,7 +88,7 @@ def _settle(
     attempt: int,
     writer: CheckpointWriter,
     decision: RestoreDecision,
-    request: RestartRequest | None,
+    request: ResumeRequest | None,
     *,
     by: str,
 ) -> RestoreDecision:
@@ -102,7 +100,7 @@ def _settle(
         refused = str(nothing_to_restore(run, saved, skipped, wanted=wanted))
         decision = msgspec.structs.replace(decision, refused=refused)
     elif request is not None:
-        # 0 is no step of a checkpoint
+        # checkpoints begin at step 1: 0 means a start from scratch
         step = 0 if decision.step is None else decision.step
         if decision.step is not None and step not in writer.ledger.steps():
             writer.take_back(next(aside for aside in list_asides(writer.root, "step-") if aside.number == step))
@@ -115,7 +113,7 @@ def _settle(
 
 
 def _record_checks(writer: CheckpointWriter, decision: RestoreDecision, by: str) -> None:
-    """What people see in ``hpcrl checkpoint ls``; nothing depends on it."""
+    """Record the checks for ``hpcrl checkpoint ls``; nothing else depends on them, so failures are only logged."""
     content = decision.verified == "content"
     try:
         for skipped in decision.skipped:
@@ -123,4 +121,4 @@ def _record_checks(writer: CheckpointWriter, decision: RestoreDecision, by: str)
         if decision.step is not None:
             record_check(writer.ledger, decision.step, content=content, by=by)
     except OSError as error:
-        _log.warning("what was verified is not on record: %s", error)
+        _log.warning("the verification is not recorded: %s", error)

@@ -11,27 +11,25 @@ from hpcrl.checkpoints.verify import damaged_files, share_of
 from hpcrl.errors import CheckpointError
 from hpcrl.trainer.parallel.ranks import Ranks
 
-__all__ = ["choose_checkpoint"]
-
 
 def choose_checkpoint(
     ledger: CheckpointLedger, ranks: Ranks, *, content: bool, timeout_s: float, only: Path | None = None
 ) -> RestoreDecision:
-    """The newest entry that is as its manifest says. All ranks call it; all get the same answer.
+    """Return the newest entry that matches its manifest. Collective: all ranks get the same answer.
 
     Parameters
     ----------
     only:
-        The one entry that may be taken; any of the ledger by default.
+        The only entry that may be taken; any of the ledger by default.
     content:
         Whether every byte is compared, or sizes only.
     timeout_s:
-        Longest time in seconds, over all entries that are looked at.
+        Timeout in seconds for the checks of all entries together.
 
     Raises
     ------
     DeadlineError, PeerLostError
-        It took too long; which entry is good is not known.
+        The timeout passed, or a rank was lost; it is unknown which entry is intact.
     """
     started = time.monotonic()
     skipped: list[SkippedEntry] = []
@@ -57,7 +55,7 @@ def choose_checkpoint(
 
 
 def _problems(path: Path, ranks: Ranks, *, content: bool, deadline_s: float) -> list[str]:
-    """What this rank finds wrong with its share of an entry."""
+    """Return the problems that this rank finds in its share of an entry."""
     try:
         entry = CheckpointEntry.open(path)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Saving joint checkpoints beside the training: copy, write in the background, commit, retain.
+"""Saves joint checkpoints in parallel with training: copy, write in the background, commit, retain.
 
 A save has three parts:
 
@@ -8,8 +8,8 @@ A save has three parts:
    training;
 3. when all ranks have written, rank 0 completes the ledger entry and removes what need not be kept.
 
-Ranks agree about the outcome in part 3. What fails there is no entry: a periodic save that fails is said loudly and
-the training goes on, because earlier entries are as good as before; the caller decides what a failure means.
+Ranks agree about the outcome in part 3. A failed save leaves no entry: the failure of a periodic save is logged and
+training continues, because earlier entries are still valid; the caller decides what a failure means.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from hpcrl.checkpoints.ledger import TRAINER_DIR
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import CheckpointError, DeadlineError, FencedError
-from hpcrl.fs import FileRecord
-from hpcrl.space import find_shortage
+from hpcrl.storage.disk_space import find_shortage
+from hpcrl.storage.files import FileRecord
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.state.checkpoint import REFERENCE, copy_to_host, state_bytes, trainer_state, write_state
 from hpcrl.trainer.step.policy import TrainerPolicy
-
-__all__ = ["CheckpointSaver", "Emit"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +40,9 @@ _FILES_PER_RANK = 1
 _FILES_OF_AN_ENTRY = 8
 """Manifest, metadata, the orchestrator's file, directories, and temporary names."""
 _MARGIN, _MARGIN_BYTES = 0.02, 1 << 20
-"""What an entry has beside the state: metadata of the parts, the manifest."""
+"""Files of an entry in addition to the state: metadata of the parts, the manifest."""
 _ROOM = (
-    "\n    hint: make room there, or remove entries: hpcrl checkpoint prune RUN --keep-last 1"
+    "\n    hint: free space there, or remove entries: hpcrl checkpoint prune RUN --keep-last 1"
     "\n    hint: a lower checkpoint.keep_last (one entry more than that exists during a save)"
 )
 
@@ -77,11 +75,11 @@ class CheckpointSaver:
         Parameters
         ----------
         writer:
-            Of the ledger, the same on every rank.
+            Writer of the ledger, the same on every rank.
         ranks:
             All of them.
         config:
-            Of the recipe.
+            Checkpoint settings of the recipe.
         emit:
             For ``trainer.checkpoint_saved`` and ``trainer.checkpoint_failed``; called from a thread.
         """
@@ -100,7 +98,7 @@ class CheckpointSaver:
         Parameters
         ----------
         policy:
-            What is saved; may be changed as soon as this returns.
+            Policy to save; it may be changed as soon as this returns.
         orchestrator_state:
             Asks the orchestrator for its state after ``step``; called on rank 0.
 
@@ -111,7 +109,7 @@ class CheckpointSaver:
         FencedError
             The save before this one met a newer attempt: this process is a leftover.
         PeerLostError
-            The orchestrator does not answer: without its state there is no checkpoint, and no run.
+            The orchestrator does not answer: without its state neither a checkpoint nor the run can continue.
         """
         self._join(self._config.save_timeout_s)
         started, started_at_s = time.monotonic(), time.time()
@@ -162,7 +160,7 @@ class CheckpointSaver:
             if thread.is_alive():
                 raise DeadlineError(
                     f"the save of step {last.step} did not end within {timeout_s:g} s\n"
-                    "    hint: look at the filesystem of the run; a longer checkpoint.save_timeout_s"
+                    "    hint: check the filesystem of the run; raise checkpoint.save_timeout_s"
                 )
             return str(last.error) if isinstance(last.error, FencedError) else ""
 
@@ -172,7 +170,7 @@ class CheckpointSaver:
             raise FencedError(fenced)
 
     def _has_room(self, save: _Save) -> bool:
-        """Whether the filesystem has room; where it has not, the save has failed."""
+        """Return whether the filesystem has room for the checkpoint; mark the save as failed if it has not."""
         size = state_bytes(save.state) + len(save.orchestrator_state)
         needed_bytes = int(size * (1 + _MARGIN)) + _MARGIN_BYTES
         needed_files = self._ranks.size * _FILES_PER_RANK + _FILES_OF_AN_ENTRY
@@ -191,7 +189,7 @@ class CheckpointSaver:
         return not problem
 
     def _work(self, save: _Save, blocked_since: float | None) -> None:
-        """Parts 2 and 3; never raises."""
+        """Do parts 2 and 3 of a save; never raise."""
         try:
             removed = self._write(save, blocked_since)
         except Exception as error:  # noqa: BLE001 - an error of the save is not one of the training
@@ -230,7 +228,7 @@ class CheckpointSaver:
                 try:
                     writer.collect_aside(step)
                     return writer.retain(keep_last=self._config.keep_last, keep_every=self._config.keep_every_steps)
-                except OSError as error:  # the new entry is complete: what is left is room that is not free yet
+                except OSError as error:  # the new entry is complete; only disk space is not freed yet
                     _log.warning("old checkpoints are not removed: %s", error)
                     return []
 
@@ -238,7 +236,7 @@ class CheckpointSaver:
         except BaseException:
             if ranks.rank == 0:
                 writer.discard(step)
-                writer.fence.check()  # where a newer attempt has come, that is the reason
+                writer.fence.check()  # if a newer attempt has claimed the store, report that as the reason
             raise
 
     def _failed(self, save: _Save, error: Exception) -> None:

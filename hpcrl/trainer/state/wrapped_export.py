@@ -21,10 +21,11 @@ from hpcrl.weights.read.towers import uncarried_problem
 from hpcrl.weights.read.wrapped_names import STACKED_EXPERTS, language_model_name, text_config, wrapped_name
 from hpcrl.weights.write.copied_tensors import write_copied_tensors
 
-__all__ = ["WrappedExport"]
-
 _TOWER_FILE = "model-vision.safetensors"
 _EXPERT = re.compile(r"(?P<stack>.+\.experts)\.\d+\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+_LEAVES = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+"""Tensors of all experts by the matrices of an expert that they hold, in the order in which they hold them."""
 
 
 class WrappedExport:
@@ -36,25 +37,27 @@ class WrappedExport:
         Raises
         ------
         UsageError
-            It has no tensors beside a language model, or they are quantised.
+            It has no tensors other than a language model's, or they are quantised.
         """
         self._model_dir = model_dir
         wrapped = text_config(model_dir) or {}
-        self._stacked = wrapped.get("model_type") in STACKED_EXPERTS
+        may_stack = wrapped.get("model_type") in STACKED_EXPERTS
         with ModelFiles(model_dir, whole=True) as files:
             own = {name: language_model_name(name) for name in files.tensors}
             self._tower = {name: files.tensors[name] for name, part in own.items() if part is None}
             hidden_size = wrapped.get("hidden_size", 0)
-            self._inputs_first = {
-                name
+            layouts = {
+                name: has_inputs_first(name, block.shape, hidden_size)
                 for name, block in files.tensors.items()
-                if self._stacked and has_inputs_first(name, block.shape, hidden_size)
+                if may_stack
             }
+            self._stacks = {name: layout for name, layout in layouts.items() if layout is not None}
+            """Tensors of all experts of a layer, and whether their layout is ``[experts, in, out]``."""
         named = [name for name, part in own.items() if part is not None and part != HEAD]
         if not wrapped or not self._tower or not named:
             raise UsageError(
                 f"{model_dir} has no vision tower, which model.vision: carry puts into exports\n"
-                "    hint: --model-dir, the model that also sees"
+                "    hint: --model-dir, the model with the vision tower"
             )
         if problem := uncarried_problem(self._tower):
             raise UsageError(problem)
@@ -68,18 +71,16 @@ class WrappedExport:
         found: dict[str, Tensor] = {}
         stacks: dict[str, dict[str, list[Tensor]]] = {}
         for name, tensor in tensors.items():
-            expert = _EXPERT.fullmatch(name) if self._stacked else None
-            if expert is None:
+            expert = _EXPERT.fullmatch(name)
+            stack = f"{wrapped_name(expert['stack'], like=self._like)}.{_LEAVES[expert['part']]}" if expert else ""
+            if expert is None or stack not in self._stacks:
                 found[wrapped_name(name, like=self._like)] = tensor
             else:
-                stacks.setdefault(expert["stack"], {}).setdefault(expert["part"], []).append(tensor)
-        for stack, parts in stacks.items():
-            prefix = wrapped_name(stack, like=self._like)
-            for leaf, of in (("down_proj", ("down_proj",)), ("gate_up_proj", ("gate_proj", "up_proj"))):
-                if of[0] in parts:
-                    stacked = torch.cat([torch.stack(parts[part]) for part in of], dim=1)
-                    name = f"{prefix}.{leaf}"
-                    found[name] = stacked.transpose(1, 2).contiguous() if name in self._inputs_first else stacked
+                stacks.setdefault(stack, {}).setdefault(expert["part"], []).append(tensor)
+        for name, parts in stacks.items():
+            # parts in the order of _LEAVES: gates before ups
+            stacked = torch.cat([torch.stack(parts[part]) for part in _LEAVES if part in parts], dim=1)
+            found[name] = stacked.transpose(1, 2).contiguous() if self._stacks[name] else stacked
         return found
 
     def write_tower(self, directory: Path) -> tuple[str, dict[str, int]]:
@@ -95,7 +96,7 @@ class WrappedExport:
         names:
             Tensors of the language model, by the names of its family.
         dtype:
-            Of these tensors.
+            Dtype of these tensors.
         tied:
             Whether head and embedding are one.
         """

@@ -1,4 +1,4 @@
-"""What engines are compared with that have loaded an adapter: log-probabilities of a prompt, with it and without."""
+"""Canaries for engines that load an adapter: log-probabilities of a prompt, with it and without, to compare."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from hpcrl.dock.wire import MicroBatch
 from hpcrl.modeling.adapters import use_adapters
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.tensors import TokenBatch
-from hpcrl.trainer.memory.head import whole_logprobs
 from hpcrl.trainer.parallel.mesh import Parallel
+from hpcrl.trainer.step.head import whole_logprobs
 from hpcrl.weights.format.canary import Canary
-
-__all__ = ["CanaryMaker"]
 
 _TOKENS = 64
 
@@ -35,10 +33,10 @@ class CanaryMaker:
         self._plain: Tensor | None = None
 
     def __call__(self, model: nn.Module, version: int) -> bytes:
-        """The canary of the adapters as they are now.
+        """Return the canary of the current adapters, encoded as JSON.
 
-        Each version has one, at the price of a forward pass of few tokens: an engine may be started anew at any time,
-        and the first version that it loads is compared.
+        Every version has a canary, which costs a forward pass over few tokens: an engine may restart at any time, and
+        the first version that it loads is compared.
         """
         if self._plain is None:
             with use_adapters(model, "off"):
@@ -50,7 +48,7 @@ class CanaryMaker:
 
     @torch.no_grad()
     def _logprobs(self, model: nn.Module) -> Tensor:
-        """``[tokens - 1]`` float32 on the host, of all ranks; every data-parallel rank computes the same."""
+        """Return ``[tokens - 1]`` float32 on the host. All ranks call it; data-parallel ranks compute the same."""
         length = len(self._token_ids)
         mask = np.ones(length, np.uint8)
         mask[0] = 0
@@ -60,10 +58,9 @@ class CanaryMaker:
             cu_seqlens=np.array([0, length], np.int32),
             loss_mask=mask,
             logprobs=zeros,
-            # not versions, but places: what a rank of a context-parallel group has is known by them
+            # positions instead of versions: they identify the tokens that a context-parallel rank has
             versions=np.arange(length, dtype=np.int32),
             advantages=zeros,
-            rollouts=[(0, 0)],
         )
         batch = TokenBatch.from_wire(micro_batch)
         context = self._parallel.mesh.get_optional_mesh("cp")

@@ -8,18 +8,16 @@ from hpcrl.errors import UsageError
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.freezing import freeze_matcher, freeze_patterns, freeze_problems
 
-__all__ = ["freeze_parameters"]
-
 _HINT = "\n    hint: trainer.freeze takes patterns of published names, such as '*.mlp.gate.weight'"
 
 
 def freeze_parameters(model: Decoder, patterns: Sequence[str] | None) -> None:
-    """Freeze what ``trainer.freeze`` says, in a model that is not sharded yet.
+    """Freeze the parameters of ``trainer.freeze``, in a model that is not sharded yet.
 
     Parameters
     ----------
     patterns:
-        Of published names; None for the habit of the family.
+        Patterns of published names; None for the family's default.
 
     Raises
     ------

@@ -11,53 +11,30 @@ log-probabilities as the old policy's instead (the "bypass" of verl and others).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.config.algorithm import KlConfig, LossConfig
-from hpcrl.modeling.exchange import sum_over
+from hpcrl.config.algorithm import (
+    CispoLossConfig,
+    CustomLossConfig,
+    GspoLossConfig,
+    IcepopLossConfig,
+    KlConfig,
+    LossConfig,
+    MaskedRatioLossConfig,
+    PpoClipLossConfig,
+    TisLossConfig,
+)
+from hpcrl.extend import ExtensionError, call_extension, extension_path, import_object
+from hpcrl.modeling.parallel.collectives import sum_over
 from hpcrl.modeling.sums import add_rows, count_rows
+from hpcrl.trainer.token_loss import MAX_LOG_RATIO, LossTerms, TokenLoss, TrainedTokens, bounded_ratio
 
-__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "policy_loss", "supervised_loss"]
-
-MAX_LOG_RATIO = 20.0
-"""A ratio is ``e^20`` at most, as in verl: float32 ends at ``e^88``, and one such token would be the whole step."""
-
-
-class TrainedTokens(NamedTuple):
-    """What a loss is computed from, for the N trained tokens of a micro-batch.
-
-    Attributes
-    ----------
-    logprobs:
-        ``[N]`` float32 with gradient: the trainer's log-probabilities.
-    engine_logprobs:
-        ``[N]`` float32: those of the policy version that sampled the tokens.
-    advantages:
-        ``[N]`` float32.
-    sequences:
-        ``[N]`` int64, non-negative: which rollout each token belongs to. A rollout is never cut in two
-        micro-batches.
-    rollouts:
-        How many there are; the host knows it.
-    peers:
-        Ranks that have other tokens of these rollouts, the context-parallel ones: all of them compute a loss of the
-        micro-batch, with or without trained tokens. None where all tokens are here.
-    reference_logprobs:
-        ``[N]`` float32: those of the reference, where the loss holds the policy near it.
-    """
-
-    logprobs: Tensor
-    engine_logprobs: Tensor
-    advantages: Tensor
-    sequences: Tensor
-    rollouts: int
-    peers: dist.ProcessGroup | None = None
-    reference_logprobs: Tensor | None = None
+__all__ = ["MAX_LOG_RATIO", "PolicyLoss", "TrainedTokens", "make_loss", "policy_loss", "supervised_loss"]
 
 
 class PolicyLoss(NamedTuple):
@@ -71,99 +48,174 @@ class PolicyLoss(NamedTuple):
         ``[N]`` bool, detached: the loss masked the token or cut its ratio.
     log_ratio:
         ``[N]`` float32, detached: trainer minus engine log-probability.
+    metrics:
+        ``[M, N]`` float32, detached: what the loss measures of each token, in the order of its declaration; None where
+        it measures nothing.
     """
 
     loss: Tensor
     masked: Tensor
     log_ratio: Tensor
+    metrics: Tensor | None = None
 
 
-_Terms = tuple[Tensor, Tensor]
-"""Per-token loss ``[N]`` with gradient, and masked flags ``[N]``."""
-
-
-def _ratio(log_ratio: Tensor, cut: Tensor) -> Tensor:
-    """``exp(log_ratio)`` whose gradient is finite everywhere; 1 without gradient where ``cut``.
-
-    Where a token is to have no part in a loss, its ratio must be left out *before* the exponential: a zero that comes
-    behind an overflow is a zero times infinity in the backward pass, which is NaN, and in all tokens after the sum.
-    """
-    return torch.where(cut, 0.0, log_ratio).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def _masked_ratio(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+class _MaskedRatio(TokenLoss):
     """DPPO with the binary total-variation mask, and a squared log-ratio that also holds masked tokens.
 
     A token is masked where its probability has already moved too far in the direction in which its
     advantage would move it on.
     """
-    moved = tokens.logprobs.detach().exp() - tokens.engine_logprobs.exp()
-    too_high = (tokens.advantages > 0) & (moved > config.mask_high)
-    too_low = (tokens.advantages < 0) & (moved < -config.mask_low)
-    masked = too_high | too_low
-    gain = torch.where(masked, 0.0, tokens.advantages * _ratio(log_ratio, masked))
-    return config.kl_tau * log_ratio.square() - gain, masked | (log_ratio.detach() > MAX_LOG_RATIO)
+
+    parameters: MaskedRatioLossConfig
+
+    def terms(self, tokens: TrainedTokens, log_ratio: Tensor) -> LossTerms:
+        moved = tokens.logprobs.detach().exp() - tokens.engine_logprobs.exp()
+        too_high = (tokens.advantages > 0) & (moved > self.parameters.mask_high)
+        too_low = (tokens.advantages < 0) & (moved < -self.parameters.mask_low)
+        masked = too_high | too_low
+        gain = torch.where(masked, 0.0, tokens.advantages * bounded_ratio(log_ratio, masked))
+        terms = self.parameters.kl_tau * log_ratio.square() - gain
+        return LossTerms(terms, masked | (log_ratio.detach() > MAX_LOG_RATIO))
 
 
 def _on_policy_gain(tokens: TrainedTokens) -> Tensor:
-    """``r A`` with ``r = 1`` in value and the gradient of the log-probability: PPO before its first step."""
+    """Return ``r A`` with value ``r = 1`` and the gradient of the log-probability: PPO before its first step."""
     return (tokens.logprobs - tokens.logprobs.detach()).exp() * tokens.advantages
 
 
-def _icepop(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+class _Icepop(TokenLoss):
     """Importance weight between engine and trainer, set to zero outside a band."""
-    weight = log_ratio.detach().exp()
-    masked = (weight < config.ratio_low) | (weight > config.ratio_high)
-    return -torch.where(masked, 0.0, weight) * _on_policy_gain(tokens), masked
+
+    parameters: IcepopLossConfig
+
+    def terms(self, tokens: TrainedTokens, log_ratio: Tensor) -> LossTerms:
+        weight = log_ratio.detach().exp()
+        masked = (weight < self.parameters.ratio_low) | (weight > self.parameters.ratio_high)
+        return LossTerms(-torch.where(masked, 0.0, weight) * _on_policy_gain(tokens), masked)
 
 
-def _tis(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+class _Tis(TokenLoss):
     """Importance weight between engine and trainer, truncated from above."""
-    weight = log_ratio.detach().exp()
-    return -weight.clamp(max=config.ratio_high) * _on_policy_gain(tokens), weight > config.ratio_high
+
+    parameters: TisLossConfig
+
+    def terms(self, tokens: TrainedTokens, log_ratio: Tensor) -> LossTerms:
+        weight, most = log_ratio.detach().exp(), self.parameters.ratio_high
+        return LossTerms(-weight.clamp(max=most) * _on_policy_gain(tokens), weight > most)
 
 
-def _clipped(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> _Terms:
-    """``-min(r A, clip(r) A)``. Clipped tokens have no gradient; at the edge itself a token still has."""
+_ClipConfig = PpoClipLossConfig | CispoLossConfig | GspoLossConfig
+
+
+def _clipped(log_ratio: Tensor, advantages: Tensor, config: _ClipConfig) -> LossTerms:
+    """Return ``-min(r A, clip(r) A)``. Clipped tokens have no gradient; a token exactly at the bound still has."""
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     value = log_ratio.detach().exp()
     masked = ((advantages > 0) & (value > high)) | ((advantages < 0) & (value < low))
-    kept = torch.where(masked, value.clamp(low, high), _ratio(log_ratio, masked))
-    return -kept * advantages, masked | (log_ratio.detach() > MAX_LOG_RATIO)
+    kept = torch.where(masked, value.clamp(low, high), bounded_ratio(log_ratio, masked))
+    return LossTerms(-kept * advantages, masked | (log_ratio.detach() > MAX_LOG_RATIO))
 
 
-def _ppo_clip(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+class _PpoClip(TokenLoss):
     """PPO's clipped objective with the engine as the old policy; ``clip_high > clip_low`` is DAPO's."""
-    return _clipped(log_ratio, tokens.advantages, config)
+
+    parameters: PpoClipLossConfig
+
+    def terms(self, tokens: TrainedTokens, log_ratio: Tensor) -> LossTerms:
+        return _clipped(log_ratio, tokens.advantages, self.parameters)
 
 
-def _cispo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
+class _Cispo(TokenLoss):
     """Policy gradient weighted by a clipped ratio: no token loses its gradient."""
-    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    weight = log_ratio.detach().exp()
-    cut = (weight < low) | (weight > high)
-    return -weight.clamp(low, high) * tokens.advantages * tokens.logprobs, cut
+
+    parameters: CispoLossConfig
+
+    def terms(self, tokens: TrainedTokens, log_ratio: Tensor) -> LossTerms:
+        low, high = 1.0 - self.parameters.clip_low, 1.0 + self.parameters.clip_high
+        weight = log_ratio.detach().exp()
+        cut = (weight < low) | (weight > high)
+        return LossTerms(-weight.clamp(low, high) * tokens.advantages * tokens.logprobs, cut)
 
 
-def _gspo(tokens: TrainedTokens, log_ratio: Tensor, config: LossConfig) -> _Terms:
-    """PPO's clipped objective on the geometric mean of a rollout's ratios, which all its tokens share."""
-    count = count_rows(tokens.sequences, tokens.rollouts)
-    sums = add_rows(log_ratio.new_zeros(tokens.rollouts), tokens.sequences, log_ratio)
-    if tokens.peers is not None:
-        sums = sum_over(sums, tokens.peers)
-        dist.all_reduce(count, group=tokens.peers)
-    mean = sums / count.clamp(min=1)
-    return _clipped(mean[tokens.sequences], tokens.advantages, config)
+class _Gspo(TokenLoss):
+    """PPO's clipped objective on the geometric mean of a sequence's ratios, which all its trained tokens share.
+
+    In a branch these are the tokens behind its shared prefix: the prefix is the prompt that they were sampled with, and
+    what was sampled in it is trained in the earlier sequence.
+    """
+
+    needs = frozenset({"whole_sequences"})
+    parameters: GspoLossConfig
+
+    def terms(self, tokens: TrainedTokens, log_ratio: Tensor) -> LossTerms:
+        count = count_rows(tokens.sequences, tokens.num_sequences)
+        sums = add_rows(log_ratio.new_zeros(tokens.num_sequences), tokens.sequences, log_ratio)
+        if tokens.peers is not None:
+            sums = sum_over(sums, tokens.peers)
+            dist.all_reduce(count, group=tokens.peers)
+        mean = sums / count.clamp(min=1)
+        return _clipped(mean[tokens.sequences], tokens.advantages, self.parameters)
 
 
-_LOSSES: dict[str, Callable[[TrainedTokens, Tensor, LossConfig], _Terms]] = {
-    "masked_ratio": _masked_ratio,
-    "icepop": _icepop,
-    "tis": _tis,
-    "ppo_clip": _ppo_clip,
-    "cispo": _cispo,
-    "gspo": _gspo,
+_LOSSES: dict[str, type[TokenLoss]] = {
+    "masked_ratio": _MaskedRatio,
+    "icepop": _Icepop,
+    "tis": _Tis,
+    "ppo_clip": _PpoClip,
+    "cispo": _Cispo,
+    "gspo": _Gspo,
 }
+_METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def make_loss(config: LossConfig) -> TokenLoss:
+    """Make the loss of a recipe; one of the user's own is imported.
+
+    Raises
+    ------
+    ExtensionError
+        It cannot be imported, is not a `TokenLoss`, refuses its parameters, or needs something else than the recipe
+        says.
+    """
+    if not isinstance(config, CustomLossConfig):
+        return _LOSSES[config.kind](config)
+    path = extension_path("loss", config.loss)
+    found = import_object(path, called="class")
+    if not (isinstance(found, type) and issubclass(found, TokenLoss)):
+        raise ExtensionError(f"{path} is not a loss", "derive it from hpcrl.trainer.token_loss.TokenLoss")
+    if wrong := [name for name in found.metrics if not _METRIC_NAME.fullmatch(name)]:
+        hint = "write lower-case letters, digits and _"
+        raise ExtensionError(f"{path} has a metric that is called {wrong[0]!r}", hint)
+    if set(found.needs) != config.needed:
+        needs = ", ".join(sorted(found.needs))
+        hint = f"set algorithm.loss.needs: [{needs}]"
+        raise ExtensionError(f"{path} declares needs [{needs}], and the recipe others", hint)
+    hint = "correct algorithm.loss.parameters"
+    parameters = call_extension(f"{path}.Parameters", lambda: found.Parameters.model_validate(config.parameters), hint)
+    made: TokenLoss = call_extension(path, lambda: found(parameters), hint)
+    return made
+
+
+def _checked_terms(loss: TokenLoss, terms: Any, logprobs: Tensor) -> LossTerms:
+    """Check what a loss returned, without waiting for the device.
+
+    Raises
+    ------
+    ExtensionError
+        It is not a `LossTerms`, or has another shape or other metrics than declared.
+    """
+    name = f"{type(loss).__module__}:{type(loss).__qualname__}"
+    if not isinstance(terms, LossTerms):
+        raise ExtensionError(f"{name}.terms returned a {type(terms).__name__}", "return LossTerms")
+    if set(terms.metrics) != set(loss.metrics):
+        raise ExtensionError(
+            f"{name}.terms returned the metrics {sorted(terms.metrics)}", f"return those declared: {list(loss.metrics)}"
+        )
+    for part, value in {"loss": terms.loss, "masked": terms.masked, **terms.metrics}.items():
+        if not isinstance(value, Tensor) or value.shape != logprobs.shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ExtensionError(f"{name}.terms returned {part} {shape} for {len(logprobs)} tokens", "return [N]")
+    return terms
 
 
 def _divergence(tokens: TrainedTokens, log_ratio: Tensor, config: KlConfig) -> Tensor:
@@ -177,7 +229,7 @@ def _divergence(tokens: TrainedTokens, log_ratio: Tensor, config: KlConfig) -> T
     found = away.exp() - 1.0 - away
     if config.estimator == "k3":
         return found
-    return found * _ratio(log_ratio, log_ratio.detach() > MAX_LOG_RATIO)
+    return found * bounded_ratio(log_ratio, log_ratio.detach() > MAX_LOG_RATIO)
 
 
 def _held_advantages(tokens: TrainedTokens, config: KlConfig) -> Tensor:
@@ -190,37 +242,41 @@ def _held_advantages(tokens: TrainedTokens, config: KlConfig) -> Tensor:
     return tokens.advantages - config.coefficient * away
 
 
-def policy_loss(
-    tokens: TrainedTokens, config: LossConfig, *, total_tokens: int, kl: KlConfig | None = None
-) -> PolicyLoss:
-    """The loss of one micro-batch, as its share of the batch's token mean.
+def policy_loss(tokens: TrainedTokens, loss: TokenLoss, *, total_tokens: int, kl: KlConfig | None = None) -> PolicyLoss:
+    """Return the loss of one micro-batch, as its share of the batch's token mean.
 
     Parameters
     ----------
     tokens:
         The trained tokens; N may be 0, which gives 0 (still connected to ``logprobs`` for autograd).
-    config:
-        Which loss, and its limits.
+    loss:
+        As `make_loss` makes it.
     total_tokens:
-        Trained tokens of the whole batch, over all ranks and micro-batches: the losses of all
-        micro-batches add up to the token mean.
+        Trained tokens of the whole batch, over all ranks and micro-batches: the losses of all micro-batches add up to
+        the token mean.
     kl:
-        The penalty on the distance from the reference, with ``tokens.reference_logprobs``.
+        Penalty on the distance from the reference, with ``tokens.reference_logprobs``.
 
     Raises
     ------
     ValueError
         ``total_tokens`` is not positive.
+    ExtensionError
+        A custom loss returned something else than one term for each token.
     """
     if total_tokens <= 0:
         raise ValueError(f"total_tokens must be positive, it is {total_tokens}")
     log_ratio = tokens.logprobs - tokens.engine_logprobs
     if kl is not None and kl.applied_to == "reward":
         tokens = tokens._replace(advantages=_held_advantages(tokens, kl))
-    terms, masked = _LOSSES[config.kind](tokens, log_ratio, config)
-    if kl is not None and kl.applied_to == "loss":
+    found = _checked_terms(loss, loss.terms(tokens, log_ratio), tokens.logprobs)
+    terms = found.loss
+    if kl is not None and kl.applied_to == "loss" and kl.coefficient > 0:
         terms = terms + kl.coefficient * _divergence(tokens, log_ratio, kl)
-    return PolicyLoss(terms.sum() / total_tokens, masked, log_ratio.detach())
+    measured = None
+    if loss.metrics:
+        measured = torch.stack([found.metrics[name].detach().float() for name in loss.metrics])
+    return PolicyLoss(terms.sum() / total_tokens, found.masked, log_ratio.detach(), measured)
 
 
 def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> PolicyLoss:
@@ -240,6 +296,6 @@ def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> PolicyLoss:
     """
     if total_tokens <= 0:
         raise ValueError(f"total_tokens must be positive, it is {total_tokens}")
-    # no engine has sampled these tokens: there is no other distribution to compare with
+    # no engine sampled these tokens, so a distribution to compare with does not exist
     unchanged = torch.zeros_like(logprobs, dtype=torch.float32, requires_grad=False)
     return PolicyLoss(-logprobs.sum() / total_tokens, unchanged.bool(), unchanged)

@@ -20,8 +20,6 @@ from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.step.losses import PolicyLoss
 
-__all__ = ["TokenMetrics", "TokenSums"]
-
 _TOKEN_SCALARS = ("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
 _ROUTE_SCALARS = ("compared", "differing", "known")
 _PROBE_SCALARS = ("probed", "replayed_kl", "unreplayed_kl")
@@ -29,7 +27,7 @@ _REFERENCE_SCALARS = ("referred", "reference_kl")
 _SCALARS = (*_TOKEN_SCALARS, *_ROUTE_SCALARS, *_PROBE_SCALARS, *_REFERENCE_SCALARS)
 _NO_UNKNOWN = dict.fromkeys(UNKNOWN_KINDS, 0)
 _MAX_LOG_RATIO = 300.0
-"""Squares of ratios, added up, are still numbers in float64: ``metrics.jsonl`` has no infinity."""
+"""Maximum log-ratio: sums of squared ratios stay finite in float64, as ``metrics.jsonl`` has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,7 @@ class TokenMetrics:
     replayed_mismatch_kl: float | None
     replayed_share: float | None
     reference_kl: float | None
+    loss_metrics: dict[str, float]
     unknown_routing: dict[str, float]
     rollouts_digest: str
 
@@ -69,6 +68,7 @@ class TokenSums:
         rollouts: Iterable[tuple[int, int]] = (),
         routes_bytes: int = 0,
         replay: bool = False,
+        loss_metrics: Sequence[str] = (),
     ) -> None:
         """Start a step that is computed with policy version ``trainer_version``.
 
@@ -77,21 +77,26 @@ class TokenSums:
         longest_lag:
             The largest version lag of a trained token.
         device:
-            Where tokens are; None for the processor.
+            Device of the tokens; None for the CPU.
         unknown:
             Tokens of this rank without a row of experts, by `UNKNOWN_KINDS`.
         rollouts:
-            Of this rank, by group and member.
+            Those whose first sequence this rank has, by group and member.
         routes_bytes:
-            Of rows of experts that came with them.
+            Bytes of rows of routed experts that came with them.
         replay:
             Whether tokens with a row take the experts of it.
+        loss_metrics:
+            Names of what the loss measures of each token.
         """
         self._version, self._replay = trainer_version, replay
         self._unknown = torch.tensor([unknown[kind] for kind in UNKNOWN_KINDS], dtype=torch.float64)
         self._routes_bytes = torch.tensor([routes_bytes], dtype=torch.float64)
         self._rollouts = torch.tensor(digest_parts(rollouts), dtype=torch.float64)
         self._scalars = torch.zeros(len(_SCALARS), dtype=torch.float64, device=device)
+        self._loss_names = tuple(loss_metrics)
+        # of what the loss measures: tokens at which it is finite, and sums over them
+        self._loss_metrics = torch.zeros(2, len(self._loss_names), dtype=torch.float64, device=device)
         # of trained tokens and their k3, and of pairs of token and layer and those whose experts differ: counts and
         # sums, first of mixed tokens, then by version lag
         self._lags = torch.zeros(2, 2, longest_lag + 2, dtype=torch.float64, device=device)
@@ -99,7 +104,13 @@ class TokenSums:
 
     @classmethod
     def of_shard(
-        cls, shard: BatchShard, device: torch.device, *, counts: bool = True, replay: bool = False
+        cls,
+        shard: BatchShard,
+        device: torch.device,
+        *,
+        counts: bool = True,
+        replay: bool = False,
+        loss_metrics: Sequence[str] = (),
     ) -> TokenSums:
         """Make the sums for the micro-batches of ``shard``.
 
@@ -108,7 +119,7 @@ class TokenSums:
         counts:
             Whether this rank counts rollouts and tokens without a row of experts, or another one that has the same
             shard.
-        replay:
+        replay, loss_metrics:
             See `TokenSums`.
 
         Raises
@@ -129,9 +140,10 @@ class TokenSums:
             longest_lag=longest,
             device=device,
             unknown=unknown_rows(counted),
-            rollouts=(rollout for micro_batch in counted for rollout in micro_batch.rollouts),
+            rollouts=(rollout for micro_batch in counted for rollout in micro_batch.begun_rollouts),
             routes_bytes=sum(each.routed_experts.data.nbytes for each in counted if each.routed_experts is not None),
             replay=replay,
+            loss_metrics=loss_metrics,
         )
 
     def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor, context_versions: Tensor) -> None:
@@ -140,7 +152,7 @@ class TokenSums:
         Parameters
         ----------
         loss:
-            Of the micro-batch; its scalar is already a share of the batch's token mean.
+            Loss of the micro-batch; its scalar is already a share of the batch's token mean.
         entropies:
             ``[N]`` in nats.
         versions:
@@ -165,6 +177,10 @@ class TokenSums:
         )
         self._add_scalars(0, sums)
         self._add_lags(0, self._buckets(versions, context_versions), ones, k3)
+        if loss.metrics is not None:
+            known = loss.metrics.isfinite()
+            self._loss_metrics[0] += known.double().sum(1)
+            self._loss_metrics[1] += torch.where(known, loss.metrics, 0.0).double().sum(1)
 
     def add_routes(self, comparison: RoutedExpertsComparison, batch: TokenBatch) -> None:
         """Add the experts of a micro-batch: over all tokens that engines spoke of, and by lag over trained ones.
@@ -184,7 +200,7 @@ class TokenSums:
         Parameters
         ----------
         loss:
-            Of its tokens, with replay.
+            Log-ratios of its tokens, with replay.
         unreplayed:
             ``[N]``: what ``loss.log_ratio`` is without.
         """
@@ -208,7 +224,7 @@ class TokenSums:
         self._scalars[first : first + len(values)] += torch.stack([value.double() for value in values])
 
     def _add_lags(self, kind: int, bucket: Tensor, counts: Tensor, sums: Tensor) -> None:
-        # not by `bincount`, which waits for the device to learn how many there are, and adds in any order
+        # not `bincount`: it waits for the device to learn the number of bins, and adds in any order
         mine = bucket == self._lag_numbers
         self._lags[kind] += torch.stack([torch.where(mine, values, 0.0).sum(1) for values in (counts, sums)])
 
@@ -216,18 +232,36 @@ class TokenSums:
         return torch.where(versions == context_versions, self._version - versions + 1, 0)
 
     def reduce(self, ranks: Ranks) -> TokenMetrics:
-        """Means over all ranks (a collective). Where nothing was trained all values are 0."""
+        """Return means over all ranks (a collective). If nothing was trained all values are 0."""
         own = self._lags.shape[-1]
         longest = ranks.max(own)
-        fetched = torch.cat((self._scalars, self._lags.flatten())).cpu()
+        fetched = torch.cat((self._scalars, self._loss_metrics.flatten(), self._lags.flatten())).cpu()
+        own_metrics = fetched[len(_SCALARS) : len(_SCALARS) + self._loss_metrics.numel()]
         by_lag = torch.zeros(2, 2, longest, dtype=torch.float64)
-        by_lag[..., :own] = fetched[len(_SCALARS) :].view(2, 2, own)
-        pieces = (fetched[: len(_SCALARS)], self._unknown, self._rollouts, self._routes_bytes, by_lag.flatten())
+        by_lag[..., :own] = fetched[-self._lags.numel() :].view(2, 2, own)
+        pieces = (
+            fetched[: len(_SCALARS)],
+            own_metrics,
+            self._unknown,
+            self._rollouts,
+            self._routes_bytes,
+            by_lag.flatten(),
+        )
         total = ranks.sum(torch.cat(pieces))
-        scalars, unknown, rollouts, routes_bytes, lags = torch.split(total, [len(piece) for piece in pieces])
+        scalars, measured, unknown, rollouts, routes_bytes, lags = torch.split(total, [len(piece) for piece in pieces])
         digest = digest_of_parts([int(part) for part in rollouts.tolist()])
         size = int(routes_bytes.item())
-        return _means(scalars, unknown, *lags.view_as(by_lag), digest=digest, routes_bytes=size, replay=self._replay)
+        counts, sums = measured.view_as(self._loss_metrics).tolist()
+        found = zip(self._loss_names, counts, sums, strict=True)
+        return _means(
+            scalars,
+            unknown,
+            *lags.view_as(by_lag),
+            digest=digest,
+            routes_bytes=size,
+            replay=self._replay,
+            loss_metrics={name: total / count for name, count, total in found if count},
+        )
 
 
 def _shares(by_lag: Tensor) -> dict[str, float]:
@@ -240,7 +274,7 @@ def _shares(by_lag: Tensor) -> dict[str, float]:
 
 
 def _k3(log_ratio: Tensor, counted: Tensor) -> Tensor:
-    """``r - 1 - log r`` of each token that counts."""
+    """Return ``r - 1 - log r`` of each token that counts."""
     return (log_ratio.clamp(max=_MAX_LOG_RATIO).exp() - 1.0 - log_ratio) * counted
 
 
@@ -253,6 +287,7 @@ def _means(
     digest: str,
     routes_bytes: int,
     replay: bool,
+    loss_metrics: dict[str, float],
 ) -> TokenMetrics:
     sums = dict(zip(_SCALARS, scalars.tolist(), strict=True))
     tokens = sums["tokens"]
@@ -280,6 +315,7 @@ def _means(
         replayed_mismatch_kl=sums["replayed_kl"] / sums["probed"] if sums["probed"] else None,
         replayed_share=sums["known"] / rows if replay and rows else None,
         reference_kl=sums["reference_kl"] / sums["referred"] if sums["referred"] else None,
+        loss_metrics=loss_metrics,
         unknown_routing=unknown_shares,
         rollouts_digest=digest,
     )

@@ -20,26 +20,24 @@ from hpcrl.modeling.hidden_matrices import MatrixParts
 from hpcrl.trainer.memory.optimizer import HostAdamW, host_zeros
 from hpcrl.trainer.step.newton_schulz import orthogonalise_parts, update_scale
 
-__all__ = ["BATCH_BYTES", "MOMENTUM", "Muon"]
-
 BATCH_BYTES = 128 << 20
-"""Of matrices in bfloat16 that a rank works on at once; one matrix where that is more. The iteration holds up to five
+"""Bytes of bfloat16 matrices that a rank processes at once; one matrix if it is larger. The iteration needs up to five
 times that."""
 MOMENTUM = "momentum_buffer"
-"""The state of a parameter."""
+"""Key of a parameter's state."""
 
 
 class _Sharding(NamedTuple):
-    """How the matrices of a parameter are cut among ranks.
+    """Sharding of the matrices of a parameter over ranks.
 
     Attributes
     ----------
     group:
         Ranks that have a part of each matrix.
     dim:
-        Which dimension of the matrix is cut, -2 or -1.
+        Sharded dimension of the matrix, -2 or -1.
     sizes:
-        Of it, by rank of the group.
+        Sizes of that dimension, by rank of the group.
     """
 
     group: dist.ProcessGroup
@@ -94,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([{"params": [parameter for parameter, _ in matrices]}], defaults)
         self._others, self._matrices = others, {parameter for parameter, _ in matrices}
-        # one state and one list of groups: who saves, restores and schedules sees one optimizer
+        # one state and one list of groups, so that saves, restores and schedules see one optimizer
         self.state = others.state
         self.param_groups += others.param_groups
         self._device = _computes_on(matrices[0][0])
@@ -105,7 +103,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the state is in host memory, away from the parameters."""
+        """Return whether the state is in host memory, apart from the parameters."""
         return isinstance(self._others, HostAdamW)
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -173,7 +171,7 @@ def _sharding_of(parameter: nn.Parameter) -> _Sharding | None:
     mesh = parameter.device_mesh
     found = None
     for mesh_dim, placement in enumerate(parameter.placements):
-        # what is cut along its first of three dimensions is dealt out by experts
+        # a shard along the first of three dimensions distributes experts, and leaves their matrices whole
         dim = getattr(placement, "dim", None)
         if dim is None or dim < parameter.dim() - 2 or mesh.size(mesh_dim) == 1:
             continue

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from hpcrl.modeling.hidden_matrices import MatrixParts
 
-__all__ = ["orthogonalise", "orthogonalise_parts", "update_scale"]
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _EPS = 1e-7

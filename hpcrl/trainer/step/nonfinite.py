@@ -2,10 +2,10 @@
 
 A token's gradient at the embedding, or at the output of a layer, depends on tokens of its own rollout alone, on any
 mesh: attention does not cross rollouts, and experts work row by row. So where that gradient is not finite, the rollout
-is to blame, and one look at it in the backward pass that runs anyway finds the rollout without a second one. The
-backward pass goes down to the first output that needs a gradient: that of the embedding, or of a layer where the
-embedding is frozen, as it is beside adapters. Where it does not show all, what the batch brought that is not finite is
-told, and no more.
+is the cause, and a check in the backward pass that runs anyway finds the rollout without a second one. The
+backward pass goes down to the first output that needs a gradient: that of the embedding, or of a layer if the
+embedding is frozen, as with adapters. If it does not cover all tokens, only non-finite inputs of the batch are
+reported.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from hpcrl.modeling.decoder import Decoder
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.trainer.parallel.ranks import Ranks
 
-__all__ = ["GradientWatch", "NonFiniteGradientError", "SkippedSteps", "skipped_in_a_row"]
-
 _NAMED = 5
-"""So many parameters or rollouts are named; of the others there is the number."""
+"""Maximum number of parameters or rollouts that are named; others are counted."""
 _OWN_PASS = "in the trainer's own pass"
-"""Why the gradient of a rollout is not finite where all that it brought is."""
+"""Reason for a rollout whose gradient is not finite although its inputs are."""
 _ENGINE = "the engine's log-probability"
 _ADVANTAGE = "its advantage is not finite"
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a step, or a rank of it, found. Every list is in the order of the model or of the batch.
+    """Findings of a step, or of one rank. Every list is in the order of the model or of the batch.
 
     Attributes
     ----------
@@ -46,9 +44,9 @@ class _Found:
     weights:
         Parameters that are not finite themselves.
     rollouts:
-        What is to blame, with the reason.
+        Rollouts that caused it, with the reason.
     saw_all:
-        Whether the gradient of every token was seen below all layers, so that no other rollout can be to blame.
+        Whether the gradient of every token was checked below all layers, so that no other rollout can be the cause.
     tokens:
         Trained tokens of all ranks whose log-probabilities are not finite, the engine's or the trainer's own.
     """
@@ -79,7 +77,7 @@ class NonFiniteGradientError(HpcrlError):
 
     @property
     def what(self) -> str:
-        """One line for each kind of thing that is to blame."""
+        """Return one line for each kind of cause."""
         lines = [f"the gradient norm of step {self.step} is {self.norm}; the weights were left as they are"]
         if self.found.weights:
             lines.append(f"    weights that are not finite: {_some(self.found.weights)}")
@@ -90,7 +88,7 @@ class NonFiniteGradientError(HpcrlError):
 
     @property
     def _began_with(self) -> str:
-        """What was not finite before the gradients were, or that nothing was."""
+        """Return which values were not finite before the gradients, or that all others were finite."""
         found = self.found
         kinds = []
         if found.blames(_ADVANTAGE):
@@ -107,7 +105,7 @@ class NonFiniteGradientError(HpcrlError):
             return _some(self.found.rollouts, "; ")
         if self.found.saw_all:
             return "none alone; their sum is too large"
-        return "not known; the backward pass does not go down to the embeddings, which are frozen"
+        return "unknown; the backward pass does not reach the embeddings, which are frozen"
 
     @property
     def _hint(self) -> str:
@@ -116,25 +114,25 @@ class NonFiniteGradientError(HpcrlError):
         if self.found.rollouts and not self.found.blames(_OWN_PASS):
             hints = []
             if self.found.blames(_ADVANTAGE):
-                hints.append("look at the rewards of these rollouts (hpcrl rollouts show RUN GROUP/MEMBER)")
+                hints.append("check the rewards of these rollouts (hpcrl rollouts show RUN GROUP/MEMBER)")
             if self.found.blames(_ENGINE):
-                hints.append("look at the engine's log")
-            return "; ".join([*hints, "trainer.nonfinite.action: skip leaves out such a step"])
+                hints.append("check the engine's log")
+            return "; ".join([*hints, "trainer.nonfinite.action: skip skips such a step"])
         if not self.found.rollouts and not self.found.saw_all:
             return (
-                "look at grad_norm of the steps before: where it grew, a lower trainer.optimizer.learning_rate, then "
-                "resume from the last checkpoint; trainer.nonfinite.action: skip leaves out such a step"
+                "check grad_norm of earlier steps: if it grew, use a lower trainer.optimizer.learning_rate, then "
+                "resume from the last checkpoint; trainer.nonfinite.action: skip skips such a step"
             )
         return (
             "a lower trainer.optimizer.learning_rate, then resume from the last checkpoint; "
-            "trainer.nonfinite.action: skip leaves out such a step"
+            "trainer.nonfinite.action: skip skips such a step"
         )
 
 
 class _Noted(NamedTuple):
-    """What one backward pass noted on the device: tokens whose gradient is not finite, and their rollouts.
+    """Findings of one backward pass on the device: tokens whose gradient is not finite, and their rollouts.
 
-    ``saw_all``: it is that of the embedding, below all layers.
+    ``saw_all``: the gradient is that of the embedding, below all layers.
     """
 
     bad: Tensor
@@ -155,15 +153,18 @@ class GradientWatch:
             module.register_forward_hook(self._look)
 
     def begin_step(self, shard: BatchShard) -> None:
-        """What follows are the micro-batches of ``shard``, in their order."""
+        """Begin a step, whose micro-batches are those of ``shard`` in their order."""
         self._shard, self._noted = shard, []
 
     def end_step(self) -> None:
-        """Nothing was wrong: forget the step."""
+        """Forget the step after it had no problem."""
         self._shard, self._noted = None, []
 
     def begin(self, sequences: Tensor) -> None:
-        """The next forward pass is of tokens of these rollouts, ``[T]``: positions in the micro-batch, or padding."""
+        """Begin a forward pass over tokens of the rollouts ``sequences [T]``.
+
+        ``sequences`` are indices in the micro-batch, or padding.
+        """
         self._sequences = sequences
         self._noted.append(None)
 
@@ -174,18 +175,18 @@ class GradientWatch:
         self._sequences = None
 
         def note(gradient: Tensor) -> None:
-            self._noted[at] = _Noted(~gradient.isfinite().all(-1), sequences, module is self._embedding)
+            self._noted[at] = _Noted(~gradient.isfinite().all(1), sequences, module is self._embedding)
 
         output.register_hook(note)  # type: ignore[no-untyped-call]
 
     def _rollouts(self) -> tuple[list[str], bool]:
-        """Names of the rollouts of this rank that are to blame, and whether there can be no others."""
+        """Return the names of this rank's rollouts that are the cause, and whether there can be no others."""
         names, saw_all = [], True
         micro_batches = [] if self._shard is None else self._shard.micro_batches
         for noted, micro_batch in zip(self._noted, micro_batches, strict=False):
             bad = set() if noted is None else set(noted.sequences[noted.bad].tolist())
             for i, (group, member) in enumerate(micro_batch.rollouts):
-                # nothing was seen of its gradient: what it brought itself is known all the same
+                # even without a check of its gradient, its inputs can be checked
                 reason = _wrong_input(micro_batch, i)
                 if i in bad or (noted is None and reason is not None):
                     names.append(f"group {group} member {member} ({reason or _OWN_PASS})")
@@ -196,9 +197,9 @@ class GradientWatch:
     def error(
         self, model: nn.Module, step: int, norm: float, ranks: Ranks, *, nonfinite_tokens: int = 0
     ) -> NonFiniteGradientError:
-        """What to raise, on all ranks alike. Collective; it waits for the device, as nothing is urgent any more.
+        """Return the error to raise, equal on all ranks. Collective; it waits for the device.
 
-        ``nonfinite_tokens``: of all ranks, as `hpcrl.runs.metrics.StepRecord` has them.
+        ``nonfinite_tokens`` counts those of all ranks, as in `hpcrl.runs.metrics.StepRecord`.
         """
         named = dict(model.named_parameters())
         gradients = {name for name, p in named.items() if p.grad is not None and _is_broken(p.grad)}
@@ -217,7 +218,7 @@ class GradientWatch:
 
 
 def _wrong_input(micro_batch: MicroBatch, rollout: int) -> str | None:
-    """What a rollout brought that is not finite; None where all of it is."""
+    """Return which input of a rollout is not finite; None if all of it is finite."""
     part = slice(micro_batch.cu_seqlens[rollout], micro_batch.cu_seqlens[rollout + 1])
     sampled = micro_batch.loss_mask[part] != 0
     wrong = int((~np.isfinite(micro_batch.logprobs[part][sampled])).sum())
@@ -241,15 +242,15 @@ class SkippedSteps:
     """Decides what becomes of a step whose gradient is not finite: the same on all ranks, as they know the same."""
 
     def __init__(self, config: NonFiniteConfig, *, in_a_row: int = 0) -> None:
-        """Begin after so many steps ``in_a_row`` that were skipped."""
+        """Begin after ``in_a_row`` consecutive skipped steps."""
         self._config, self._in_a_row = config, in_a_row
 
     def trained(self) -> None:
-        """A step was not skipped."""
+        """Reset the count: a step was not skipped."""
         self._in_a_row = 0
 
     def skip(self, error: NonFiniteGradientError) -> int:
-        """Count the step as skipped; the number of them in a row.
+        """Count the step as skipped; return the number of consecutive ones.
 
         Raises
         ------
@@ -268,7 +269,7 @@ class SkippedSteps:
 
 
 def skipped_in_a_row(records: Iterable[StepRecord], step: int) -> int:
-    """How many steps up to ``step`` were skipped one after the other, by the records of a run in step order."""
+    """Return how many consecutive steps up to ``step`` were skipped, from the records of a run in step order."""
     count = 0
     for record in records:
         if record.step <= step:

@@ -15,8 +15,6 @@ from hpcrl.modeling.hidden_matrices import MatrixParts
 from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.step.muon import Muon
 
-__all__ = ["clip_gradients", "learning_rate", "make_optimizer", "set_learning_rate"]
-
 _NORM_PIECE = 1 << 22
 """Elements of a gradient whose norm is taken at once."""
 _NORM_ROW = 1024
@@ -24,7 +22,7 @@ _NORM_ROW = 1024
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The learning rate of optimizer step ``step`` (from 1 to ``total_steps``).
+    """Return the learning rate of optimizer step ``step`` (from 1 to ``total_steps``).
 
     Rises linearly over the first ``warmup_steps`` steps (step ``warmup_steps`` has the peak), then stays, or
     falls to 0 one step after the last, along a line or half a cosine.
@@ -55,7 +53,7 @@ def make_optimizer(
     on_host: bool = False,
     matrices: Mapping[str, MatrixParts] | None = None,
 ) -> torch.optim.AdamW | Muon:
-    """AdamW with decoupled decay of what multiplies: matrices, of experts and adapters too, embeddings, convolutions.
+    """Return AdamW with decoupled decay for matrices (experts and adapters, too), embeddings and convolutions.
 
     Loshchilov and Hutter 2019, arXiv 1711.05101.
     Biases, norm weights, attention sinks and the constants of Mamba-2's heads are not decayed. With ``kind: muon`` the
@@ -64,11 +62,11 @@ def make_optimizer(
     Parameters
     ----------
     named:
-        What is trained, with the names that the model has for it.
+        Trained parameters, by their names in the model.
     config:
         Learning rate, betas and decay.
     on_host:
-        Its moments are in host memory, see `hpcrl.trainer.memory.optimizer`.
+        Whether its moments are in host memory, see `hpcrl.trainer.memory.optimizer`.
     matrices:
         The hidden matrices of the model (`hpcrl.modeling.hidden_matrices`); of use with ``kind: muon`` alone.
     """
@@ -130,7 +128,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     total = _sum_of_squares(local)
     if group is not None:
         dist.all_reduce(total, group=group)
-    # the only wait for the device
+    # the step's only synchronisation with the device
     norm = math.sqrt(total.item())
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_(local, max_norm / norm)
@@ -138,9 +136,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: d
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """The sum of squares of all elements, in float64."""
+    """Return the sum of squares of all elements, in float64."""
     if all(x.device.type == "cpu" and x.dtype == torch.float32 for x in gradients):
-        # processors copy to float64 what they sum in it: rows are so short that float32 is exact enough for one
+        # CPUs sum float64 slowly, through copies: rows are so short that a float32 sum is exact enough for one
         rows = [row for x in gradients for row in _rows(x.reshape(-1))]
         total = torch.cat([torch.linalg.vector_norm(row, dim=1) for row in rows]).double().square().sum()
         # a square of a row may be too large for float32, or lost
@@ -152,7 +150,7 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def _rows(x: Tensor) -> Iterator[Tensor]:
-    """``[n]`` as ``[n // _NORM_ROW, _NORM_ROW]``, and what remains as one row more."""
+    """Return ``[n]`` as ``[n // _NORM_ROW, _NORM_ROW]``, and the remainder as one more row."""
     whole = len(x) // _NORM_ROW * _NORM_ROW
     yield x[:whole].view(-1, _NORM_ROW)
     if whole < len(x):

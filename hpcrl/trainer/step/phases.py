@@ -1,14 +1,13 @@
-"""Where the time of a step goes."""
+"""Measures the phases of a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from hpcrl.runs.progress import ProgressReporter
-
-__all__ = ["PHASES", "PhaseClock"]
 
 PHASES = ("wait_batch", "forward_backward", "optimizer", "publish", "checkpoint")
 """Phases that are measured; ``other`` is what is left of the step. Where trainer and engines take turns there is
@@ -16,7 +15,7 @@ PHASES = ("wait_batch", "forward_backward", "optimizer", "publish", "checkpoint"
 
 
 _WAITING = "wait_batch"
-"""The phase in which the trainer is not the one that must do something."""
+"""Phase in which the trainer waits for others."""
 
 
 _TURNS = {_WAITING: "generate", "swap": "swap"}
@@ -25,12 +24,18 @@ _TURNS = {_WAITING: "generate", "swap": "swap"}
 class PhaseClock:
     """Measures the phases of one step; the step begins when the clock is made.
 
-    ``progress`` is told of each phase as it begins; with ``turns`` it is told whose turn it is: engines ``generate``,
-    the devices are swapped, or the trainer trains.
+    ``progress`` is called with each phase as it begins; with ``turns`` it also gets whose turn it is: engines
+    ``generate``, the devices are swapped, or the trainer trains. ``span`` makes the context in which a phase runs.
     """
 
-    def __init__(self, progress: ProgressReporter | None = None, *, turns: bool = False) -> None:
-        self._progress, self._turns = progress, turns
+    def __init__(
+        self,
+        progress: ProgressReporter | None = None,
+        *,
+        turns: bool = False,
+        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._progress, self._turns, self._span = progress, turns, span
         self._start = time.monotonic()
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
@@ -41,12 +46,12 @@ class PhaseClock:
         words = _TURNS.get(name, f"train ({name})") if self._turns else name
         told = nullcontext() if self._progress is None else self._progress.phase(words, waits=name == _WAITING)
         try:
-            with told:
+            with told, self._span(name):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase until now; with ``other`` they add up to the step."""
+        """Return the seconds by phase until now; with ``other`` they add up to the step."""
         other = time.monotonic() - self._start - sum(self._seconds.values())
         return {**self._seconds, "other": max(other, 0.0)}

@@ -16,41 +16,45 @@ from torch.distributed.tensor import Replicate, Shard
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.adapters import adapt, init_adapters
-from hpcrl.modeling.carried import CarriedTensor, carry, find_mtp_tensors
+from hpcrl.modeling.checkpoint_io.carried import CarriedTensor, carry, find_mtp_tensors
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.context import RoutedExpertsRecorder
 from hpcrl.modeling.decoder import Decoder, HeadFn
 from hpcrl.modeling.fp8.backends import Backend
 from hpcrl.modeling.hidden_matrices import hidden_matrices
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import sum_over_copies
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch
+from hpcrl.runs.token_ratios import RolloutRatios
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.kernels import TrainerKernels, apply_kernels, find_kernels
-from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.tools import apply_memory_tools, find_tools
 from hpcrl.trainer.parallel.dispatcher import find_dispatcher, use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.precision import apply_precision, find_precision
-from hpcrl.trainer.state.base_digest import base_digest
+from hpcrl.trainer.step.base_digest import base_digest
 from hpcrl.trainer.step.freezing import freeze_parameters
-from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss, supervised_loss
+from hpcrl.trainer.step.head import chunked_logprobs, loss_in_pieces, whole_logprobs
+from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, make_loss, policy_loss, supervised_loss
 from hpcrl.trainer.step.metrics import TokenSums
 from hpcrl.trainer.step.muon import Muon
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from hpcrl.trainer.step.ratio_sample import RatioSample
 from hpcrl.trainer.step.reference import ReferencePolicy, logprobs_of
+from hpcrl.trainer.token_loss import TokenLoss
 from hpcrl.weights.read.model_directory import find_weight_files
-
-__all__ = ["TrainerPolicy"]
 
 _log = logging.getLogger(__name__)
 
 
 class TrainerPolicy:
     """Sharded model and optimizer, and the steps they make. All ranks call every method together."""
+
+    _ratios: RatioSample | None = None
+    """Log-ratios of some rollouts of the last step, on rank 0."""
 
     def __init__(self, recipe: Recipe, arch: ModelArch, parallel: Parallel, *, model_dir: Path | None) -> None:
         """Build the model, shard it, and read this rank's shards. Collective.
@@ -60,11 +64,11 @@ class TrainerPolicy:
         recipe:
             Loss, optimizer, dtype and number of steps.
         arch:
-            Of the model.
+            Architecture of the model.
         parallel:
             The ranks.
         model_dir:
-            Where the weights come from; None leaves them unset, for a checkpoint to fill, which never has the weights
+            Directory of the weights; None leaves them unset, for a checkpoint to fill, which never has the weights
             that adapters change.
 
         Raises
@@ -77,13 +81,14 @@ class TrainerPolicy:
         self.recipe, self.arch, self.parallel = recipe, arch, parallel
         self._replay = recipe.trainer.router_replay
         spec, memory = spec_of(arch), recipe.trainer.memory
+        self._token_loss = _make_loss(recipe, parallel)
         parallel.world.all_succeed(partial(find_tools, memory, parallel.device), "looking for a compiler")
         find = partial(find_dispatcher, recipe.trainer, parallel.device)
-        parallel.world.all_succeed(lambda: find() is None, "looking for the dispatcher")
+        parallel.world.all_succeed(lambda: find() is None, "selecting the dispatcher")
         fp8 = recipe.trainer.precision.fp8
         multipliers: list[Backend | None] = []
         parallel.world.all_succeed(
-            lambda: multipliers.append(find_precision(fp8, parallel.device)), "looking for what multiplies in FP8"
+            lambda: multipliers.append(find_precision(fp8, parallel.device)), "selecting the FP8 backend"
         )
         kernels: list[TrainerKernels] = []
         parallel.world.all_succeed(
@@ -91,10 +96,10 @@ class TrainerPolicy:
         )
         dtype, lora, multiplier = getattr(torch, recipe.trainer.dtype), recipe.trainer.lora, multipliers[0]
         self.kernels = kernels[0].names | ({} if multiplier is None else {"fp8": multiplier.name})
-        """What computes attention, and products in FP8."""
+        """Kernels for attention, and the backend for products in FP8."""
 
         def sharded(master: torch.dtype, choose_trained: Callable[[Decoder], object], *, on_host: bool) -> Decoder:
-            # nothing is whole anywhere: shards get their memory after the model is cut
+            # no rank ever holds the whole model: memory is allocated after sharding
             model = spec.build(arch, device="meta", dtype=master)
             apply_precision(model, fp8, multiplier)
             apply_kernels(model, kernels[0])
@@ -124,7 +129,7 @@ class TrainerPolicy:
             init_adapters(self.model, recipe.seed)
             self.base = base_digest(self.model, parallel.sharding.group)
         self.reference: ReferencePolicy | None = None
-        """What the policy is held near to; None where it is not."""
+        """Reference that the policy is kept close to; None without a penalty."""
         if recipe.algorithm.kl is not None:
 
             def frozen(on_host: bool) -> Decoder:
@@ -155,7 +160,7 @@ class TrainerPolicy:
 
         def empty(own: CarriedTensor) -> Tensor:
             cut = Shard(0) if own.shape else Replicate()
-            # copies come before shards
+            # replicated dimensions of the mesh precede the sharded one
             placements = [*[Replicate()] * (mesh.ndim - 1), cut]
             return dtensor.empty(own.shape, dtype=getattr(torch, own.dtype), device_mesh=mesh, placements=placements)
 
@@ -172,7 +177,12 @@ class TrainerPolicy:
         context = self.parallel.mesh.get_optional_mesh("cp")
         # ranks that share a context have the same tokens: one of them counts
         counts = context is None or context.get_local_rank() == 0
-        sums = TokenSums.of_shard(shard, self.parallel.device, counts=counts, replay=self._replay)
+        sums = TokenSums.of_shard(
+            shard, self.parallel.device, counts=counts, replay=self._replay, loss_metrics=self._token_loss.metrics
+        )
+        # a context-parallel rank has only parts of a rollout, in another order: such runs have no record
+        samples = self.parallel.world.rank == 0 and context is None and self.recipe.sft is None
+        self._ratios = RatioSample.of_shard(shard) if samples else None
         self._watch.begin_step(shard)
         if self.reference is not None:
             self.reference.begin_step(shard.step)
@@ -201,11 +211,18 @@ class TrainerPolicy:
             loss.loss.backward()  # type: ignore[no-untyped-call]
             if batch.num_trained:
                 sums.add(loss, entropies, batch.versions, batch.context_versions)
+                if self._ratios is not None:
+                    self._ratios.add(number, loss.log_ratio)
                 if unreplayed is not None:
                     sums.add_probe(loss, unreplayed)
                 if reference is not None:
                     sums.add_reference(reference - (loss.log_ratio + batch.engine_logprobs))
         return sums
+
+    def take_ratios(self) -> list[RolloutRatios]:
+        """Return the log-ratios of some rollouts of the last step, and forget them; none on ranks other than 0."""
+        sample, self._ratios = self._ratios, None
+        return [] if sample is None else sample.fetch()
 
     def _probes(self, step: int) -> bool:
         every = self.recipe.trainer.replay_probe_steps
@@ -231,7 +248,7 @@ class TrainerPolicy:
         return found
 
     def _unreplayed(self, batch: TokenBatch) -> Tensor:
-        """Log-ratio of each trained token where routers choose the experts."""
+        """Return the log-ratio of each trained token if routers choose the experts."""
         return logprobs_of(self.model, self.recipe, batch) - batch.engine_logprobs
 
     def _loss(
@@ -242,8 +259,15 @@ class TrainerPolicy:
         total: int,
         reference: Tensor | None,
     ) -> tuple[PolicyLoss, Tensor]:
-        """The loss of one micro-batch, with the entropy of each trained token; ``total`` as in `policy_loss`."""
-        config, chunk = self.recipe.algorithm.loss, self.recipe.trainer.memory.lm_head_chunk_tokens
+        """Return the loss of one micro-batch and the entropy of each trained token; ``total`` as in `policy_loss`."""
+        chunk, whole = self.recipe.trainer.memory.lm_head_chunk_tokens, self.recipe.algorithm.loss.is_of_rollouts
+        teacher = batch.teacher_logprobs if "teacher" in self._token_loss.needs else None
+        if teacher is None and "teacher" in self._token_loss.needs:
+            teacher = torch.full_like(batch.engine_logprobs, float("nan"))
+        measures = bool(self._token_loss.metrics) and self.recipe.sft is None
+        # pieces of tokens have their parts of it
+        shape = (len(self._token_loss.metrics), len(batch.targets))
+        metrics = batch.engine_logprobs.new_empty(shape) if measures else None
         temperature, targets = self.recipe.rollouts.sampling.temperature, batch.targets
         supervised = self.recipe.sft is not None
 
@@ -251,32 +275,37 @@ class TrainerPolicy:
             if supervised:
                 return supervised_loss(logprobs, total_tokens=total)
             engine, advantages = batch.engine_logprobs[rows], batch.advantages[rows]
-            tokens = TrainedTokens(logprobs, engine, advantages, batch.sequences[rows], batch.rollouts, peers)
+            tokens = TrainedTokens(logprobs, engine, advantages, batch.sequences[rows], batch.num_sequences, peers)
             if reference is not None:
                 tokens = tokens._replace(reference_logprobs=reference[rows])
-            return policy_loss(tokens, config, total_tokens=total, kl=self.recipe.algorithm.kl)
+            if teacher is not None:
+                tokens = tokens._replace(teacher_logprobs=teacher[rows])
+            part = policy_loss(tokens, self._token_loss, total_tokens=total, kl=self.recipe.algorithm.kl)
+            if metrics is not None and part.metrics is not None:
+                metrics[:, rows] = part.metrics
+            return part
 
         head: HeadFn
         if chunk is None:
             head = partial(whole_logprobs, targets=targets, temperature=temperature)
         else:
-            make = chunked_logprobs if config.is_of_rollouts else partial(loss_in_pieces, loss=loss_at)
+            make = chunked_logprobs if whole else partial(loss_in_pieces, loss=loss_at)
             pieces = None if chunk == "auto" else chunk
             head = partial(make, targets=targets, temperature=temperature, tokens=pieces)
         found = self.model(batch.input_ids, batch.context(record, replay=self._replay), head)
-        if chunk is None or config.is_of_rollouts:
+        if chunk is None or whole:
             logprobs, entropies = found
             return loss_at(logprobs, slice(None)), entropies
         loss, masked, log_ratio, entropies = found
-        return PolicyLoss(loss, masked, log_ratio), entropies
+        return PolicyLoss(loss, masked, log_ratio, metrics), entropies
 
     def optimizer_step(self, step: int, *, nonfinite_tokens: int = 0) -> tuple[float, float]:
-        """Clip, update, and forget gradients; returns the gradient norm before clipping and the learning rate.
+        """Clip, update and reset gradients; return the gradient norm before clipping and the learning rate.
 
         Parameters
         ----------
         nonfinite_tokens:
-            Trained tokens of all ranks whose log-probabilities are not finite: an error says so.
+            Trained tokens of all ranks whose log-probabilities are not finite, for the error's message.
 
         Raises
         ------
@@ -286,7 +315,7 @@ class TrainerPolicy:
         config = self.recipe.trainer.optimizer
         norm = clip_gradients(self.model.parameters(), config.max_grad_norm, self.parallel.sharding.group)
         if not norm < float("inf"):
-            # the norm is that of all ranks, so they all come here
+            # the norm is that of all ranks, so that all of them enter this collective
             world = self.parallel.world
             error = self._watch.error(self.model, step, norm, world, nonfinite_tokens=nonfinite_tokens)
             self.optimizer.zero_grad()
@@ -297,3 +326,10 @@ class TrainerPolicy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm, rate
+
+
+def _make_loss(recipe: Recipe, parallel: Parallel) -> TokenLoss:
+    """Make the loss of the recipe; raises on all ranks where one of them cannot. Collective."""
+    made: list[TokenLoss] = []
+    parallel.world.all_succeed(lambda: made.append(make_loss(recipe.algorithm.loss)), "making the loss")
+    return made[0]

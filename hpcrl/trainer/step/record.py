@@ -1,4 +1,4 @@
-"""What is written down of a step."""
+"""Makes the record of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import asdict
 from hpcrl.dock.wire import BatchStats
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.trainer.step.metrics import TokenMetrics
-
-__all__ = ["Update", "step_record"]
 
 Update = tuple[float, float] | None
 """Gradient norm before clipping and learning rate of a step; None where it was skipped."""
@@ -52,5 +50,8 @@ def step_record(
         rollouts=stats.rollouts,
         held_out_loss=held_out_loss,
         teacher_kl=stats.teacher_kl,
+        branches_mean=stats.branches_mean,
+        branches_max=stats.branches_max,
+        prefix_repeated_tokens=stats.prefix_repeated_tokens,
         **measured,
     )

@@ -1,4 +1,4 @@
-"""A reference beside the policy, the start model or a later version: what a penalty holds the policy near to."""
+"""Reference model of a penalty on the policy's distance from it: the start model or a later version."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from hpcrl.config.recipe import Recipe
 from hpcrl.modeling.adapters import use_adapters
 from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.decoder import Decoder, HeadFn
 from hpcrl.modeling.hf import model_tensors
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.trainer.batch.tensors import TokenBatch
-from hpcrl.trainer.memory.head import chunked_logprobs, whole_logprobs
 from hpcrl.trainer.parallel.mesh import Parallel
-
-__all__ = ["ReferencePolicy", "logprobs_of"]
+from hpcrl.trainer.step.head import chunked_logprobs, whole_logprobs
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class ReferencePolicy:
         policy:
             The model under training.
         frozen_model:
-            Makes the model that nothing is trained of, with its parameters in host memory or not, uninitialised.
+            Makes a model without trained parameters, in host memory or not, uninitialised.
 
         Raises
         ------
@@ -51,7 +49,7 @@ class ReferencePolicy:
         self._recipe, self._adapted = recipe, recipe.trainer.lora is not None
         self._policy = self._model = policy
         self.version = 0
-        """Which version of the policy the reference is; 0: the start model."""
+        """Version of the policy that is the reference; 0: the start model."""
         self._has_weights = True
         self._every: int | None = None
         if self._adapted:
@@ -66,7 +64,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def begin_step(self, step: int) -> None:
-        """Become the policy where ``step``, the next one, is the first after a refresh. All ranks call it.
+        """Copy the policy if ``step``, the next one, is the first after a refresh. All ranks call it.
 
         The policy after step n is the reference of the steps n + 1 to n + ``reference_every_steps``.
         """
@@ -111,7 +109,7 @@ class ReferencePolicy:
         with use_adapters(self._model, "off") if self._adapted else nullcontext():
             found = logprobs_of(self._model, self._recipe, batch)
         if not self._adapted:
-            # the last groups wait for a backward pass, which does not come
+            # FSDP keeps the last groups unsharded for a backward pass, which does not follow
             for module in self._model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

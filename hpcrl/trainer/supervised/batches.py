@@ -20,22 +20,20 @@ from hpcrl.rollouts.batches.packing import pack
 from hpcrl.trainer.supervised.order import ConversationOrder
 from hpcrl.trainer.supervised.rendered import RenderedConversations
 
-__all__ = ["ConversationBatches", "DataPosition", "rendered_directory"]
-
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a checkpoint stands in the data; the orchestrator's part of a checkpoint of a supervised run.
+    """Position of a checkpoint in the data; it takes the orchestrator's part of a checkpoint in a supervised run.
 
     Attributes
     ----------
     step:
-        Steps whose rows are trained.
+        Number of steps whose rows are trained.
     epoch:
-        Of the last one, from 0.
+        Epoch of the last of these steps, from 0.
     seed, conversations_per_step, digest:
-        What the order of rows depends on: with others the same steps would have other rows.
+        Values that determine the order of rows: with others the same steps would have other rows.
     kind:
-        Tells it from the state of an orchestrator.
+        Distinguishes it from the state of an orchestrator.
     """
 
     step: int
@@ -51,14 +49,14 @@ class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise CheckpointError(f"the checkpoint is none of a supervised run: {error}") from error
+            raise CheckpointError(f"the checkpoint is not from a supervised run: {error}") from error
 
 
 class ConversationBatches:
-    """The shards of one data-parallel rank. It also stands for the dock, whose other side a supervised run lacks."""
+    """The shards of one data-parallel rank. It also replaces the dock, which a supervised run does not have."""
 
     def __init__(self, recipe: Recipe, *, rank: int, world_size: int) -> None:
-        """Batches of ``rank`` of ``world_size`` data-parallel ones; `load` comes before everything else."""
+        """Prepare batches of ``rank`` of ``world_size`` data-parallel ones; call `load` before any other method."""
         assert recipe.sft is not None
         self._recipe, self._config = recipe, recipe.sft
         self._rank, self._world_size = rank, world_size
@@ -92,7 +90,7 @@ class ConversationBatches:
             ],
             stats=msgspec.structs.replace(
                 BatchStats.of_tokens(sum(lengths), sampled=trained),
-                # there are no rewards, and nobody has sampled these tokens: not known, in place of 0
+                # unknown instead of 0: supervised tokens have no rewards and were not sampled
                 reward_mean=math.nan,
                 reward_std=math.nan,
                 staleness_mean=math.nan,
@@ -109,7 +107,7 @@ class ConversationBatches:
             cu_seqlens=np.cumsum([0, *(self._data.lengths[sequence] for sequence in sequences)]).astype(np.int32),
             loss_mask=said,
             logprobs=np.zeros(len(said), np.float32),
-            # nobody has sampled them: they count as those of the newest weights
+            # they were not sampled: their version is that of the newest weights
             versions=np.full(len(said), max(0, step - 1), np.int32),
             advantages=said.astype(np.float32),
             rollouts=[(self._data.row_of(sequence), sequence) for sequence in sequences],
@@ -118,7 +116,7 @@ class ConversationBatches:
     # -- what the loop asks of the dock
 
     def published(self, version: int) -> None:
-        """There is no engine to tell of it."""
+        """Do nothing: there are no engines."""
 
     def snapshot(self, step: int) -> bytes:
         """Return the position after ``step``, encoded."""
@@ -139,14 +137,14 @@ class ConversationBatches:
             raise CheckpointError(
                 f"the checkpoint of step {found.step} was trained on other batches ({', '.join(wrong)} differ): some "
                 "conversations would be trained twice, others not at all\n"
-                "    hint: bring back the directory sft of the run; or submit a new run from its weights (--from)"
+                "    hint: restore the directory sft of the run; or submit a new run from its weights (--from)"
             )
 
     def finish(self, version: int) -> None:
-        """There is nobody to wait for."""
+        """Do nothing: no other process is involved."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 def rendered_directory(run_dir: Path) -> Path:
@@ -155,7 +153,7 @@ def rendered_directory(run_dir: Path) -> Path:
 
 
 def _cost_of(recipe: Recipe) -> Callable[[int], float]:
-    """Return the cost of training on a sequence by the model's sizes; of a model that says none, its tokens."""
+    """Return the cost of training on a sequence by the model's sizes; its number of tokens if they are unknown."""
     try:
         return training_cost(load_facts(recipe.model.path))
     except (ValueError, OSError):

@@ -20,12 +20,10 @@ from hpcrl.trainer.supervised.masks import make_conversation_renderer
 from hpcrl.trainer.supervised.order import run_steps
 from hpcrl.trainer.supervised.rendered import RenderedConversations, RenderingJob
 
-__all__ = ["train_supervised"]
-
 _log = logging.getLogger(__name__)
 
 _CHUNK_S = 10.0
-"""How long one rank renders until the others, which wait, hear of it."""
+"""Seconds between two progress reports of the rendering rank to the others, which wait."""
 
 
 def train_supervised(context: RoleContext) -> None:

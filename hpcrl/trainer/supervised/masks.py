@@ -1,9 +1,9 @@
-"""Token ids of conversations for supervised training, and which of them the assistant says. No torch in here.
+"""Token ids of conversations for supervised training, and which of them are the assistant's. No torch in here.
 
-Each turn of the assistant is rendered by the chat template as the end of a conversation, behind what the template
-writes before a reply. So its context has the tokens that the model is given when it speaks, and its tokens are those
-that it has to say. Where the rendering of one turn goes on from that of the turn before, both are one sequence. A
-template that rewrites the past, for example one that leaves out earlier thinking, makes more sequences of a
+Each turn of the assistant is rendered by the chat template as the end of a conversation, after what the template
+writes before a reply. So its context has the tokens that the model gets when it replies, and its tokens are those
+that it has to produce. If the rendering of one turn continues that of the turn before, both are one sequence. A
+template that rewrites earlier turns, for example one that leaves out earlier thinking, makes more sequences of a
 conversation; each turn is trained in one of them.
 """
 
@@ -24,16 +24,14 @@ from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.tokenizer import ChatTokenizer, Message, Rendered
 from hpcrl.rollouts.rendering.formats import find_format, same_ends
 
-__all__ = ["ConversationRenderer", "SaidTokens", "TrainOn", "make_conversation_renderer"]
-
 TrainOn = Literal["assistant", "last", "all"]
 """See ``sft.train_on``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LEADING_THINKING = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 _PROOFS = 16
-"""Times that a rendering has to have the same ids in parts as as a whole, until it is encoded in parts alone."""
+"""Renderings that must have equal ids in parts and as a whole before renderings are only encoded in parts."""
 _NO_END = -1
-"""Is the id of no token."""
+"""An id that no token has."""
 
 
 class SaidTokens(NamedTuple):
@@ -44,7 +42,7 @@ class SaidTokens(NamedTuple):
     ids:
         Token ids.
     said:
-        Of each token, whether it is trained; never of the first.
+        Whether each token is trained; the first one never is.
     """
 
     ids: list[int]
@@ -58,11 +56,11 @@ class ConversationRenderer:
     Attributes
     ----------
     tokenizer:
-        Of the model, with its chat template.
+        Tokenizer of the model, with its chat template.
     ends:
-        Further tokens that end a turn, beside the ``eos_token``.
+        Further tokens that end a turn, in addition to the ``eos_token``.
     variables:
-        Of the chat template, for example ``enable_thinking``.
+        Variables of the chat template, for example ``enable_thinking``.
     train_on, thinking:
         See ``sft`` in recipes.
     now:
@@ -87,7 +85,7 @@ class ConversationRenderer:
         Parameters
         ----------
         tools:
-            What the template is told of.
+            Tools that the template gets.
 
         Raises
         ------
@@ -97,13 +95,13 @@ class ConversationRenderer:
             No message is the assistant's, or the template does not write a reply behind what it writes before one.
         """
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("no message is the assistant's")
+            raise ValueError("no message has the role assistant")
         if self.thinking == "drop":
             messages = [_without_thinking(message) for message in messages]
         try:
             return self._render_all(_with_argument_objects(messages), tools)
         except ChatTemplateError:
-            # some templates want the arguments of calls as text
+            # some templates require the arguments of calls as text
             return self._render_all(messages, tools)
 
     def _render_all(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[SaidTokens]:
@@ -133,7 +131,7 @@ class ConversationRenderer:
             end = len(ids) - len(turn)
             sequences = [SaidTokens(ids, [number >= end and said[number] for number in range(len(ids))])]
         for sequence in sequences:
-            sequence.said[0] = False  # nothing comes before it that could predict it
+            sequence.said[0] = False  # there is no earlier token whose logits could predict it
         return sequences
 
     def _continued(self, ids: list[int], text: str, rendered: Rendered) -> list[int] | None:
@@ -154,7 +152,7 @@ class ConversationRenderer:
         self._agreed = -math.inf
         if whole[: len(ids)] == ids:
             return whole
-        # a token reaches across the place where a turn began or ended; what was said stays as it was
+        # a token spans a boundary of turns; flags of earlier tokens stay as they were
         return ids + rest if self._text(ids + rest) == self._text(whole) else None
 
     def _turn(self, before: list[int], opening: Rendered, rendered: Rendered, whole: list[int] | None) -> list[int]:
@@ -261,6 +259,6 @@ def _with_object(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

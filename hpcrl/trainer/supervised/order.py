@@ -1,4 +1,4 @@
-"""Which rows of the data a step trains on: a pure function of the seed and the step.
+"""Chooses the rows of the data that a step trains on: a pure function of the seed and the step.
 
 An epoch has as many steps as its rows need, ``conversations_per_step`` each, counted before any is left out for its
 length. Rows that are left are shared out evenly over these steps. So the steps of a run are known from the data alone,
@@ -12,8 +12,6 @@ from functools import lru_cache
 
 from hpcrl.config.sft import SftConfig
 from hpcrl.errors import UsageError
-
-__all__ = ["ConversationOrder", "run_steps", "steps_of_epoch"]
 
 
 def steps_of_epoch(rows: int, config: SftConfig) -> int:
@@ -30,7 +28,7 @@ class ConversationOrder:
     """The rows of each step."""
 
     def __init__(self, kept: int, rows: int, config: SftConfig, *, seed: int) -> None:
-        """Share out ``kept`` of ``rows`` training rows.
+        """Distribute ``kept`` of ``rows`` training rows.
 
         Raises
         ------

@@ -27,11 +27,9 @@ from numpy.typing import NDArray
 
 from hpcrl.config.sft import SftConfig
 from hpcrl.errors import CheckpointError, ConfigError, Finding
-from hpcrl.fs import StagedDirectory, fsync_dir, write_json
+from hpcrl.storage.files import StagedDirectory, fsync_dir, write_json
 from hpcrl.trainer.supervised.masks import ConversationRenderer, SaidTokens
 from hpcrl.trainer.supervised.rows import SECTION, ConversationReader, DataConversation
-
-__all__ = ["RenderCounts", "RenderedConversations", "RenderingJob", "fit_length", "render_row"]
 
 FORMAT_VERSION = 1
 _COLUMNS = 4
@@ -39,7 +37,7 @@ _NAMES = ("tokens.bin", "said.bin", "table.bin")
 
 
 class RenderCounts(msgspec.Struct, kw_only=True):
-    """What became of the rows of the data.
+    """Counts of rendered, dropped and truncated rows of the data.
 
     Attributes
     ----------
@@ -48,7 +46,7 @@ class RenderCounts(msgspec.Struct, kw_only=True):
     dropped, truncated:
         Rows that are longer than ``sft.max_len``, of both sides.
     sequences, tokens, trained:
-        Of the rows that are left, of both sides.
+        Counts of the remaining rows, of both sides.
     longest:
         Tokens of the longest sequence of the data.
     """
@@ -88,7 +86,7 @@ def render_row(renderer: ConversationRenderer, row: DataConversation) -> list[Sa
         return renderer.render(row.messages, row.tools)
     except ValueError as error:
         what = f"{row.source.shown}, {row.place}: {error}"
-        hint = "look at the chat template of the model, or remove the row"
+        hint = "check the chat template of the model, or remove the row"
         raise ConfigError([Finding("recipe", f"{SECTION}.{row.source.key}", what, hint)]) from error
 
 
@@ -176,14 +174,14 @@ class RenderingJob:
 
 
 class RenderedConversations:
-    """What `RenderingJob` has written.
+    """Conversations that `RenderingJob` has written.
 
     Attributes
     ----------
     digest:
-        Of all of it.
+        Digest of all the data.
     counts, notes:
-        What became of rows, and what was left out.
+        Counts of rows, and notes about rows that were left out.
     lengths, trained:
         ``[sequences]`` int64: tokens of each sequence, and those of them that are trained.
     """
@@ -209,7 +207,7 @@ class RenderedConversations:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise CheckpointError(
                 f"the rendered conversations in {directory} cannot be read: {error}\n"
-                "    hint: bring them back, or begin a new run with the weights of the newest checkpoint (--from)"
+                "    hint: restore them, or submit a new run with the weights of the newest checkpoint (--from)"
             ) from error
         self.digest, self.counts, self.notes = manifest.digest, manifest.counts, manifest.notes
         self._rows, self.lengths, self.trained, held_out = (table[:, column] for column in range(_COLUMNS))

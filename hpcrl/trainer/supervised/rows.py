@@ -1,7 +1,8 @@
-"""Conversations of the data of a supervised run, one after the other: each row is checked where it comes in."""
+"""Reads the conversations of a supervised run's data, and checks each row."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,8 @@ from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, 
 from hpcrl.rollouts.environments.dataset.reading import RawRow, RowSource, read_rows
 from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
 
-__all__ = ["SECTION", "ConversationReader", "DataConversation"]
-
 SECTION = "sft"
-"""The section of a recipe that mistakes are told of."""
+"""Section of a recipe that error messages name."""
 _SHARE_GPT = {"human": "user", "gpt": "assistant"}
 _HASHES = 1 << 64
 
@@ -28,11 +27,11 @@ class DataConversation(NamedTuple):
     Attributes
     ----------
     source, place:
-        The setting that names its file, and where it stands there, as ``line 17``.
+        Setting that names the file, and position in it, as ``line 17``.
     messages, tools:
-        As plain data.
+        Conversation as plain data.
     held_out:
-        It is not trained.
+        Whether it is held out from training.
     """
 
     source: RowSource
@@ -52,9 +51,9 @@ class ConversationReader:
     other:
         Rows so far with another value of ``split_column``.
     repeated:
-        Rows for training so far that were left out, because their conversation is held out.
+        Rows for training so far that were left out, because their prompt is held out.
     problems:
-        What is wrong with rows.
+        Problem with the rows.
     """
 
     def __init__(self, config: SftConfig) -> None:
@@ -79,6 +78,8 @@ class ConversationReader:
         else:
             assert config.data is not None
             main = RowSource("data", config.data)
+        if config.split_column is not None:
+            self._remember_held_out(main)
         yield from self._read(main, held_out=None)
         self.problems.refuse()
         if not self.train:
@@ -94,7 +95,9 @@ class ConversationReader:
         if self.other:
             notes.append(f"{self.other} rows have another value of {self._config.split_column!r} and are left out")
         if self.repeated:
-            notes.append(f"{self.repeated} rows for training are held-out conversations, too, and are left out")
+            notes.append(
+                f"{self.repeated} rows for training have the prompt of a held-out conversation, and are left out"
+            )
         return notes
 
     def _refuse(self, source: RowSource, what: str) -> None:
@@ -102,7 +105,7 @@ class ConversationReader:
         raise ConfigError([Finding("recipe", f"{SECTION}.{source.key}", what, hint)])
 
     def _read(self, source: RowSource, *, held_out: bool | None) -> Iterator[DataConversation]:
-        """Read one file; ``held_out`` None: rows say themselves what they are for."""
+        """Read one file; with ``held_out`` None each row decides itself which part it belongs to."""
         for raw in read_rows(source, self._config, self.problems):
             try:
                 messages, tools = self._conversation(raw)
@@ -115,14 +118,23 @@ class ConversationReader:
                 continue
             if apart:
                 self.held_out += 1
-            elif self._held_out_hashes and _hash(messages) in self._held_out_hashes:
+            elif self._held_out_hashes and _prompt_hash(messages) in self._held_out_hashes:
                 self.repeated += 1
                 continue
             else:
                 self.train += 1
             if held_out:
-                self._held_out_hashes.add(_hash(messages))
+                self._held_out_hashes.add(_prompt_hash(messages))
             yield DataConversation(source, raw.place, messages, tools, apart)
+
+    def _remember_held_out(self, source: RowSource) -> None:
+        """Read the rows that a column holds out first: the same conversation may be for training further above."""
+        for raw in read_rows(source, self._config, Problems(SECTION)):
+            # what is wrong is named when all rows are read
+            with contextlib.suppress(BadRowError):
+                messages, _ = self._conversation(raw)
+                if self._side(raw, messages):
+                    self._held_out_hashes.add(_prompt_hash(messages))
 
     def _side(self, raw: RawRow, messages: list[dict[str, Any]]) -> bool | None:
         """Return whether a row is held out; None: it is for nothing."""
@@ -130,8 +142,8 @@ class ConversationReader:
         if config.split_column is not None:
             value = str(_column(raw.values, config.split_column, "split_column"))
             return False if value in config.train_values else True if value in config.held_out_values else None
-        # by the conversation itself: a repeated one never is on both sides
-        return config.held_out_share is not None and _hash(messages) / _HASHES < config.held_out_share
+        # by the prompt: several replies to it are on one side
+        return config.held_out_share is not None and _prompt_hash(messages) / _HASHES < config.held_out_share
 
     def _conversation(self, raw: RawRow) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         columns = self._config.columns
@@ -169,9 +181,9 @@ def _list(value: Any, column: str | None) -> Sequence[Any]:
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            raise BadRowError(f"{column} is no JSON list: {shown(value)}", "write a list of objects") from None
+            raise BadRowError(f"{column} is not a JSON list: {shown(value)}", "write a list of objects") from None
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise BadRowError(f"{column} is {type(value).__name__}, no list: {shown(value)}", "write a list of objects")
+        raise BadRowError(f"{column} is {type(value).__name__}, not a list: {shown(value)}", "write a list of objects")
     return value
 
 
@@ -199,15 +211,20 @@ def _message(given: Any) -> Any:
 def _check_assistant(messages: Sequence[Mapping[str, Any]]) -> None:
     said = [message for message in messages if message["role"] == "assistant"]
     if not said:
-        raise BadRowError("no message is the assistant's", "remove the row, or look at the roles of its messages")
+        raise BadRowError("no message has the role assistant", "remove the row, or check the roles of its messages")
     for message in said:
         if not message.get("content") and not message.get("tool_calls"):
-            raise BadRowError("a message of the assistant is empty", "remove the row, or write what is to be said")
+            raise BadRowError("a message of the assistant is empty", "remove the row, or write its content")
         if message.get("weight", 1) not in (0, 1):
             raise BadRowError(f"the weight of a message is {shown(message['weight'])}", "write 0 (context alone) or 1")
     if not any(message.get("weight", 1) for message in said):
         raise BadRowError("all messages of the assistant have the weight 0", "remove the row")
 
 
-def _hash(messages: Sequence[Mapping[str, Any]]) -> int:
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(list(messages), order="deterministic"), seed=0)
+def _prompt_hash(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return a hash of what comes before the first reply; of everything where no user speaks before it."""
+    first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
+    prompt = messages[:first]
+    if all(message["role"] in ("system", "developer") for message in prompt):
+        prompt = messages
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(list(prompt), order="deterministic"), seed=0)

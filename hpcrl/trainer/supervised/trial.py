@@ -20,10 +20,8 @@ from hpcrl.trainer.supervised.order import ConversationOrder, run_steps, steps_o
 from hpcrl.trainer.supervised.rendered import RenderCounts, fit_length, render_row
 from hpcrl.trainer.supervised.rows import SECTION, ConversationReader
 
-__all__ = ["check"]
-
 _FIRST, _EVERY = 2000, 50
-"""Rows that are rendered: the first ones, and one of so many of the others."""
+"""Number of first rows that are rendered, and stride among the others."""
 
 
 def check(recipe: Recipe) -> dict[str, Any]:
@@ -72,7 +70,7 @@ def _look(recipe: Recipe) -> dict[str, Any]:
     steps = run_steps(recipe.trainer.steps, reader.train, config)
     epoch = steps_of_epoch(reader.train, config)
     if recipe.trainer.optimizer.warmup_steps >= steps:
-        what = f"{recipe.trainer.optimizer.warmup_steps} steps of warm-up in a run of {steps} (sft.epochs)"
+        what = f"{recipe.trainer.optimizer.warmup_steps} warm-up steps in a run of {steps} (sft.epochs)"
         hint = "lower it, or raise sft.epochs or trainer.steps"
         raise ConfigError([Finding("recipe", "trainer.optimizer.warmup_steps", what, hint)])
     seen = "" if rendered == total else f" (of {rendered:,} that were rendered)"
@@ -97,6 +95,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # a Ctrl-C is of the command that waits for this, and which says so
+    # the waiting parent command reports a Ctrl-C
     with suppress(KeyboardInterrupt):
         main()

@@ -16,23 +16,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hpcrl import lost_answers
 from hpcrl.config.recipe import OptimizerConfig, Recipe, WarmupConfig
 from hpcrl.errors import HpcrlError, UsageError, refusal
-from hpcrl.fs import StagedDirectory, write_json
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import arch_from_config
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.generation_config import GenerationConfig
+from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.reporting.screen_text import visible
 from hpcrl.rollouts.environments import build_environments, hosted
-from hpcrl.screen_text import visible
+from hpcrl.storage import lost_replies
+from hpcrl.storage.files import StagedDirectory, write_json
 from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.trainer.step.optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from hpcrl.trainer.warmup.demonstrations import DemonstrationSource
 from hpcrl.weights.format.shard import write_shard
-
-__all__ = ["make_start_model"]
 
 _MAX_GRAD_NORM = 1.0
 _RISE_SHARE = 0.1
@@ -49,10 +49,10 @@ _SIZES = (
     "num_experts_per_tok",
     "max_position_embeddings",
 )
-"""What ``model.warmup`` says of a model of any family."""
+"""Common keys of ``model.warmup`` for models of any family."""
 
 Progress = Callable[[int, int, float], None]
-"""Called after each step with the step (from 1), the number of steps, and the loss in nats a token."""
+"""Called after each step with the step (from 1), the number of steps, and the loss in nats per token."""
 
 
 def make_start_model(
@@ -70,11 +70,11 @@ def make_start_model(
     output:
         The directory to make.
     seed:
-        Of weights and demonstrations; equal arguments give equal models.
+        Seed of weights and demonstrations; equal arguments give equal models.
     progress:
-        Told after every step.
+        Called after every step.
     replace:
-        Take the place of a directory that is already there.
+        Whether to replace an existing directory.
 
     Returns
     -------
@@ -88,14 +88,14 @@ def make_start_model(
     """
     config = recipe.model.warmup
     if config is None:
-        raise UsageError(f"recipe {recipe.name} has no model.warmup: its model is given, not made")
+        raise UsageError(f"recipe {recipe.name} has no model.warmup: it uses an existing model")
     if output.exists() and not replace:
         raise UsageError(f"{output} exists already\n    hint: use it as it is, remove it, or replace it (--replace)")
     stage = StagedDirectory(output, token=f"warmup-{os.getpid()}")
     processes = ExitStack()
     try:
         stage.create()
-        vocab_size, eos_token_id = write_character_tokenizer(stage.path)
+        vocab_size, eos_token_id = write_character_tokenizer(stage.path, chat=config.chat, words=config.words)
         model = _build(config, vocab_size, eos_token_id)
         tokenizer = ChatTokenizer(stage.path)
         environments = build_environments(recipe)
@@ -107,6 +107,7 @@ def make_start_model(
             tokenizer,
             correct_share=config.correct_share,
             seed=seed,
+            ends=frozenset(GenerationConfig.read(stage.path).eos_token_ids),
         )
         model.init_weights(torch.Generator().manual_seed(seed), config.initializer_range)
         loss = _train(model, source, config, progress)
@@ -121,7 +122,7 @@ def make_start_model(
 
 
 def _build(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> Decoder:
-    """The model of the sizes, as a ``config.json`` of the family says them (UsageError where that is none)."""
+    """Build the model of the configured sizes, as a ``config.json`` of the family (UsageError if invalid)."""
     sizes = {name: getattr(config, name) for name in _SIZES}
     # families have names of their own for these
     sizes |= dict.fromkeys(("n_routed_experts", "num_local_experts"), config.num_experts)
@@ -130,14 +131,14 @@ def _build(config: WarmupConfig, vocab_size: int, eos_token_id: int) -> Decoder:
     try:
         arch = arch_from_config(sizes | config.config | given)
         if wrong := config.config.keys() & given.keys() or config.config.keys() - arch.to_hf_config().keys():
-            raise ValueError(f"config has {', '.join(sorted(wrong))}, which cannot be said of {config.family} there")
+            raise ValueError(f"config has {', '.join(sorted(wrong))}, which does not apply to {config.family} there")
         return build_model(arch, device="cpu")
     except (ValueError, TypeError) as error:
-        raise UsageError(f"model.warmup describes no model: {error}\n    hint: correct model.warmup") from error
+        raise UsageError(f"model.warmup is not a valid model: {error}\n    hint: correct model.warmup") from error
 
 
 def _train(model: Decoder, source: DemonstrationSource, config: WarmupConfig, progress: Progress | None) -> float:
-    """Minimise the cross entropy of what the assistant says; returns the mean loss of the last tenth."""
+    """Minimise the cross entropy of the assistant's tokens; return the mean loss of the last tenth."""
     schedule = OptimizerConfig(
         learning_rate=config.learning_rate, schedule="cosine", warmup_steps=round(config.steps * _RISE_SHARE)
     )
@@ -171,16 +172,16 @@ def _write_model(path: Path, model: Decoder) -> None:
 
 
 def _appear(stage: StagedDirectory) -> None:
-    """Rename into place; an old directory steps aside first and comes back if that fails."""
+    """Rename into place; an old directory is moved away first and restored if that fails."""
     old = StagedDirectory(stage.target, token=f"replaced-{os.getpid()}")
     replaced = stage.target.exists()
     if replaced:
-        lost_answers.rename(stage.target, old.path)
+        lost_replies.rename(stage.target, old.path)
     try:
         stage.commit()
     except BaseException:
         if replaced:
-            lost_answers.rename(old.path, stage.target)
+            lost_replies.rename(old.path, stage.target)
         raise
     old.discard()
 
@@ -191,7 +192,7 @@ def _print_progress(step: int, steps: int, loss: float) -> None:
 
 
 def main() -> int:
-    """Command line; the result, the final loss, goes to stdout."""
+    """Run the command line; the result, the final loss, goes to stdout."""
     parser = argparse.ArgumentParser(prog="python -m hpcrl.trainer.warmup.make", description=__doc__)
     parser.add_argument("--recipe", default="-", help="resolved recipe as JSON; - reads standard input")
     parser.add_argument("--output", type=Path, required=True, help="model directory to make")
@@ -199,7 +200,7 @@ def main() -> int:
     arguments = parser.parse_args()
     text = sys.stdin.read() if arguments.recipe == "-" else Path(arguments.recipe).read_text(encoding="utf-8")
     recipe = Recipe.model_validate_json(text)
-    # so that what is half written goes
+    # exit through exceptions, so that a partial output is removed
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     torch.set_num_threads(recipe.trainer.threads)
     try:

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.scheduler import Step
+from hpcrl.modeling.attention.sparse import attend_chosen, choose_tokens
 from hpcrl.modeling.context import IndexQuery
-from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseKernel
 from hpcrl.models.arch import ModelArch
-
-__all__ = ["KVCache", "PagedAttention", "StepInputs", "prepare_inputs"]
 
 #: chunks up to this many tokens share one padded call
 _SHORT_CHUNK = 64
@@ -37,8 +35,8 @@ class KVCache:
         ``[num_blocks, block_size * heads * key_dim]`` (or ``value_dim``) of each layer that keeps something: a block is
         one row, so gathering copies whole blocks.
     experts:
-        ``[num_blocks * block_size, layers, num_experts_per_tok]``; they lie beside the KV so that a prefix found in
-        the cache has its routes too.
+        ``[num_blocks * block_size, layers, num_experts_per_tok]``; they are stored with the KV so that a prefix found
+        in the cache has its routed experts, too.
     """
 
     def __init__(self, arch: ModelArch, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -57,7 +55,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(arch: ModelArch, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one block over all layers."""
+        """Return the bytes of keys and values of one block over all layers."""
         heads, key_dim, value_dim = arch.kv
         return len(arch.kv_layers) * heads * (key_dim + value_dim) * block_size * dtype.itemsize
 
@@ -81,7 +79,7 @@ class _Group:
     _windows: dict[int, Tensor] = field(default_factory=dict)
 
     def within(self, window: int) -> Tensor:
-        """The mask of queries that see their last ``window`` tokens alone; made once for all layers of a step."""
+        """Return the mask of queries that see only their last ``window`` tokens; computed once per step."""
         if window not in self._windows:
             early = torch.arange(self.mask.shape[-1]) <= self.last - window
             self._windows[window] = self.mask.masked_fill(early, -torch.inf)
@@ -195,7 +193,7 @@ class PagedAttention:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one group: queries ``[sequences * width, heads, key_dim]`` to as many ``value_dim``."""
+        """Compute attention of one group: queries ``[sequences * width, heads, key_dim]`` to as many ``value_dim``."""
         n, width = group.query.shape
         h, g, d, e = self._kv_heads, self._per_kv_head, self._key_dim, self._value_dim
         # the query heads that share a key head become further queries of it: no key is copied for them
@@ -206,7 +204,7 @@ class PagedAttention:
         )
         mask = group.mask if window is None else group.within(window)
         if sinks is not None:
-            # a key of zeros, whose score is the sink, and a value of zeros
+            # a zero key whose score is the sink, and a zero value
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             score = sinks.to(mask.dtype).view(1, h, g, 1).expand(n, h, g, width).reshape(n, h, g * width, 1)
             mask = torch.cat((mask.expand(-1, h, -1, -1), score), dim=-1)
@@ -246,7 +244,7 @@ def _group(members: NDArray[np.int64], step: Step, starts: NDArray[np.int64], ro
     offsets = np.arange(width)
     valid = offsets[None, :] < counts[:, None]
     query = np.where(valid, starts[members][:, None] + offsets[None, :], starts[members][:, None])
-    # a padded query looks at what a real one may see, so that its row of the softmax is not empty
+    # a padded query sees the keys of a real one, so that its softmax row is not empty
     last_key = computed[:, None] + np.minimum(offsets[None, :], counts[:, None] - 1)
     visible = torch.from_numpy(np.arange(blocks * cache.block_size)[None, None, :] <= last_key[:, :, None])
     mask = torch.zeros(visible.shape, dtype=cache.dtype).masked_fill_(~visible, -torch.inf)

@@ -11,11 +11,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-__all__ = ["BlockPool", "block_hash", "root_hash"]
-
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """What stands before the first block of a sequence."""
+    """Return the hash that precedes the first block of a sequence."""
     return hashlib.blake2b(b"" if cache_salt is None else b"salt:" + cache_salt.encode(), digest_size=16).digest()
 
 
@@ -41,21 +39,21 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks no request refers to, cached ones included."""
+        """Return the number of blocks that no request refers to, cached ones included."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by hash."""
+        """Return the number of blocks that can be found by hash."""
         return len(self._by_hash)
 
     @property
     def usage(self) -> float:
-        """Share of blocks in use, 0 to 1."""
+        """Return the share of blocks in use, 0 to 1."""
         return 1.0 - len(self._free) / self.num_blocks
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix. They are not reserved: call `share` before anything else."""
+        """Return the blocks of the longest cached prefix. They are not reserved: call `share` before anything else."""
         found: list[int] = []
         for value in hashes:
             block = self._by_hash.get(value)
@@ -65,7 +63,7 @@ class BlockPool:
         return found
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` are free now, which `share` would take out of the free ones."""
+        """Return how many of ``blocks`` are free now, and would no longer be after `share`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -106,7 +104,7 @@ class BlockPool:
             self._hash_of[block] = value
 
     def reset(self) -> bool:
-        """Forget every cached block; False, with nothing done, while any block is in use."""
+        """Forget every cached block; return False, with nothing done, while any block is in use."""
         if len(self._free) != self.num_blocks:
             return False
         self._by_hash.clear()

@@ -12,8 +12,6 @@ from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.blocks import BlockPool
 from hpcrl.inference.embedded.kv.sealing import BlockFormat
 
-__all__ = ["CachedBlocks"]
-
 
 class CachedBlocks:
     """The prefix cache as bytes. Used on the model thread only; `format` may be read by all.
@@ -21,7 +19,7 @@ class CachedBlocks:
     Attributes
     ----------
     format:
-        Of each block.
+        Format of each block.
     """
 
     def __init__(self, pool: BlockPool, cache: KVCache) -> None:
@@ -34,19 +32,19 @@ class CachedBlocks:
         self.format = BlockFormat(layout, size)
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """How many of the first blocks are cached."""
+        """Return how many of the first blocks are cached."""
         return len(self._pool.match(keys))
 
     def read(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The first blocks, as far as they are cached."""
+        """Return the contents of the first blocks that are cached."""
         return [self.content(block) for block in self._pool.match(keys)]
 
     def content(self, block: int) -> bytes:
-        """What is in a block."""
+        """Return the content of a block."""
         return b"".join(part.tobytes() for part in self._parts(block))
 
     def load(self, keys: Sequence[bytes], contents: Sequence[bytes]) -> list[int]:
-        """Take a free block for each, fill it, and make it findable. The caller has checked that so many are free.
+        """Take a free block for each, fill it, and register its hash. The caller has checked that enough are free.
 
         Raises
         ------
@@ -65,7 +63,7 @@ class CachedBlocks:
         return blocks
 
     def _parts(self, block: int) -> list[NDArray[np.uint8]]:
-        """Where a block lies, as bytes: keys of each layer, values of each layer, experts."""
+        """Return the memory of a block as bytes: keys of each layer, values of each layer, experts."""
         cache = self._cache
         tensors = [tensor[block] for of_layers in (cache.keys, cache.values) for tensor in of_layers.values()]
         experts = cache.experts[block * cache.block_size : (block + 1) * cache.block_size]

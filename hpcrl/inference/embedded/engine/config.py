@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EngineSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -26,7 +24,7 @@ class EngineSettings:
     logprobs_mode:
         See `hpcrl.inference.embedded.engine.sampler.TokenSampler`.
     seed:
-        Of the seeds drawn for requests without one.
+        Seed of the seeds drawn for requests without one.
     weight_version:
         Label of the weights at the start.
     """

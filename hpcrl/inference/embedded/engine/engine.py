@@ -28,9 +28,7 @@ from hpcrl.inference.embedded.engine.sampler import TokenSampler
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.metrics import EngineMetrics, Gauge
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.promise import promise
-
-__all__ = ["PAUSE_MODES", "Engine"]
+from hpcrl.processes.uncancellable_future import promise
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class Engine:
         arch, dtype = model.arch, model.embed_tokens.weight.dtype
         self.config, self.arch, self._metrics = config, arch, metrics
         self._rows = Rows(config.max_num_seqs, config.max_model_len, config.block_size)
-        # blocks hold no states of recurrent layers: what was said before is computed again
+        # blocks hold no states of recurrent layers, so that for these a prefix must be computed again
         caching = config.enable_prefix_caching and arch.state is None
         self._pool = BlockPool(config.num_blocks, caching=caching)
         cache = KVCache(arch, config.num_blocks, config.block_size, dtype)
@@ -123,13 +121,13 @@ class Engine:
             self._thread.join(timeout_s)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function on the model thread between two steps; it runs, too, where nobody waits for it any more."""
+        """Run a function on the model thread between two steps, even if its caller stops waiting."""
         future: Future[T] = promise()
 
         def command() -> None:
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller, who may not be listening
+            except Exception as error:  # noqa: BLE001 - the error belongs to the caller, who may have stopped waiting
                 _log.exception("a command failed")
                 future.set_exception(error)
 
@@ -204,7 +202,7 @@ class Engine:
         return self._paused is not None
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> Future[bool]:
-        """Forget cached prefixes; False where blocks are in use. Running requests may be put back for it."""
+        """Forget cached prefixes; return False if blocks are in use. Running requests may be preempted for it."""
 
         def command() -> bool:
             if reset_running_requests:
@@ -246,7 +244,7 @@ class Engine:
         version:
             The label.
         has:
-            Says between these steps whose weights are there. Where that is not ``version`` nothing is changed.
+            Sets the label between two steps, if the weights are those of ``version``; otherwise nothing is changed.
 
         Returns
         -------
@@ -284,7 +282,7 @@ class Engine:
         return self.call(command)
 
     def inspect_model(self, function: Callable[[Decoder], T]) -> Future[T]:
-        """Look at the served model between two steps."""
+        """Inspect the served model between two steps."""
         return self.call(lambda: function(self._runner.model))
 
     def _post(self, command: Callable[[], None]) -> None:

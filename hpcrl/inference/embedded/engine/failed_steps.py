@@ -1,6 +1,6 @@
-"""What happens after a step that failed, or gave numbers that are not finite: the request that caused it fails alone.
+"""Handles a step that failed, or gave numbers that are not finite: only the request that caused it fails.
 
-`hpcrl.inference.embedded.engine.suspects` keeps who is suspected; here requests are ended and put back into the queue.
+`hpcrl.inference.embedded.engine.suspects` tracks suspected requests; here requests are ended and requeued.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from hpcrl.inference.embedded.engine.request import EngineRequest
 from hpcrl.inference.embedded.engine.rows import Rows
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.embedded.engine.suspects import Suspects
-
-__all__ = ["FailedSteps"]
 
 
 class FailedSteps:
@@ -23,7 +21,7 @@ class FailedSteps:
 
     @property
     def alone(self) -> EngineRequest | None:
-        """The request that has to run alone in the next step; None where all may run."""
+        """Return the request that has to run alone in the next step; None if all may run."""
         return self._suspects.current
 
     def isolate(self, error: Exception) -> bool:
@@ -46,8 +44,10 @@ class FailedSteps:
         return True
 
     def step_worked(self, alone: EngineRequest | None) -> None:
-        """Note a step that did not fail; a request that ran ``alone`` in it may run with others when it has shown
-        that it works."""
+        """Note a step that did not fail.
+
+        A request that ran ``alone`` in it may run with others once it has shown that it works.
+        """
         if alone is not None and self._suspects.passes(self._rows.known_tokens(alone)):
             self._scheduler.put_back(alone)
 
@@ -63,7 +63,7 @@ class FailedSteps:
         Raises
         ------
         ArithmeticError
-            There were several in a row: the engine is broken.
+            Several failed one after the other: the engine is broken.
         """
         error = ArithmeticError(
             "the engine is broken: logits of its model are not finite, because its weights are not, or overflow"

@@ -1,4 +1,4 @@
-"""What requests report: outputs on the way, at their end and after an error, and the metrics of finished requests."""
+"""Reports of requests: outputs on the way, at their end and after an error, and the metrics of finished requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from hpcrl.inference.embedded.engine.runner import ModelRunner, StepResult
 from hpcrl.inference.embedded.engine.scheduler import Scheduler
 from hpcrl.inference.metrics import EngineMetrics
 
-__all__ = ["Delivery", "OutputCollector"]
-
 Delivery = list[tuple[EngineRequest, Output]]
-"""Outputs that are handed over together, in the order in which they came to be."""
+"""Outputs that are delivered together, in the order in which they were made."""
 
 
 class OutputCollector:
@@ -73,7 +71,7 @@ class OutputCollector:
         self._metrics.end_to_end.observe(time.monotonic() - request.arrived_s)
 
     def _output(self, request: EngineRequest) -> Output:
-        """What a request has not reported yet."""
+        """Return the part of a request that was not reported yet."""
         row, p, start = request.row, request.num_prompt, request.num_reported
         if row is None:
             tokens, logprobs, ranks = request.tokens[p + start :], request.logprobs[start:], request.ranks[start:]
@@ -93,14 +91,14 @@ class OutputCollector:
         )
 
     def abort(self, requests: list[EngineRequest]) -> None:
-        """End requests with ``finish_reason`` ``abort``; ended ones, and those that did not come yet, are ignored."""
+        """End requests with ``finish_reason`` ``abort``; ended ones, and those that did not arrive yet, are ignored."""
         for request in requests:
-            # an ended one, or one whose submission is behind this command in the inbox, is not in the scheduler
+            # the scheduler holds neither ended requests nor those whose submission follows this command in the inbox
             if not request.ended and request.sequence_number:
                 self._finish(request, "abort", None)
 
     def fail(self, request: EngineRequest, error: Exception) -> None:
-        """End a request with an error; it may not have come into the engine."""
+        """End a request with an error; it may not have reached the engine."""
         if request.row is not None or request in self._scheduler.waiting:
             self._scheduler.remove(request)
         request.ended = True

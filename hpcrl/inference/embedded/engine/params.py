@@ -1,11 +1,9 @@
-"""How to sample: the parameters of one request, with vLLM's names, defaults and limits."""
+"""Sampling parameters of one request, with vLLM's names, defaults and limits."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-
-__all__ = ["GREEDY_BELOW", "MAX_COUNT", "SamplingParams"]
 
 #: largest count of a request: numbers of requests are kept in arrays of 64 bits, and added up there
 MAX_COUNT = 2**53
@@ -15,7 +13,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What the engine needs to know to sample one sequence.
+    """Parameters with which the engine samples one sequence.
 
     Attributes
     ----------
@@ -28,17 +26,17 @@ class SamplingParams:
     top_p, min_p:
         Nucleus and relative-probability bounds.
     seed:
-        Makes the sequence reproducible: the noise of a token depends on the seed and on the token's position
-        in the sequence (prompt included), on nothing else in the batch. A sequence that was cut and is sent
-        again as a longer prompt with the same seed therefore goes on as it would have.
+        Makes the sequence reproducible: the noise of a token depends only on the seed and on the token's position in
+        the sequence (prompt included), not on the rest of the batch. A sequence that was cut and is sent again as a
+        longer prompt with the same seed therefore continues as it would have.
     eos_token_id:
-        Ends the sequence without a ``stop_reason``; None where the request ignores it.
+        Ends the sequence without a ``stop_reason``; None if the request ignores it.
     stop_token_ids:
         End the sequence and are named as ``stop_reason``.
     suppressed_token_ids:
         Not sampled before ``min_tokens``.
     logprobs:
-        None for no log-probabilities; else the number of most likely tokens reported beside the sampled one.
+        None for no log-probabilities; else the number of most likely tokens reported in addition to the sampled one.
     prompt_logprobs:
         The same for prompt tokens.
     routed_experts_prompt_start:
@@ -65,11 +63,11 @@ class SamplingParams:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether the whole prompt is computed: log-probabilities of its tokens are cached nowhere."""
+        """Return whether the whole prompt is computed, because log-probabilities of its tokens are not cached."""
         return self.prompt_logprobs is not None
 
     def nth(self, index: int) -> SamplingParams:
-        """Parameters of choice ``index`` of a request for several: seeds follow each other."""
+        """Return the parameters of choice ``index`` of a request for several: seeds are consecutive."""
         if self.seed is None or index == 0:
             return self
         # seeds are 64 bits wide, and the one behind the last is the first

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from hpcrl.inference.embedded.engine.blocks import block_hash, root_hash
 from hpcrl.inference.embedded.engine.params import SamplingParams
 
-__all__ = ["EngineRequest", "Output", "PromptLogprobs", "TopLogprobs", "VersionSpan"]
-
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -34,7 +32,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the model thought of one prompt token: its log-probability, its rank and the most likely tokens."""
+    """Log-probability and rank of one prompt token, and the most likely tokens at its position."""
 
     logprob: float
     rank: int
@@ -43,18 +41,18 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Output:
-    """What is new in a sequence since the last output, or all of it where it is not streamed.
+    """New part of a sequence since the last output, or all of it if it is not streamed.
 
     Attributes
     ----------
     token_ids, logprobs, ranks, top:
-        Parallel lists, one entry a generated token; ``top`` is empty where no candidates were asked for.
+        Parallel lists, one entry per generated token; ``top`` is empty if no candidates were requested.
     finish_reason:
         ``stop``, ``length``, ``abort`` or ``error`` with the last output, else None.
     stop_reason:
         The stop token or stop string that ended it; None for end of sequence.
     text:
-        Text of the tokens, where the HTTP side made it.
+        Text of the tokens, if the HTTP side made it.
     weight_versions, prompt_logprobs:
         With the last output only.
     routed_experts:
@@ -63,7 +61,7 @@ class Output:
     num_cached_tokens:
         Prompt tokens whose KV was found in the prefix cache, or came from another engine.
     error:
-        Why the engine could not go on with the sequence, with ``finish_reason`` ``error``; else None.
+        Reason why the engine could not continue the sequence, with ``finish_reason`` ``error``; else None.
     """
 
     token_ids: list[int]
@@ -150,7 +148,7 @@ class EngineRequest:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Order of service: priority, then arrival."""
+        """Return the order of service: priority, then arrival."""
         return self.priority, self.sequence_number
 
     def extend_hashes(self, tokens: NDArray[np.int32], block_size: int) -> None:
@@ -160,14 +158,14 @@ class EngineRequest:
             self.hashes.append(block_hash(parent, tokens[i * block_size : (i + 1) * block_size].tobytes()))
 
     def note_version(self, version: str, num_output: int) -> None:
-        """From output token ``num_output`` on, tokens are sampled under ``version``."""
+        """Record that tokens from output token ``num_output`` on are sampled under ``version``."""
         if self.version_starts and self.version_starts[-1][1] == num_output:
             self.version_starts.pop()
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, num_output))
 
     def version_spans(self, num_output: int) -> list[VersionSpan]:
-        """Spans that cover ``num_output`` generated tokens; empty where there are none."""
+        """Return the spans that cover ``num_output`` generated tokens; empty if there are none."""
         if not num_output:
             return []
         starts = [(version, start) for version, start in self.version_starts if start < num_output]

@@ -1,4 +1,4 @@
-"""What the model step needs to know of running sequences, as arrays with a row for each.
+"""State of running sequences that the model step needs, as arrays with a row for each.
 
 A step touches many sequences and must not run Python for each of them; so everything that changes with each
 token lives here, and requests keep only what changes when they start, stop or cross a block.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from hpcrl.inference.embedded.engine.request import EngineRequest
-
-__all__ = ["Rows"]
 
 
 class Rows:
@@ -55,13 +53,13 @@ class Rows:
         return len(self._free)
 
     def request(self, row: int) -> EngineRequest:
-        """The request in an occupied row."""
+        """Return the request in an occupied row."""
         request = self.requests[row]
         assert request is not None, f"row {row} is empty"
         return request
 
     def output_length(self, row: int) -> int:
-        """Generated tokens of a row."""
+        """Return the number of generated tokens of a row."""
         return int(self.num_tokens[row] - self.num_prompt[row])
 
     def known_tokens(self, request: EngineRequest) -> int:
@@ -82,9 +80,9 @@ class Rows:
         seed:
             Its own seed or one drawn for it.
         vocab_size:
-            What "all candidates" means.
+            Number of candidates that "all" means.
         """
-        # the row is taken with the last line: a request whose numbers do not fit leaves nothing behind
+        # the row is taken only by the last line: a request with invalid numbers then leaves it free
         row = self._free[-1]
         params, n, p = request.params, len(request.tokens), request.num_prompt
         self.tokens[row, :n] = request.tokens
@@ -122,7 +120,7 @@ class Rows:
         self.num_blocks[row] = n + len(blocks)
 
     def blocks(self, row: int) -> list[int]:
-        """Blocks a row holds, in sequence order."""
+        """Return the blocks that a row holds, in sequence order."""
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         return held
 

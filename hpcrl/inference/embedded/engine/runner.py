@@ -19,12 +19,10 @@ from hpcrl.inference.metrics import Counter
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
 
-__all__ = ["ModelRunner", "StepResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled.
+    """Tokens that a step sampled.
 
     Attributes
     ----------
@@ -33,7 +31,7 @@ class StepResult:
     finished:
         ``(index into rows, finish_reason, stop_reason)`` of those that ended with it.
     broken:
-        Rows for which the model gave logits that are not finite. They have no new token, and must not go on.
+        Rows for which the model gave logits that are not finite. They have no new token and must not continue.
     """
 
     rows: NDArray[np.int64]
@@ -57,9 +55,10 @@ class ModelRunner:
         self._routed_rows = routed_rows if model.arch.routed_experts else None
 
     def kept_tensors(self) -> list[Tensor]:
-        """What is kept of sequences between steps, one a layer: keys, values, inputs of convolutions and states.
+        """Return the state of sequences kept between steps, one tensor per layer.
 
-        Of the cache ``[blocks, block_size * heads * dim]``; of recurrent layers by row (`RecurrentStates`).
+        These are keys and values, ``[blocks, block_size * heads * dim]`` of the cache, and inputs of convolutions and
+        states of recurrent layers by row (`RecurrentStates`).
         """
         cache, states = self._cache, self._states
         kept = (cache.keys, cache.values, states.conv, states.recurrent)
@@ -148,7 +147,7 @@ class ModelRunner:
         return StepResult(chosen, sampled.token_ids, self._finished(chosen, sampled.token_ids), broken)
 
     def _broken(self, step: Step, inputs: StepInputs, logits: Tensor, selected: NDArray[np.int64]) -> list[int]:
-        """Rows whose logits ``[selected, vocab_size]`` are not finite, or keys and values of whose tokens are not."""
+        """Return rows whose logits ``[selected, vocab_size]``, or keys and values, are not finite."""
         wrong = selected[np.flatnonzero(~torch.isfinite(logits).all(-1).numpy())].tolist()
         tokens = np.asarray(sorted(inputs.broken.union(wrong)), np.int64)
         sequences = np.searchsorted(inputs.starts, tokens, side="right") - 1
@@ -171,7 +170,7 @@ class ModelRunner:
             rows.request(row).top.append(top)
 
     def _finished(self, chosen: NDArray[np.int64], token_ids: NDArray[np.int64]) -> list[tuple[int, str, int | None]]:
-        """Which sequences end with their new token; the order of the tests is vLLM's."""
+        """Return the sequences that end with their new token; the order of the tests is vLLM's."""
         rows = self._rows
         at_eos = token_ids == rows.eos_token_id[chosen]
         at_limit = rows.num_tokens[chosen] >= rows.length_limit[chosen]
@@ -189,7 +188,7 @@ class ModelRunner:
     def _score_prompts(
         self, step: Step, inputs: StepInputs, logits: Tensor, selected: NDArray[np.int64], broken: list[int]
     ) -> None:
-        """Log-probabilities of the prompt tokens that follow the computed ones."""
+        """Compute log-probabilities of the prompt tokens that follow the computed ones."""
         rows = self._rows
         for i in np.flatnonzero(rows.wants_prompt_logprobs[step.rows]).tolist():
             row, count = int(step.rows[i]), int(step.counts[i])
@@ -213,7 +212,7 @@ class ModelRunner:
                 request.prompt_logprobs.append(PromptLogprobs(float(values[j]), int(ranks[j]), top))
 
     def experts_of(self, request: EngineRequest) -> NDArray[np.generic] | None:
-        """Experts of a running request's computed tokens that were not reported yet; now they are.
+        """Return the unreported experts of a running request's computed tokens, and count them as reported.
 
         Returns
         -------
@@ -228,7 +227,7 @@ class ModelRunner:
         end = min(int(rows.num_computed[row]), int(rows.num_tokens[row]) - 1)
         positions = np.arange(start, max(start, end))
         request.experts_reported = max(start, end)
-        # of whoever computed these tokens under the same salt: another rollout, this one's earlier turn, another engine
+        # other requests with the same salt computed them: another rollout, an earlier turn of this one, another engine
         known = [request.num_cached_tokens - request.num_fetched_tokens, request.num_cached_tokens]
         own, cached = (min(max(tokens - start, 0), len(positions)) for tokens in known)
         self._routed_rows.inc(own, "prefix_cache")

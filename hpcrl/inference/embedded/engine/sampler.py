@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["LOGPROBS_MODES", "SampledTokens", "SamplingBatch", "TokenSampler", "rank_and_top"]
-
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -122,14 +120,14 @@ class TokenSampler:
             ordered.masked_fill_(ordered < threshold, -torch.inf)
         if limited_p:
             top_p = torch.from_numpy(batch.top_p)[:, None]
-            # of a row that keeps all tokens none is left out, also where its probability is rounded to 0
+            # with ``top_p`` 1 all tokens stay, even if their probability is rounded to 0
             outside = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
             outside[:, -1] = False
             ordered.masked_fill_(outside, -torch.inf)
         logits.scatter_(-1, index, ordered)
 
     def _log_waiting_times(self, seed: NDArray[np.int64], positions: NDArray[np.int64]) -> Tensor:
-        """Logarithms of standard exponential draws, ``[n, vocab_size]``."""
+        """Return logarithms of standard exponential draws, ``[n, vocab_size]``."""
         keys = _mix(_mix(torch.from_numpy(seed)) + torch.from_numpy(positions) * _GOLDEN)
         times = torch.empty(len(keys), self._vocab_size)
         # a few rows at a time, in place: all at once are copied through main memory twenty times, which took as long as
@@ -146,7 +144,7 @@ class TokenSampler:
 def rank_and_top(
     logprobs: Tensor, token_ids: Tensor, num_top: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
-    """Log-probability and rank (1 is the most likely) of given tokens, and the ``num_top`` most likely ones.
+    """Return log-probability and rank (1 is the most likely) of given tokens, and the ``num_top`` most likely ones.
 
     Parameters
     ----------
@@ -170,12 +168,12 @@ def rank_and_top(
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-#: draws whose intermediate results a processor's own cache holds
+#: draws whose intermediate results fit the cache of a CPU core
 _DRAWN_AT_ONCE = 1 << 16
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, elementwise."""
+    """Apply SplitMix64's finaliser elementwise."""
     return _mix_(x.clone())
 
 

@@ -1,8 +1,8 @@
-"""Which tokens of which sequences run in the next step: continuous batching with chunked prefill.
+"""Schedules tokens of sequences for the next step: continuous batching with chunked prefill.
 
 Sequences join when there is a row, KV blocks for all their known tokens and token budget; they leave when they
 finish. Where blocks run out, the sequence that was to be served last gives its blocks back and is computed
-again later; the one that was first always goes on, so there is progress whatever the load.
+again later; the one that was first always continues, so there is progress whatever the load.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from hpcrl.inference.embedded.engine.blocks import BlockPool
 from hpcrl.inference.embedded.engine.request import EngineRequest
 from hpcrl.inference.embedded.engine.rows import Rows
 
-__all__ = ["Scheduler", "Step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the model computes in one step: sequences, their tokens, their places in the cache.
+    """Work of the model in one step: sequences, their tokens, their places in the cache.
 
     Attributes
     ----------
@@ -33,7 +31,7 @@ class Step:
     counts:
         Tokens to compute of each.
     num_single:
-        How many rows have a single token.
+        Number of rows with a single token.
     admitted:
         Requests that start (or start again) with this step.
     """
@@ -63,13 +61,13 @@ class Scheduler:
         ----------
         rows, pool:
             Owned by the scheduler from now on. The pool must hold one sequence of maximal length, else a
-            sequence could wait for ever.
+            sequence could wait forever.
         load_blocks:
             Takes free blocks of the pool, and fills them with what other engines computed (`CachedBlocks.load`).
         max_num_batched_tokens:
             Tokens of a step; at least the number of rows, so that decoding never waits for prefill.
         vocab_size:
-            Of the model.
+            Vocabulary size of the model.
         draw_seed:
             A fresh 63-bit seed for a request without its own.
         """
@@ -90,17 +88,17 @@ class Scheduler:
         self.refused: list[tuple[EngineRequest, Exception]] = []
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request behind those of its priority."""
+        """Queue a request after those of its priority."""
         request.sequence_number = next(self._arrivals)
         insort(self.waiting, request, key=lambda r: r.sort_key)
 
     def requests(self) -> Iterator[EngineRequest]:
-        """All requests in the engine."""
+        """Yield all requests in the engine."""
         yield from self.waiting
         yield from self.requests_running()
 
     def requests_running(self) -> Iterator[EngineRequest]:
-        """Requests that hold a row."""
+        """Yield the requests that hold a row."""
         for row in self.running:
             yield self._rows.request(row)
 
@@ -110,7 +108,7 @@ class Scheduler:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a request that had started waits to go on."""
+        """Return whether a preempted request waits to continue."""
         return any(request.num_preemptions for request in self.waiting)
 
     def schedule(self, *, only_preempted: bool, alone: EngineRequest | None = None) -> Step | None:
@@ -119,7 +117,7 @@ class Scheduler:
         Parameters
         ----------
         only_preempted:
-            Of the waiting requests only those may run that had started before.
+            Whether only those waiting requests may run that had started before.
         alone:
             The one request that may run, where no other runs; None: all may.
         """
@@ -190,7 +188,7 @@ class Scheduler:
         rows, pool, size = self._rows, self._pool, self._block_size
         n = len(request.tokens)
         request.extend_hashes(request.tokens, size)
-        # at least one token is computed: its logits are what the request wants
+        # at least one token must be computed, because its logits are needed
         usable = 0 if request.params.skip_reading_prefix_cache else (n - 1) // size
         shared = pool.match(request.hashes[:usable])
         # a sequence starts when all of it fits, or it would be preempted half-way by its own chunks
@@ -220,7 +218,7 @@ class Scheduler:
         return row, count
 
     def _load(self, request: EngineRequest, keys: list[bytes]) -> list[int]:
-        """Blocks with what other engines computed of a sequence, where that goes on from its cached prefix."""
+        """Fill blocks with what other engines computed of a sequence, if that extends its cached prefix."""
         contents = []
         for key in keys:
             if (content := request.fetched.get(key)) is None:
@@ -253,7 +251,7 @@ class Scheduler:
             self._leave(request.row)
 
     def distrust(self, request: EngineRequest) -> None:
-        """Let nobody else use the KV of a running request: it is not of a model that works."""
+        """Exclude the KV of a running request from reuse: the model that computed it is broken."""
         if request.row is not None:
             self._pool.forget(self._rows.blocks(request.row))
 

@@ -9,11 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpcrl.modeling.delta_rule import DeltaRule, delta_rule
-from hpcrl.modeling.state_space import Scan, convolve, scan
+from hpcrl.modeling.recurrence.delta_rule import DeltaRule, delta_rule
+from hpcrl.modeling.recurrence.state_space import Scan, convolve, scan
 from hpcrl.models.arch import ModelArch
-
-__all__ = ["RecurrentStates", "StepStates"]
 
 
 class RecurrentStates:
@@ -36,14 +34,14 @@ class RecurrentStates:
 
     @staticmethod
     def bytes_per_row(arch: ModelArch, dtype: torch.dtype) -> int:
-        """Bytes of one sequence over all layers."""
+        """Return the bytes of one sequence over all layers."""
         if (shape := arch.state) is None:
             return 0
         return len(shape.layers) * (shape.conv[0] * shape.conv[1] * dtype.itemsize + 4 * int(np.prod(shape.recurrent)))
 
 
 class StepStates:
-    """A `hpcrl.modeling.context.RecurrenceFn` over the rows of one step: goes on from their states, and keeps them."""
+    """A `hpcrl.modeling.context.RecurrenceFn` over the rows of one step: reads and stores their states."""
 
     def __init__(self, states: RecurrentStates, rows: NDArray[np.int64], starts: Sequence[int]) -> None:
         """Find the rows.
@@ -58,7 +56,7 @@ class StepStates:
         self._states, self._rows, self._starts = states, torch.from_numpy(rows), starts
 
     def begin(self, fresh: NDArray[np.bool_]) -> None:
-        """Forget what an earlier sequence left in the rows of those that begin with this step, where ``fresh [n]``."""
+        """Reset the rows of sequences that begin with this step, given by ``fresh [n]``."""
         begun = self._rows[torch.from_numpy(fresh)]
         for states in (self._states.conv, self._states.recurrent):
             for state in states.values():

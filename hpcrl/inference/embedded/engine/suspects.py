@@ -1,6 +1,6 @@
 """Finds the request because of which a step failed, so that it alone fails.
 
-What a step raises says nothing about whose numbers it choked on. After a step of several requests has failed, all of
+An exception of a step does not name the request that caused it. After a step of several requests has failed, all of
 them go back into the queue and then run alone, one after the other, until each has sampled a token: the one that fails
 alone is the one. Its KV is dropped with it; the others are computed again, mostly from the prefix cache.
 """
@@ -12,12 +12,10 @@ from collections.abc import Iterable
 
 from hpcrl.inference.embedded.engine.request import EngineRequest
 
-__all__ = ["Suspects"]
-
 _MAX_FAILURES = 8
-"""An engine in which so many steps or answers fail without one that works in between is broken as a whole."""
+"""Maximum failed steps or answers without a working one in between; then the engine counts as broken."""
 _MAX_ROUNDS = 3
-"""The same where steps of several requests fail, and each of these requests works alone."""
+"""The same if steps of several requests fail although each of these requests works alone."""
 
 
 class Suspects:
@@ -29,7 +27,7 @@ class Suspects:
 
     @property
     def current(self) -> EngineRequest | None:
-        """The request that has to run alone now; None where all may run."""
+        """Return the request that has to run alone now; None if all may run."""
         while self._queue and self._queue[0][0].ended:
             self._queue.popleft()
         return self._queue[0][0] if self._queue else None
@@ -40,7 +38,7 @@ class Suspects:
         self._rounds += 1
 
     def passes(self, num_tokens: int) -> bool:
-        """Return whether the current request, which has so many tokens now, has shown that it works."""
+        """Return whether the current request, which now has ``num_tokens``, has shown that it works."""
         request, before = self._queue[0]
         if num_tokens <= before and not request.ended:
             return False
@@ -53,9 +51,9 @@ class Suspects:
         return self._failures >= _MAX_FAILURES or self._rounds >= _MAX_ROUNDS
 
     def found(self) -> None:
-        """The request that made a step fail was found: rounds before count no more."""
+        """Reset the count of rounds: the request that made a step fail was found."""
         self._rounds = 0
 
     def worked(self) -> None:
-        """A token was sampled."""
+        """Reset the count of failures: a token was sampled."""
         self._failures = 0

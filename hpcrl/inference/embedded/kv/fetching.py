@@ -1,4 +1,4 @@
-"""What an engine asks others for before it begins a sequence: KV of its prompt that it has not got itself."""
+"""Fetches KV of a prompt from others, before an engine begins a sequence, if it does not have it itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hpcrl.inference.embedded.engine.request import EngineRequest
 from hpcrl.inference.embedded.kv.pool import KvPool
 from hpcrl.inference.embedded.kv.prefill import fetch_from_prefill
 from hpcrl.inference.metrics import EngineMetrics
-
-__all__ = ["KvFetcher"]
 
 
 class KvFetcher:
@@ -31,15 +29,15 @@ class KvFetcher:
         Parameters
         ----------
         prefill:
-            Host and port of the engine that has computed the prompt; None: nobody was asked to. What it does not have,
-            the pool is asked for.
+            Host and port of the engine that has computed the prompt; None if none has. The pool is asked for what it
+            does not have.
         """
         first, size = requests[0], self._engine.config.block_size
         pool = self._pool if first.salted else None
         if (prefill is None and pool is None) or first.params.skip_reading_prefix_cache:
             return
         first.extend_hashes(first.tokens, size)
-        # at least one token is computed here: its logits are what the request wants
+        # at least one token must be computed here, because its logits are needed
         keys = first.hashes[: (len(first.tokens) - 1) // size]
         cached = self._engine.cached
         keys = keys[await asyncio.wrap_future(self._engine.call(lambda: cached.count(keys))) :]
@@ -56,7 +54,7 @@ class KvFetcher:
             request.fetched = fetched
 
     async def _of(self, source: str, fetch: Awaitable[Sequence[bytes] | None]) -> Sequence[bytes]:
-        """The blocks that somebody gives, counted."""
+        """Return the blocks that ``source`` gives, and count them; empty if it failed."""
         blocks = await fetch
         if blocks is None:
             self._metrics.fetch_failures.inc(value=source)

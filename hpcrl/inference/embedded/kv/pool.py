@@ -1,10 +1,10 @@
 """The pool of KV that all engines of a run share: objects in Mooncake Store, one for each block.
 
-`hpcrl.store.join` has proved that this node can use the pool, and says where it is. Mooncake compares nothing of what
-it moves (0.3.10 cut objects over TCP and said that all was well): blocks are sealed as those of a prefill engine are.
-Their names are hashes in which is the salt of the weights' version, so nobody finds blocks of another version; they
-leave the pool when it needs room. A pool that fails is left alone for a while: engines compute what they do not get.
-What was wrong is counted by kind (`PoolFailure`), and of each kind the first is told in the log.
+`hpcrl.store.join` has proved that this node can use the pool, and configures it. Mooncake does not verify the data
+that it moves (0.3.10 truncated objects over TCP and reported success): blocks are sealed as those of a prefill engine
+are. Their names are hashes that include the salt of the weights' version, so that blocks of another version are not
+found; they leave the pool when it needs room. A pool that fails is not used for a while: engines compute what they do
+not get. Failures are counted by kind (`PoolFailure`), and the first of each kind is logged.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HpcrlError
-from hpcrl.inference.embedded.kv.failures import PoolFailure
 from hpcrl.inference.embedded.kv.sealing import BlockFormat
+from hpcrl.inference.kv_failures import PoolFailure
 from hpcrl.mooncake import load_client
-
-__all__ = ["KvPool"]
+from hpcrl.processes.daemon_threads import DaemonExecutor
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _FETCH_S = 3.0
 _AGAIN_S = 5.0
-"""A pool that failed is left alone for so long."""
+"""Seconds in which a pool that failed is not used."""
 _MOST_QUEUED_BYTES = 64 << 20
-"""Of blocks that are on their way into the pool; more are dropped."""
+"""Maximum bytes of blocks that are on their way into the pool; more are dropped."""
 
 
 _NO_ROOM, _TRANSFER_FAILED = -200, -800
-"""Of Mooncake's ``ErrorCode``: no segment has room for an object; its bytes did not get to, or from, their segment."""
+"""Values of Mooncake's ``ErrorCode``: no segment has room for an object; its bytes did not reach, or leave, one."""
 
 
 class _PoolError(Exception):
@@ -58,11 +56,11 @@ class KvPool:
         Parameters
         ----------
         settings:
-            As `hpcrl.store.endpoints.engine_settings` makes them.
+            Result of `hpcrl.store.endpoints.engine_settings`.
         host:
             Address of this node.
         failed:
-            Told the kind of each call that failed, by any thread, one at a time.
+            Called with the kind of each failed call, from any thread, one at a time.
 
         Raises
         ------
@@ -92,7 +90,7 @@ class KvPool:
 
     @classmethod
     def of_environment(cls, form: BlockFormat, failed: Callable[[str], None]) -> KvPool | None:
-        """The pool that `hpcrl.store.join` has left word of; None without one."""
+        """Return the pool that `hpcrl.store.join` configured in the environment; None without one."""
         path = os.environ.get("MOONCAKE_CONFIG_PATH")
         if path is None:
             return None
@@ -100,7 +98,7 @@ class KvPool:
         return cls(json.loads(Path(path).read_text()), host, form, failed=failed)
 
     def put_soon(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
-        """Have blocks put, name and content of each, by a thread; they are dropped where it does not keep up."""
+        """Queue blocks, name and content of each, for a thread that puts them; drop them if it does not keep up."""
         size = sum(len(content) for _, content in blocks)
         with self._lock:
             if time.monotonic() < self._puts_again_s or self._queued_bytes + size > _MOST_QUEUED_BYTES:
@@ -116,7 +114,7 @@ class KvPool:
                 if code != 0:
                     kinds = {_NO_ROOM: PoolFailure.FULL, _TRANSFER_FAILED: PoolFailure.SEGMENT}
                     self._note(kinds.get(code, PoolFailure.MASTER), f"{len(some)} blocks cannot be put: code {code}")
-                    # room will come; the rest of these is of the same sequence, and of no use without what is missing
+                    # if room was missing, later calls may succeed; but the rest of this sequence needs these blocks
                     if code != _NO_ROOM:
                         self._puts_again_s = time.monotonic() + _AGAIN_S
                     return
@@ -125,7 +123,7 @@ class KvPool:
                 self._queued_bytes -= size
 
     async def fetch(self, keys: Sequence[bytes]) -> list[bytes] | None:
-        """The first of these blocks, as many as are in the pool; None where it failed, or gave something else."""
+        """Return the first of these blocks that are in the pool; None if it failed or gave other bytes."""
         if time.monotonic() < self._gets_again_s:
             return []
         begun = threading.Event()
@@ -139,7 +137,7 @@ class KvPool:
         except _PoolError as error:
             self._note(error.kind, str(error))
             if error.kind is PoolFailure.SEGMENT:
-                return None  # of one engine; the other ones have what they have
+                return None  # only one engine's memory fails; others can still be read
         self._gets_again_s = self._puts_again_s = time.monotonic() + _AGAIN_S
         return None
 
@@ -152,8 +150,8 @@ class KvPool:
             for key, sealed in zip_longest(some, self._store.get_batch([key.hex() for key in some])):
                 if not sealed:
                     if not self._are_there([key])[0]:
-                        return blocks  # the pool made room meanwhile, or its master knows now that an engine is gone
-                    raise _PoolError(PoolFailure.SEGMENT, "a block is there, and who has it does not give it")
+                        return blocks  # the pool has dropped the block meanwhile, or its master a dead engine
+                    raise _PoolError(PoolFailure.SEGMENT, "a block is listed, but its holder does not send it")
                 try:
                     blocks += self._form.open([key], sealed)
                 except ValueError as error:
@@ -167,7 +165,7 @@ class KvPool:
         return [code > 0 for code in codes]
 
     def _parts(self, all_of_them: Sequence[_T]) -> Iterator[Sequence[_T]]:
-        """What goes in one call each."""
+        """Yield the parts that go in one call each."""
         return (all_of_them[i : i + self._most_blocks] for i in range(0, len(all_of_them), self._most_blocks))
 
     def _note(self, kind: PoolFailure, why: str) -> None:

@@ -1,7 +1,7 @@
 """KV of prompts from the prefill engine that computed them, over its own HTTP server.
 
-A decode engine asks for blocks by their hashes, in which salt and tokens are. What it does not get, for whatever
-reason, it computes itself; that is counted, and told where something went wrong.
+A decode engine requests blocks by their hashes, which include salt and tokens. Blocks that it does not get, for
+whatever reason, it computes itself; that is counted, and logged if something went wrong.
 """
 
 from __future__ import annotations
@@ -13,30 +13,28 @@ import aiohttp
 
 from hpcrl.inference.embedded.kv.sealing import BlockFormat
 
-__all__ = ["BLOCKS_PATH", "fetch_from_prefill"]
-
 BLOCKS_PATH = "/hpcrl/kv_blocks"
 _FETCH_S = 10.0
-"""For the KV of a prompt; to compute it takes seconds at most, with the small models that this engine is for."""
+"""Timeout in seconds for the KV of a prompt; computing it takes seconds at most with this engine's small models."""
 _log = logging.getLogger(__name__)
 
 
 async def fetch_from_prefill(
     session: aiohttp.ClientSession, address: tuple[str, int], keys: Sequence[bytes], form: BlockFormat
 ) -> list[bytes] | None:
-    """The first of these blocks, as many as an engine has.
+    """Return the first of these blocks that another engine has.
 
     Parameters
     ----------
     session:
-        With the token of the run.
+        Session with the token of the run.
     address:
         Host and port of the engine.
 
     Returns
     -------
     list of bytes or None
-        None where it did not answer in time, refused, or sent something else than these blocks.
+        None if it did not answer in time, refused, or sent anything but these blocks.
     """
     host, port = address
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}{BLOCKS_PATH}"
@@ -51,5 +49,7 @@ async def fetch_from_prefill(
                     raise ValueError(f"more than the {most} bytes of {len(keys)} blocks came")
             return form.open(keys, bytes(data))
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        _log.warning("a prompt is computed here, its KV was not to be had from %s: %s", url, error or type(error))
+        _log.warning(
+            "a prompt is computed here, because its KV could not be fetched from %s: %s", url, error or type(error)
+        )
         return None

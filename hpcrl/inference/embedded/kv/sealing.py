@@ -1,4 +1,4 @@
-"""KV blocks on their way between engines: a block is sent with a hash that says whose it is and that it is whole."""
+"""KV blocks in transfer between engines: a block is sent with a hash that proves its identity and integrity."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["KEY_BYTES", "BlockFormat"]
-
 KEY_BYTES = 16
-"""Of a block's name: the hash of its tokens, of all tokens before them, and of the salt of its sequence."""
+"""Bytes of a block's name: the hash of its tokens, of all tokens before them, and of the salt of its sequence."""
 _SEAL_BYTES = 16
 
 
 class BlockFormat(NamedTuple):
-    """What the blocks of an engine look like.
+    """Format of an engine's blocks.
 
     Attributes
     ----------
     layout:
         Names of layers, shapes and dtypes. Engines with another layout have other seals.
     block_bytes:
-        Keys, values and experts of the tokens of one block.
+        Bytes of the keys, values and experts of the tokens of one block.
     """
 
     layout: str
@@ -30,15 +28,15 @@ class BlockFormat(NamedTuple):
 
     @property
     def sealed_bytes(self) -> int:
-        """Bytes of a block on its way."""
+        """Return the bytes of a sealed block."""
         return self.block_bytes + _SEAL_BYTES
 
     def seal(self, key: bytes, block: bytes) -> bytes:
-        """The block as it is sent, under the name ``key``."""
+        """Return the block as it is sent, under the name ``key``."""
         return block + self._hash(key, block)
 
     def open(self, keys: Sequence[bytes], data: bytes | memoryview) -> list[bytes]:
-        """Sealed blocks that were received, one after the other: those with the first of ``keys``.
+        """Return the first of ``keys``' blocks from sealed blocks that were received one after the other.
 
         Raises
         ------
@@ -47,7 +45,7 @@ class BlockFormat(NamedTuple):
         """
         count, rest = divmod(len(data), self.sealed_bytes)
         if rest or count > len(keys):
-            raise ValueError(f"{len(data)} bytes are no {len(keys)} blocks of {self.sealed_bytes} bytes, or fewer")
+            raise ValueError(f"{len(data)} bytes are not at most {len(keys)} whole blocks of {self.sealed_bytes} bytes")
         blocks = []
         for i, key in enumerate(keys[:count]):
             start = i * self.sealed_bytes

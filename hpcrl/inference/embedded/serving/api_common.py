@@ -13,28 +13,12 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from hpcrl.answer_frames import MEDIA_TYPE, encode_frame
 from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import Output, PromptLogprobs
 from hpcrl.inference.embedded.serving.errors import ApiError, error_body
 from hpcrl.inference.embedded.serving.protocol import OpenAIRequest, StreamOptions, WireSampling
 from hpcrl.inference.embedded.serving.serving import ServedModel
-
-__all__ = [
-    "clamp",
-    "encode_array",
-    "frame_response",
-    "json_response",
-    "npy_bytes",
-    "prompt_logprobs_json",
-    "send_events",
-    "send_frames",
-    "stop_strings",
-    "takes_frames",
-    "to_params",
-    "usage",
-    "wants_usage",
-]
+from hpcrl.network.generate_frames import MEDIA_TYPE, encode_frame
 
 #: JSON has no minus infinity; OpenAI's floor
 _FLOOR = -9999.0
@@ -54,22 +38,25 @@ def clamp(logprob: float) -> float:
 
 
 def json_response(body: object) -> web.Response:
-    """200 with a JSON body."""
+    """Return status 200 with a JSON body."""
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def takes_frames(http: web.Request) -> bool:
-    """Whether the client reads `hpcrl.answer_frames`."""
+    """Return whether the client reads `hpcrl.network.generate_frames`."""
     return MEDIA_TYPE in http.headers.get("accept", "")
 
 
 def frame_response(body: object) -> web.Response:
-    """200 with one frame."""
+    """Return status 200 with one frame."""
     return web.Response(body=encode_frame(body), content_type=MEDIA_TYPE)
 
 
 def npy_bytes(array: NDArray[np.generic] | None) -> memoryview | None:
-    """The array, of any shape and of a dtype without objects, as the bytes of an ``.npy`` file; None of None."""
+    """Return the array as the bytes of an ``.npy`` file; None for None.
+
+    The array may have any shape and any dtype without objects.
+    """
     if array is None:
         return None
     stream = io.BytesIO()
@@ -78,7 +65,7 @@ def npy_bytes(array: NDArray[np.generic] | None) -> memoryview | None:
 
 
 def encode_array(array: NDArray[np.generic] | None) -> str | None:
-    """Base64 of the array, of any shape, as an ``.npy`` file; None of None."""
+    """Return the array, of any shape, as an ``.npy`` file in base64; None for None."""
     data = npy_bytes(array)
     return None if data is None else base64.b64encode(data).decode()
 
@@ -100,14 +87,14 @@ def usage(facts: ServedModel, prompt_tokens: int, outputs: list[Output]) -> dict
 
 
 def wants_usage(options: StreamOptions | None) -> tuple[bool, bool]:
-    """Whether a stream ends with usage, and whether each chunk carries it."""
+    """Return whether a stream ends with usage, and whether each chunk carries it."""
     if options is None or not options.include_usage:
         return False, False
     return True, bool(options.continuous_usage_stats)
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
-    """The ``stop`` field as a list.
+    """Return the ``stop`` field as a list.
 
     Raises
     ------
@@ -123,18 +110,18 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 def to_params(
     facts: ServedModel, request: WireSampling | OpenAIRequest, *, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """Sampling parameters of a request, with the defaults of its endpoint.
+    """Return the sampling parameters of a request, with the defaults of its endpoint.
 
     Parameters
     ----------
     facts:
         End-of-sequence tokens and defaults of the model.
     request:
-        Says None where a default applies.
+        Request; None in a field means its default.
     max_tokens:
-        As resolved against the model's length.
+        Limit after resolution against the model's length.
     logprobs:
-        Candidates to report.
+        Number of candidates to report.
     """
     stop_token_ids = frozenset(request.stop_token_ids or ())
     end = facts.further_eos_token_ids | ({facts.eos_token_id} if facts.eos_token_id is not None else frozenset())
@@ -159,7 +146,7 @@ def to_params(
 def prompt_logprobs_json(
     token_ids: list[int], scores: list[PromptLogprobs] | None
 ) -> list[dict[str, dict[str, Any]] | None] | None:
-    """``prompt_logprobs``: None for the first token, then a map from token id for each."""
+    """Return ``prompt_logprobs``: None for the first token, then a map from token id for each."""
     if scores is None:
         return None
     entries: list[dict[str, dict[str, Any]] | None] = [None]

@@ -17,7 +17,6 @@ from aiohttp import web
 from torch import Tensor
 
 import hpcrl
-from hpcrl.decoding import decode_json
 from hpcrl.inference.embedded.engine.engine import PAUSE_MODES
 from hpcrl.inference.embedded.serving.api_common import json_response
 from hpcrl.inference.embedded.serving.errors import bad_request
@@ -29,14 +28,13 @@ from hpcrl.inference.metrics import EngineMetrics
 from hpcrl.inference.proof import Proofs, TensorSample, rows_of, same_bits
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
+from hpcrl.storage.msgspec_types import decode_json
 from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
 from hpcrl.weights.session import SESSION, read_owner
 
-__all__ = ["ControlApi"]
-
 _PROOF_LOOKS = 50
 _PROOF_LOOK_S = 0.02
-"""A proof is waited for so long in one call; the caller asks again where its samples are still being read."""
+"""Timeout in seconds of the wait for a proof in one call; the caller repeats it while samples are being read."""
 
 
 class ControlApi:
@@ -78,7 +76,7 @@ class ControlApi:
         ]
 
     async def health(self, _: web.Request) -> web.Response:
-        """200 while the model thread lives, else 503."""
+        """Answer 200 while the model thread is alive, else 503."""
         return web.Response(status=200 if self._engine.failure is None else 503)
 
     async def version(self, _: web.Request) -> web.Response:
@@ -106,7 +104,7 @@ class ControlApi:
         return json_response({"object": "list", "data": cards})
 
     async def pause(self, http: web.Request) -> web.Response:
-        """``?mode=abort|wait|keep&clear_cache=true``; answers when the pause is complete."""
+        """Handle ``?mode=abort|wait|keep&clear_cache=true``; answer when the pause is complete."""
         mode = http.query.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise bad_request(f"mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}", "mode")
@@ -143,7 +141,7 @@ class ControlApi:
         return json_response({"success": success})
 
     async def init_weights(self, http: web.Request) -> web.Response:
-        """``{"init_info": {}}``. Where this engine reads is said by its command line; what differs is refused."""
+        """Handle ``{"init_info": {}}``: the command line decides where this engine reads; other values are refused."""
         with self._timed("init"):
             info = (await _body(http)).get("init_info")
             if not isinstance(info, dict):
@@ -157,16 +155,16 @@ class ControlApi:
         return json_response({"message": "Weight transfer shut down"})
 
     async def start_update(self, http: web.Request) -> web.Response:
-        """``{"session": [attempt, number]}``: begin an update for this owner; one that was not finished ends."""
+        """Begin an update for the owner ``{"session": [attempt, number]}``; an unfinished one ends."""
         with self._timed("start"):
             owner = read_owner((await _body(http, empty={})).get(SESSION))
             self._updater.start(owner)
         return json_response({"message": "Weight update started"})
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """``{"update_info": {"path": <version directory>}}``: read it while generation goes on.
+        """Read ``{"update_info": {"path": <version directory>}}`` while generation continues.
 
-        The answer says which version was read: with ``"fallback": true`` it may be an older one.
+        The answer names the version that was read: with ``"fallback": true`` it may be an older one.
         """
         with self._timed("update"):
             info = (await _body(http)).get("update_info")
@@ -176,7 +174,7 @@ class ControlApi:
             try:
                 update = await asyncio.to_thread(self._updater.update, info, owner)
             except asyncio.CancelledError:
-                # the caller has gone: nobody will finish this, and what is read for nobody keeps the next one waiting
+                # the caller is gone: it cannot finish this session, and an unfinished read would delay the next one
                 self._updater.abandon(owner)
                 raise
             self._metrics.update_bytes.inc(update.bytes)
@@ -186,9 +184,9 @@ class ControlApi:
         )
 
     async def finish_update(self, http: web.Request) -> web.Response:
-        """``{"weight_version": "12"}``: serve what was read from the next step on, under the number of its version.
+        """Serve the weights that were read from the next step on, as version ``{"weight_version": "12"}``.
 
-        A caller that goes away meanwhile leaves nothing half done: the thread comes to its end.
+        It completes even if its caller disconnects meanwhile, because a thread does the work.
         """
         with self._timed("finish"):
             body = await _body(http, empty={})
@@ -201,7 +199,7 @@ class ControlApi:
         return json_response({"message": "Weight update finished"})
 
     async def update_version(self, http: web.Request) -> web.Response:
-        """``{"new_version": "12"}``: label the weights that a trainer has put here with the version that they are of.
+        """Label the weights that a trainer has put here with their version, ``{"new_version": "12"}``.
 
         A label that names other weights than those that are there is refused with 409.
         """
@@ -228,7 +226,7 @@ class ControlApi:
         return json_response({"weight_version": self._engine.weight_version})
 
     async def weight_checker(self, http: web.Request) -> web.Response:
-        """Hashes of the served weights by published tensor name, or their comparison with ``baseline``.
+        """Return hashes of the served weights by published tensor name, or their comparison with ``baseline``.
 
         They are those of a hand-off's manifest where both have the same dtype.
         """
@@ -247,10 +245,10 @@ class ControlApi:
         return json_response({"match": not wrong, "mismatches": wrong})
 
     async def collective_rpc(self, http: web.Request) -> web.Response:
-        """``{"method": ..., "args": [...]}``: what our workers of vLLM can be asked, as far as it has a meaning here.
+        """Handle ``{"method": ..., "args": [...]}``: calls of hpcrl's vLLM workers that have a meaning here.
 
         ``abandon_weight_update`` ends the open session. ``prove_weights`` compares samples of a version with the
-        weights that run (`hpcrl.inference.proof`).
+        running weights (`hpcrl.inference.proof`).
         """
         body = await _body(http)
         method, args = body.get("method"), body.get("args", [])
@@ -265,7 +263,7 @@ class ControlApi:
         if not number.isdecimal():
             raise bad_request(f"the number of a proof must be one, not {number!r}", "args")
         self._check_awake()
-        self._proofs = self._proofs or Proofs(self._updater.has_tensor, self._updater.root)
+        self._proofs = self._proofs or Proofs(self._updater.has_tensor, self._updater.root, self._updater.gate)
         asked = partial(_prove, self._proofs, Path(path), Path(before) if before else None, int(number))
         for _ in range(_PROOF_LOOKS):
             proof = await asyncio.wrap_future(self._engine.inspect_model(asked))
@@ -279,7 +277,7 @@ class ControlApi:
 
     def _check_awake(self) -> None:
         if self._turns is not None and self._turns.is_asleep:
-            raise UpdateOrderError("it sleeps, and has no weights: the trainer has the device")
+            raise UpdateOrderError("the engine sleeps and has no weights: the trainer uses the device")
 
     @contextmanager
     def _timed(self, operation: str) -> Iterator[None]:
@@ -316,7 +314,7 @@ async def _body(http: web.Request, *, empty: dict[str, Any] | None = None) -> di
     try:
         body = decode_json(data)
     except msgspec.DecodeError as error:
-        raise bad_request(f"the body is no JSON: {error}") from error
+        raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object")
     return body

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from hpcrl.decoding import decode_json
 from hpcrl.inference.embedded.engine.params import MAX_COUNT
 from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.embedded.serving.api_common import (
@@ -36,12 +35,11 @@ from hpcrl.inference.embedded.serving.protocol import GenerateRequest, KvTransfe
 from hpcrl.inference.embedded.serving.serving import CallPrompt, CallSequences, Serving, candidates
 from hpcrl.inference.embedded.serving.text import TextStream
 from hpcrl.inference.kept_rows import KeptRows
-from hpcrl.rows_reference import PATH as ROWS_PATH
-
-__all__ = ["GenerateApi"]
+from hpcrl.network.routed_experts_reference import PATH as ROWS_PATH
+from hpcrl.storage.msgspec_types import decode_json
 
 _Columns = Callable[[Output, int | None], dict[str, Any]]
-"""What there is of each token of an output; the number is of log-probabilities that are wanted."""
+"""Returns the data of each token of an output; the number is that of requested log-probabilities."""
 
 
 class GenerateApi:
@@ -80,7 +78,7 @@ class GenerateApi:
         params = to_params(serving.facts, sampling, max_tokens=max_tokens, logprobs=wanted)
         transfer = request.kv_transfer_params or KvTransferParams()
         if transfer.do_remote_decode:
-            # nobody reads this answer: the other engine has the rows with the KV
+            # this answer is not read: the decode engine gets the rows with the KV
             params = replace(params, routed_experts_prompt_start=len(request.token_ids))
         stops = stop_strings(sampling.stop)
         if stops and not sampling.detokenize:
@@ -116,7 +114,7 @@ class GenerateApi:
             experts_in_parts=bool(request.stream),
             prefill=transfer.prefill,
         ) as generation:
-            # a router reads what is for another engine
+            # a router reads answers that are meant for another engine
             framed = takes_frames(http) and not transfer.do_remote_decode
             aside = request.rows_by_reference and not transfer.do_remote_decode
             columns = _binary_columns if framed else self._columns_aside(http) if aside else _text_columns
@@ -130,7 +128,7 @@ class GenerateApi:
             return (frame_response if framed else json_response)(whole)
 
     def _columns_aside(self, http: web.Request) -> _Columns:
-        """As text, less rows of experts: these stay here, and who asked fetches them."""
+        """Return text columns without rows of experts, which are kept here until the client fetches them."""
         name, parts = uuid.uuid4().hex, itertools.count()
 
         def columns(output: Output, logprobs: int | None) -> dict[str, Any]:
@@ -142,7 +140,7 @@ class GenerateApi:
         return columns
 
     async def rows(self, http: web.Request) -> web.Response:
-        """Rows of an answer that were kept, once."""
+        """Return the kept rows of an answer, once."""
         rows = await self._rows.take(http.query.get("name", ""))
         return web.Response(status=404) if rows is None else web.Response(body=rows)
 
@@ -208,7 +206,7 @@ class GenerateApi:
         try:
             body = decode_json(await http.read())
         except msgspec.DecodeError as error:
-            raise bad_request(f"the body is no JSON: {error}") from error
+            raise bad_request(f"the body is not JSON: {error}") from error
         names = body.get("request_ids") if isinstance(body, dict) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise bad_request("request_ids must be a list of names", "request_ids")
@@ -217,7 +215,10 @@ class GenerateApi:
 
 
 def _handover(http: web.Request, transfer: KvTransferParams) -> KvTransferParams | None:
-    """What the engine is told that goes on from the prompt: the address of this one, which the caller has reached."""
+    """Return the transfer parameters for the engine that continues from the prompt; None if none does.
+
+    They hold the address of this engine that the caller has reached.
+    """
     if not transfer.do_remote_decode or http.transport is None:
         return None
     host, port = http.transport.get_extra_info("sockname")[:2]
@@ -225,12 +226,12 @@ def _handover(http: web.Request, transfer: KvTransferParams) -> KvTransferParams
 
 
 def _without_rows(columns: _Columns) -> _Columns:
-    """The same of outputs whose rows nobody wants."""
+    """Return ``columns`` without rows of routed experts, for clients that did not request them."""
     return lambda output, logprobs: columns(replace(output, routed_experts=None), logprobs)
 
 
 def _text_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
-    """What there is of each token, as vLLM writes it."""
+    """Return the data of each token in vLLM's format."""
     return {**_text_of_tokens(output, logprobs), "routed_experts": encode_array(output.routed_experts)}
 
 
@@ -239,7 +240,7 @@ def _text_of_tokens(output: Output, logprobs: int | None) -> dict[str, Any]:
 
 
 def _binary_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
-    """What there is of each token, as `hpcrl.answer_frames` has it."""
+    """Return the data of each token in the format of `hpcrl.network.generate_frames`."""
     scores = None if logprobs is None else np.array([clamp(logprob) for logprob in output.logprobs], "<f8").tobytes()
     return {
         "token_ids": np.array(output.token_ids, "<i4").tobytes(),
@@ -255,7 +256,7 @@ def _count(seen: dict[int, Output], index: int, output: Output) -> None:
 
 
 def _logprobs(output: Output, wanted: int | None) -> dict[str, Any] | None:
-    """One entry a token; ``top_logprobs`` begins with the sampled token and has ``max(wanted, 1)`` entries at most."""
+    """Return one entry per token; ``top_logprobs`` begins with the sampled one, ``max(wanted, 1)`` at most."""
     if wanted is None:
         return None
     content = []

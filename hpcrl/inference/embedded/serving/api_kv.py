@@ -11,11 +11,9 @@ from hpcrl.inference.embedded.kv.prefill import BLOCKS_PATH
 from hpcrl.inference.embedded.kv.sealing import KEY_BYTES
 from hpcrl.inference.embedded.serving.errors import bad_request
 
-__all__ = ["KvApi"]
-
 
 class KvApi:
-    """The handler that prefill engines have for decode engines; who may ask is said by the door of the server.
+    """The handler of prefill engines for decode engines; the server's gate authenticates them.
 
     What is asked wrongly is an `ApiError`, which `hpcrl.inference.embedded.serving.errors` answers.
     """
@@ -27,7 +25,7 @@ class KvApi:
         return [web.post(BLOCKS_PATH, self.blocks)]
 
     async def blocks(self, http: web.Request) -> web.Response:
-        """Hashes of consecutive blocks in, as many of the first of these blocks as are cached out, all of it binary."""
+        """Return the cached blocks, up to the first missing one, of the hashes in the body; both are binary."""
         data = await http.read()
         if not data or len(data) % KEY_BYTES:
             raise bad_request(f"the body must be hashes of {KEY_BYTES} bytes each, not {len(data)} bytes")

@@ -34,15 +34,16 @@ from hpcrl.inference.embedded.serving.serving import CallPrompt, CallSequences, 
 from hpcrl.inference.embedded.serving.text import TextStream
 from hpcrl.models.chat_template import ChatTemplateError
 
-__all__ = ["TextApi"]
+_OF_TOOLS = ("tool_calls", "tool_call_id", "function_call")
+"""Fields of messages that many chat templates do not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How an endpoint shapes its answer.
+    """Format of an endpoint's answer.
 
-    ``head`` takes the kind (``whole`` or ``chunk``), ``choice`` an index and an output; ``extra`` goes into the
-    whole answer and the first chunk.
+    ``head`` takes the kind (``whole`` or ``chunk``), ``choice`` an index and an output; ``extra`` goes into the whole
+    answer and the first chunk.
     """
 
     head: Callable[[str], dict[str, Any]]
@@ -174,6 +175,7 @@ class TextApi:
     def _render(self, request: ChatRequest) -> list[int]:
         messages = []
         for message in request.messages:
+            self._check_template_reads(message)
             content = message.get("content")
             if isinstance(content, list):
                 if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
@@ -190,6 +192,17 @@ class TextApi:
             return self._serving.tokenizer.render_ids(messages, add_generation_prompt=prompt)
         except ChatTemplateError as error:
             raise bad_request(str(error), "messages") from error
+
+    def _check_template_reads(self, message: dict[str, Any]) -> None:
+        """Refuse what the chat template would leave out, or would write as the name of an unknown role."""
+        reads = self._serving.tokenizer.template_reads
+        for name in _OF_TOOLS:
+            # most templates that know calls tell their results by order, and read no id
+            known = reads(name) or (name == "tool_call_id" and reads("tool_calls"))
+            if message.get(name) not in (None, []) and not known:
+                raise bad_request(f"the model's chat template does not read {name} of messages", "messages")
+        if message.get("role") == "developer" and not reads("developer"):
+            raise bad_request("the model's chat template does not know the role developer: use system", "messages")
 
     def _head(self, name: str, kind: str, what: str) -> dict[str, Any]:
         head: dict[str, Any] = {"id": name, "object": what, "created": int(time.time())}
@@ -271,7 +284,7 @@ class TextApi:
     def _completion_logprobs(
         self, request: CompletionRequest, output: Output, offset: int
     ) -> tuple[dict[str, Any] | None, int]:
-        """The four parallel lists of the completions API, and the text offset behind them."""
+        """Return the four parallel lists of the completions API, and the text offset after them."""
         if request.logprobs is None:
             return None, offset
         limit = -1 if request.logprobs == -1 else request.logprobs + 1

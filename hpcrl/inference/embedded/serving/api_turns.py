@@ -11,8 +11,6 @@ from hpcrl.inference.embedded.serving.errors import bad_request
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.weights.handover import decode_layer
 
-__all__ = ["TurnsApi"]
-
 
 class TurnsApi:
     """Handlers of ``/sleep``, ``/load_layer``, ``/wake_up`` and ``/is_sleeping``.
@@ -32,18 +30,24 @@ class TurnsApi:
         ]
 
     async def sleep(self, http: web.Request) -> web.Response:
-        """``?level=2``: weights and KV are given back, and requests frozen."""
+        """Handle ``?level=2``: release weights and KV, and freeze requests."""
         if http.query.get("level", "2") != "2":
             raise bad_request("level must be 2: what was given back comes from the trainer again", "level")
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.sleep)})
 
     async def load_layer(self, http: web.Request) -> web.Response:
-        """A layer in shared memory of this node: a `hpcrl.weights.handover.HandoverLayer` (HandoffError where none)."""
+        """Load a layer from shared memory of this node; the body is a `hpcrl.weights.handover.HandoverLayer`.
+
+        Raises
+        ------
+        HandoffError
+            The body is not one.
+        """
         layer = decode_layer(await http.read())
         return json_response({"device_bytes": await asyncio.to_thread(self._turns.load, layer)})
 
     async def wake_up(self, http: web.Request) -> web.Response:
-        """``?version=12``: all layers are there. Requests stay frozen until ``/resume``."""
+        """Handle ``?version=12``: all layers are loaded. Requests stay frozen until ``/resume``."""
         text = http.query.get("version", "")
         if not text.isdecimal():
             raise bad_request(f"version must be a policy version, not {text!r}", "version")

@@ -12,8 +12,6 @@ from aiohttp import web
 from hpcrl.errors import HandoffError
 from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
 
-__all__ = ["ApiError", "bad_request", "error_body", "error_middleware"]
-
 _log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -37,19 +35,19 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """What the client sent cannot be served."""
+    """Return the error for a request that cannot be served as it is."""
     return ApiError(400, message, kind="BadRequestError", param=param)
 
 
 def error_body(error: ApiError) -> bytes:
-    """The JSON of an error."""
+    """Return an error as JSON."""
     return msgspec.json.encode(
         {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.status}}
     )
 
 
 _CLIENT_HAS_GONE = 499
-"""As nginx has it in its log; nobody gets it."""
+"""Status as nginx logs it; it is never sent."""
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -71,9 +69,9 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except ConnectionResetError as error:
-        # who asked has gone, as an orchestrator does that drops a rollout: nobody reads this answer
-        _log.debug("a client has gone: %s", error)
+        # the client is gone, as an orchestrator that drops a rollout: the answer will not be read
+        _log.debug("a client has disconnected: %s", error)
         return web.Response(status=_CLIENT_HAS_GONE)
-    except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
+    except Exception as error:  # noqa: BLE001 - every failure becomes an answer here
         answer = _as_api_error(error)
         return web.Response(status=answer.status, body=error_body(answer), content_type="application/json")

@@ -14,9 +14,7 @@ import aiohttp
 import torch
 from aiohttp import web
 
-from hpcrl.daemon_threads import run_bounded, run_process
 from hpcrl.errors import ExitCode, HpcrlError, UsageError
-from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.attention import KVCache
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
@@ -36,16 +34,16 @@ from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.embedded.weights.updates import UpdateSession
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.log_format import start_logging
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.models.generation_config import GenerationConfig
 from hpcrl.models.tokenizer import ChatTokenizer
-from hpcrl.pending_connections import raise_descriptor_limit
+from hpcrl.network.auth import Gate
+from hpcrl.network.connection_limits import raise_descriptor_limit
+from hpcrl.network.http_server import listen, make_runner
+from hpcrl.processes.daemon_threads import run_bounded, run_process
+from hpcrl.processes.signals import handle_signals
+from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.refusals import gate_from_env
-from hpcrl.serving import listen, make_runner
-from hpcrl.signals import handle_signals
-
-__all__ = ["engine_app", "main"]
 
 _log = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 256 << 20
@@ -55,7 +53,7 @@ _CLOSE_S = 2.0
 
 
 def engine_config(settings: ServerSettings, model: Decoder) -> EngineSettings:
-    """Sizes of the engine.
+    """Return the sizes of the engine.
 
     Raises
     ------
@@ -108,7 +106,7 @@ def _tokenizer(settings: ServerSettings) -> ChatTokenizer | None:
 
 
 def _facts(settings: ServerSettings, model: Decoder, tokenizer: ChatTokenizer | None) -> ServedModel:
-    """End-of-sequence tokens and sampling defaults, found where vLLM finds them (UsageError where they are none)."""
+    """Return end-of-sequence tokens and sampling defaults from vLLM's sources (UsageError if invalid)."""
     try:
         config = GenerationConfig.read(settings.model)
     except (ValueError, OSError) as error:
@@ -155,7 +153,10 @@ def _deliver(delivery: Delivery) -> None:
 def engine_app(
     gate: Gate, serving: Serving, updater: UpdateSession, metrics: EngineMetrics, turns: Turns | None = None
 ) -> web.Application:
-    """What is served to whom ``gate`` lets in. ``turns``: of an engine that shares its device with a trainer."""
+    """Return the application of an engine; ``gate`` authenticates clients.
+
+    ``turns`` belongs to an engine that shares its device with a trainer.
+    """
     app = web.Application(middlewares=[gate.middleware(), error_middleware], client_max_size=_MAX_BODY_BYTES)
     control = ControlApi(serving, updater, metrics, turns)
     for api in (GenerateApi(serving), TextApi(serving), KvApi(serving.engine), control):
@@ -166,7 +167,7 @@ def engine_app(
 
 
 async def _serve(settings: ServerSettings, gate: Gate, model: Decoder, listener: socket.socket) -> int:
-    # engines are servers of one kind: what this one lets in is what the others ask for
+    # engines accept the same credentials from each other as from the run
     async with aiohttp.ClientSession(headers=gate.headers) as session:
         return await _serve_with(session, settings, gate, model, listener)
 
@@ -195,7 +196,7 @@ async def _serve_with(
     engine.start(hand_over, None if pool is None else pool.put_soon)
     turns = Turns(engine, model) if settings.colocated else None
     app = engine_app(gate, serving, updater, metrics, turns)
-    # a client that goes away cancels its handler, which aborts its sequences
+    # a disconnected client cancels its handler, which aborts its sequences
     runner = make_runner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_GRACE_S)
     await runner.setup()
     await listen(runner, gate.pending, listener)
@@ -216,16 +217,16 @@ async def _serve_with(
     engine.abort(serving.in_flight())
     await runner.cleanup()
     await asyncio.to_thread(engine.stop, _SHUTDOWN_GRACE_S)
-    # each of these may wait for a read or a write that hangs: what they would tidy up expires by itself
+    # each may wait for a read or a write that hangs: after the timeout, leases expire without them
     closing = [updater.shutdown, *([] if turns is None else [turns.close]), *([] if pool is None else [pool.close])]
     for close in closing:
         if not await run_bounded(close, limit_s=_CLOSE_S):
-            _log.warning("%s is left behind: it did not end within %g s", close.__qualname__, _CLOSE_S)
+            _log.warning("%s did not end within %g s and is abandoned", close.__qualname__, _CLOSE_S)
     return ExitCode.OK if engine.failure is None else ExitCode.FAILED
 
 
 def _terminated(number: int, _: object) -> None:
-    """A signal before the server listens: nothing to clean up."""
+    """Exit on a signal that arrives before the server listens: there is nothing to clean up."""
     sys.exit(ExitCode.OK)
 
 

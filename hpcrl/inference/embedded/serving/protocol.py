@@ -1,4 +1,4 @@
-"""Requests as they come over the wire. Names, types and defaults are vLLM's; unknown fields are ignored as there.
+"""Requests as they are sent. Names, types and defaults are vLLM's; unknown fields are ignored as there.
 
 A field that vLLM knows and this engine does not is declared all the same, so that a request which needs it is
 refused and never answered as if the field had not been there.
@@ -12,29 +12,16 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from hpcrl.answer_frames import REQUEST_TYPE, only_frame
-from hpcrl.decoding import decode_json, decode_msgpack
 from hpcrl.inference.embedded.serving.errors import bad_request
-
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "GenerateRequest",
-    "KvTransferParams",
-    "OpenAIRequest",
-    "StreamOptions",
-    "WireSampling",
-    "check_cache_salt",
-    "parse",
-    "refuse_unsupported",
-]
+from hpcrl.network.generate_frames import REQUEST_TYPE, only_frame
+from hpcrl.storage.msgspec_types import decode_json, decode_msgpack
 
 S = TypeVar("S", bound=msgspec.Struct)
 _MAX_SALT = 128
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream carries beside tokens."""
+    """Additional content of a stream besides tokens."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -82,14 +69,14 @@ class WireSampling(_Common, kw_only=True):
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True):
-    """Where the KV of a prompt goes or comes from; names are those of vLLM's connector for NIXL.
+    """Source and destination of a prompt's KV; names are those of vLLM's connector for NIXL.
 
     Attributes
     ----------
     do_remote_decode:
-        Another engine goes on from this prompt: the answer says where its KV is.
+        Whether another engine continues from this prompt: the answer then says where its KV is.
     do_remote_prefill, remote_host, remote_port:
-        Another engine, which listens there, has computed it: that answer, as it was.
+        Whether another engine, which listens there, has computed it: these fields are copied from its answer.
     """
 
     do_remote_decode: bool = False
@@ -99,7 +86,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
 
     @property
     def prefill(self) -> tuple[str, int] | None:
-        """Host and port of the engine that has the KV; None where none has it."""
+        """Return host and port of the engine that has the KV; None if there is none."""
         if not self.do_remote_prefill or self.remote_host is None or self.remote_port is None:
             return None
         return self.remote_host, self.remote_port
@@ -118,7 +105,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: int = 0
     return_token_ids: bool | None = None
     kv_transfer_params: KvTransferParams | None = None
-    # whether rows of experts stay here until they are fetched (`hpcrl.rows_reference`)
+    # whether rows of experts stay here until they are fetched (`hpcrl.network.routed_experts_reference`)
     rows_by_reference: bool = False
     rows_unwanted: bool = False
     # known to vLLM, not to this engine
@@ -129,13 +116,13 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class _FramedRequest(GenerateRequest, kw_only=True):
-    """The same as `hpcrl.answer_frames` has it."""
+    """The same as `hpcrl.network.generate_frames` has it."""
 
     token_ids: memoryview  # type: ignore[assignment]
 
 
 class OpenAIRequest(_Common, kw_only=True):
-    """What the two text endpoints share. None means the model's default."""
+    """Common fields of the two text endpoints. None means the model's default."""
 
     model: str | None = None
     temperature: float | None = None
@@ -179,11 +166,16 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     # known to vLLM, not to this engine
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-#: fields this engine does not serve, and the values that ask for nothing
+#: fields that this engine does not serve, and their values that request nothing
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0.0),
     "frequency_penalty": (None, 0.0),
@@ -210,6 +202,11 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (None, []),
     "continue_final_message": (False,),
     "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "parallel_tool_calls": (None, True),
+    "reasoning_effort": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
 }
@@ -226,7 +223,7 @@ def refuse_unsupported(request: msgspec.Struct) -> None:
     for name in request.__struct_fields__:
         value, neutral = getattr(request, name), _UNSUPPORTED.get(name)
         if isinstance(value, int) and abs(value) >= 2**64:
-            # Python has numbers of any length, and what comes after this has not
+            # Python's integers are unbounded, those of numpy and torch are not
             raise bad_request(f"{name} does not fit 64 bits", name)
         if isinstance(value, msgspec.Struct):
             refuse_unsupported(value)
@@ -240,7 +237,7 @@ async def parse(http: web.Request, kind: type[S]) -> S:
     Raises
     ------
     ApiError
-        400: it is not what it says, or a field is missing or of another type (the message has its path).
+        400: the body is invalid, or a field is missing or of another type (the message has its path).
     """
     if http.content_type == REQUEST_TYPE and issubclass(kind, GenerateRequest):
         framed = _read_frame(await http.read())

@@ -20,31 +20,28 @@ from hpcrl.inference.embedded.serving.errors import ApiError, bad_request
 from hpcrl.inference.embedded.serving.text import TextStream
 from hpcrl.models.tokenizer import ChatTokenizer
 
-__all__ = ["CallPrompt", "CallSequences", "ServedModel", "Serving", "candidates"]
-
-
 #: sequences one prompt may ask for, as in vLLM
 MAX_CHOICES = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What request handlers need to know of the served model.
+    """Facts about the served model that request handlers need.
 
     Attributes
     ----------
     names:
         Names it is served under; answers carry the first.
     root:
-        Where it was loaded from.
+        Directory it was loaded from.
     eos_token_id, further_eos_token_ids:
         The first ends a sequence without a ``stop_reason``, the others with one.
     default_temperature, default_top_p, default_top_k, default_min_p:
-        For requests that say nothing (from ``generation_config.json``), text endpoints only.
+        Defaults of requests (from ``generation_config.json``), for text endpoints only.
     max_logprobs:
-        Candidates a request may ask for; -1 for all.
+        Maximum candidates that a request may ask for; -1 for all.
     prompt_tokens_details:
-        Whether usage says how much of the prompt was cached.
+        Whether usage reports how much of the prompt was cached.
     priority_scheduling:
         Whether the priority of a request counts.
     """
@@ -87,16 +84,16 @@ class CallSequences:
         self._texts.append(text)
 
     def receiver(self, index: int) -> Callable[[Output], None]:
-        """Where sequence ``index`` reports to."""
+        """Return the callback to which sequence ``index`` reports."""
         return lambda output: self._queue.put_nowait((index, output))
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """Outputs of all sequences as they come, each with its index; ends when all have ended.
+        """Yield outputs of all sequences as they arrive, each with its index, until all have ended.
 
         Raises
         ------
         ApiError
-            500: the engine could not go on with one of them.
+            500: the engine could not continue one of them.
         """
         open_sequences = len(self.requests)
         while open_sequences:
@@ -108,7 +105,7 @@ class CallSequences:
                 open_sequences -= output.finish_reason is not None
 
     async def final(self) -> list[Output]:
-        """The whole of each sequence (ApiError as for `outputs`)."""
+        """Return the whole of each sequence (ApiError as for `outputs`)."""
         whole: dict[int, Output] = {}
         async for index, output in self.outputs():
             if index in whole:
@@ -118,7 +115,7 @@ class CallSequences:
         return [whole[i] for i in range(len(self.requests))]
 
     def _shape(self, index: int, output: Output) -> bool:
-        """Fill in text and apply stop strings; False for an output nobody should see."""
+        """Fill in text and apply stop strings; return False for an output that must not be sent."""
         text = self._texts[index]
         if text is None:
             return True
@@ -130,7 +127,7 @@ class CallSequences:
             _cut(output, taken)
             self._cut[index] = self._cut.get(index, 0) + taken
             if output.finish_reason is None:
-                # the model thread goes on until it hears of it; its last output has versions and routes
+                # the model thread continues until it reads the abort; its last output has versions and routed experts
                 self.abort([self.requests[index]])
             else:
                 self._finish_cut(index, output, text)
@@ -177,7 +174,7 @@ def _extend(whole: Output, output: Output) -> None:
 
 
 class Serving:
-    """What all endpoints share."""
+    """Common state and methods of all endpoints."""
 
     def __init__(
         self, engine: Engine, tokenizer: ChatTokenizer | None, facts: ServedModel, fetcher: KvFetcher | None = None
@@ -189,7 +186,7 @@ class Serving:
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises
         ------
@@ -201,7 +198,7 @@ class Serving:
         return self._tokenizer
 
     def request_id(self, http: web.Request, given: str | None) -> str:
-        """The caller's id (header first) or a new one."""
+        """Return the caller's id (header first) or a new one."""
         return http.headers.get("X-Request-Id") or given or uuid.uuid4().hex
 
     def check_model(self, name: str | None) -> None:
@@ -216,7 +213,7 @@ class Serving:
             raise ApiError(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
 
     def max_tokens(self, wanted: int | None, prompt_length: int) -> int:
-        """Tokens a sequence may get: what the request says, or as many as fit. The context cuts either.
+        """Return the tokens that a sequence may get: the request's limit, or as many as fit. The context cuts both.
 
         Raises
         ------
@@ -334,11 +331,11 @@ class Serving:
                 self.engine.abort(unfinished)
 
     def find(self, request_ids: list[str]) -> list[EngineRequest]:
-        """Sequences in flight with these ids."""
+        """Return the sequences in flight with these ids."""
         return [request for name in request_ids for request in self._by_id.get(name, ())]
 
     def in_flight(self) -> list[EngineRequest]:
-        """All sequences in flight."""
+        """Return all sequences in flight."""
         return [request for group in self._by_id.values() for request in group]
 
     def _forget(self, requests: list[EngineRequest]) -> None:
@@ -351,14 +348,14 @@ class Serving:
 
 
 def candidates(output: Output, index: int, count: int) -> list[tuple[int, float, int]]:
-    """``(token id, log-probability, rank)`` of a position: the sampled token, then the most likely others.
+    """Return ``(token id, log-probability, rank)`` of a position: the sampled token, then the likeliest others.
 
     Parameters
     ----------
     output, index:
         The position.
     count:
-        How many at most; -1 for all there are.
+        Maximum number; -1 for all there are.
     """
     sampled = output.token_ids[index]
     entries = [(sampled, output.logprobs[index], output.ranks[index])]

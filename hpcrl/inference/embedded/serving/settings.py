@@ -13,12 +13,10 @@ from hpcrl.inference.embedded.weights.updates import ReaderConfig
 from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings
 
-__all__ = ["ServerSettings", "parse_settings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What the command line says; see `parse_settings` for each flag."""
+    """Settings from the command line; see `parse_settings` for each flag."""
 
     model: Path
     host: str
@@ -96,7 +94,7 @@ def _parser() -> _Parser:
     add("--max-num-batched-tokens", type=_positive, help="tokens of a step; 2048, or more for more sequences")
     add("--block-size", type=_positive, default=16, help="tokens of a KV block")
     add("--num-gpu-blocks-override", type=_positive, help="KV blocks, in place of the memory flag")
-    add("--kv-cache-memory-bytes", type=_positive, default=256 << 20, help="at most so much for KV")
+    add("--kv-cache-memory-bytes", type=_positive, default=256 << 20, help="maximum memory for KV")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     add("--enable-return-routed-experts", action=argparse.BooleanOptionalAction, default=False)
     add("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
@@ -105,23 +103,28 @@ def _parser() -> _Parser:
     add("--scheduling-policy", choices=("fcfs", "priority"), default="fcfs")
     add("--generation-config", choices=("auto", "vllm"), default="auto", help="vllm: ignore the model's defaults")
     add("--skip-tokenizer-init", action="store_true", help="serve token ids only")
-    add("--seed", type=int, default=0, help="of the seeds of requests that have none")
+    add("--seed", type=int, default=0, help="seed of requests without one")
     add("--weight-transfer-config", type=_weight_transfer, help='{"backend": "fs"}, which is the only one')
-    # ours
+    # flags that vLLM does not have
     add("--torch-threads", type=_positive, default=1, help="threads of a step")
-    add("--token-file", type=Path, help="outside of a run: answer those alone who bring the token in this file")
+    add("--token-file", type=Path, help="outside of a run: accept only requests with the token in this file")
     add("--open-health", action="store_true", help="GET /health needs no token: for a router that has none to send")
     add("--colocated", action="store_true", help="start without weights and KV: a trainer on this node gives them")
     add("--weight-version", default="default", help="label of the weights at the start")
     add("--weight-transfer-root", type=Path, help="refuse hand-offs that lie elsewhere")
     add("--weight-reader", metavar="NAME", help="register as this reader of the root, and take leases")
     add("--verify-content", action=argparse.BooleanOptionalAction, default=True, help="hash hand-offs while reading")
-    add("--weight-lease-timeout-s", type=_positive_float, default=60.0, help="when a silent reader counts as dead")
-    add("--weight-timeout-floor-s", type=_positive_float, default=30.0, help="least time that a read is given")
+    add(
+        "--weight-lease-timeout-s",
+        type=_positive_float,
+        default=60.0,
+        help="timeout after which a silent reader counts as dead",
+    )
+    add("--weight-timeout-floor-s", type=_positive_float, default=30.0, help="minimum timeout of a read")
     add("--weight-min-bandwidth-mib-s", type=_positive_float, default=50.0, help="slowest rate that counts as working")
     add("--weight-read-streams", type=_positive, default=4, help="segments that are read ahead")
     add("--weight-node-cache", type=Path, help="directory of this node, to read each byte once a node")
-    add("--weight-node-cache-bytes", type=_positive, default=16 << 30, help="most bytes in it")
+    add("--weight-node-cache-bytes", type=_positive, default=16 << 30, help="maximum bytes in it")
     add("--weight-fanout-host", help="address to serve versions at to other nodes, and take them from these")
     add("--weight-fanout-degree", type=_positive, default=2, help="nodes that one node serves")
     # taken for the sake of one command line for both servers; they are always so here

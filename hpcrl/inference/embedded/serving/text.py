@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from hpcrl.models.tokenizer import ChatTokenizer
 
-__all__ = ["TextStream"]
-
 _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text as they come.
+    """Turns tokens into text as they arrive.
 
     A token's text can depend on its neighbours, and a character can span tokens; so text is decoded from a
     window that starts where the last complete piece began, and what may still change is held back.
@@ -32,13 +30,13 @@ class TextStream:
         Parameters
         ----------
         tokenizer:
-            Of the model.
+            Tokenizer of the model.
         stop:
             Strings that end the sequence.
         include_stop:
             Whether the text keeps the stop string that ended it.
         min_tokens:
-            Stop strings count only after so many tokens.
+            Number of tokens after which stop strings count.
         skip_special_tokens:
             Leave special tokens out of the text.
         """
@@ -52,7 +50,7 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def has_stopped(self) -> bool:
-        """Whether a stop string was found; `stopped_by` is it."""
+        """Return whether a stop string was found, which is then in `stopped_by`."""
         return self.stopped_by is not None
 
     def push(self, token_ids: Sequence[int]) -> int:
@@ -70,7 +68,7 @@ class TextStream:
         return len(token_ids)
 
     def take(self, *, final: bool) -> str:
-        """Text that has become certain since the last call; all that is left where ``final``."""
+        """Return text that has become certain since the last call; all remaining text if ``final``."""
         if final and self.stopped_by is None:
             self._decode(final=True)
         end = len(self._text) if final or self.stopped_by is not None else len(self._text) - self._hold

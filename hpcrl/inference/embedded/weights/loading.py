@@ -12,22 +12,21 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError, UsageError
 from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import dequantise
 from hpcrl.modeling.hf import published_tensors
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, load_arch, read_model_config
 from hpcrl.models.mtp import is_mtp_tensor
-from hpcrl.weights import Handoff, TensorRecord
-from hpcrl.weights.format.adapters import Contents
+from hpcrl.weights import TensorRecord
 from hpcrl.weights.format.layout import PublishedTensor
-from hpcrl.weights.format.quantize import FP8_DTYPE, scale_tensor
+from hpcrl.weights.format.manifest import OpenedVersion
+from hpcrl.weights.format.quantise import FP8_DTYPE, scale_tensor
+from hpcrl.weights.read.adapters import Contents
 from hpcrl.weights.read.assemble import ServedVersion
 from hpcrl.weights.read.model_directory import find_weight_files
 from hpcrl.weights.read.subscriber import Reading
-
-__all__ = ["DTYPES", "adapted_tensors", "check_fits", "load_model", "model_bytes", "read_tensors"]
 
 _log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,20 +40,20 @@ def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
     model_dir:
         ``config.json`` and ``*.safetensors``.
     dtype:
-        ``float32``, ``bfloat16``, or ``auto`` for what ``config.json`` says.
+        ``float32``, ``bfloat16``, or ``auto`` for that of ``config.json``.
     empty:
-        Leave the weights unset: they come from somewhere else.
+        Leave the weights unset: another source fills them.
 
     Raises
     ------
     UsageError
-        It is no model directory, or not of a model this engine runs.
+        It is not a model directory, or its model is not one that this engine runs.
     """
     try:
         arch = load_arch(model_dir)
         config = read_model_config(model_dir)
     except FileNotFoundError as error:
-        raise UsageError(f"{model_dir} is no model directory: it has no config.json") from error
+        raise UsageError(f"{model_dir} is not a model directory: it has no config.json") from error
     except (ValueError, OSError) as error:
         raise UsageError(f"{model_dir} cannot be read: {error}") from error
     if dtype == "auto":
@@ -73,7 +72,7 @@ def load_model(model_dir: Path, dtype: str, *, empty: bool = False) -> Decoder:
     return model
 
 
-def check_fits(handoff: Handoff, arch: ModelArch) -> None:
+def check_fits(handoff: OpenedVersion, arch: ModelArch) -> None:
     """Compare the manifest of a hand-off (for an adapter: of its base) with a model, before any weight is read.
 
     Tensors of multi-token prediction may be there: this engine does not speculate, and leaves them out.
@@ -87,7 +86,7 @@ def check_fits(handoff: Handoff, arch: ModelArch) -> None:
     expected = {spec.name: spec.shape for spec in arch.tensors()}
     odd = [name for name, r in records.items() if r.dtype == FP8_DTYPE and len(r.shape) != 2]
     if odd:
-        raise HandoffError(f"{handoff.path} does not fit the model: {odd[0]} is in FP8 and no matrix")
+        raise HandoffError(f"{handoff.path} does not fit the model: {odd[0]} is in FP8 but is not a matrix")
     scales = {scale.name: scale.shape for name in records if (scale := _scale_of(name, records)) is not None}
     expected |= scales
     problems = [f"{name} is missing" for name in expected if name not in records]
@@ -109,21 +108,21 @@ def check_fits(handoff: Handoff, arch: ModelArch) -> None:
 
 
 def _scale_of(name: str, records: Mapping[str, TensorRecord]) -> PublishedTensor | None:
-    """The scales that a tensor needs; None where it is not quantised."""
+    """Return the tensor of scales that a quantised tensor needs; None if it is not quantised."""
     if records[name].dtype != FP8_DTYPE:
         return None
     return scale_tensor(name, records[name].shape)
 
 
 def read_tensors(reading: Reading, served: ServedVersion | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a hand-off that `check_fits`, one at a time; what is quantised is brought back to float32.
+    """Yield the tensors of a hand-off that `check_fits`, one at a time; quantised ones are converted to float32.
 
-    By published names, in published shapes, on the host; scales do not come.
+    They have published names and shapes and are on the host; scales are not yielded.
 
     Parameters
     ----------
     served:
-        Weights that this engine has already; deltas against them are all that is read then.
+        Weights that this engine has already; then only deltas against them are read.
 
     Raises
     ------
@@ -152,18 +151,18 @@ def adapted_tensors(
     contents: Contents | None = None,
     model: Decoder | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a base whose manifest `check_fits`, with an adapter merged into them.
+    """Yield all tensors of a base whose manifest `check_fits`, with an adapter merged into them.
 
     By published names, in published shapes, on the host.
 
     Parameters
     ----------
     reading:
-        Of the adapter.
+        Reading of the adapter.
     base:
-        What was read of its base before; what it changes is kept there.
+        Cache of base tensors that were read before; those that the adapter changes are kept there.
     contents, model:
-        What this engine has already; only tensors that may differ from it are merged.
+        Contents that this engine has already; only tensors that may differ from them are merged.
 
     Raises
     ------
@@ -180,7 +179,7 @@ def adapted_tensors(
 
 
 def model_bytes(model: Decoder) -> Callable[[str, TensorRecord], bytearray | None]:
-    """Gives copies of the bytes of published tensors of ``model``; None where its dtype is another."""
+    """Return a function that copies the bytes of a published tensor of ``model``; it returns None for another dtype."""
     tensors = _published(model)
 
     def copy(name: str, record: TensorRecord) -> bytearray | None:
@@ -193,5 +192,5 @@ def model_bytes(model: Decoder) -> Callable[[str, TensorRecord], bytearray | Non
 
 
 def _published(model: Decoder) -> dict[str, Tensor]:
-    """The tensors of ``model`` by their published names, as views."""
+    """Return the tensors of ``model`` by their published names, as views."""
     return dict(published_tensors(model, model.adapter))

@@ -1,4 +1,4 @@
-"""Which weight-update session is open. There is one at a time, and the next one ends it."""
+"""The open weight-update session. There is at most one, and the next one ends it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import threading
 from typing import Generic, TypeVar
 
 from hpcrl.weights.session import SessionOwner
-
-__all__ = ["Session", "Sessions", "UpdateOrderError"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ class Session(Generic[T]):
     Attributes
     ----------
     ready:
-        What `Sessions.close` hands over to the served weights; None where nothing was read.
+        Version that `Sessions.close` hands to the served weights; None if nothing was read.
     """
 
     def __init__(self, owner: SessionOwner | None) -> None:
@@ -47,7 +45,7 @@ class Session(Generic[T]):
             raise UpdateOrderError(f"session {self} has ended: another one has begun, or its caller has gone")
 
     def end(self) -> None:
-        """What still reads for this session stops at the next tensor; what was read is dropped."""
+        """End the session: reads that still run for it stop at the next tensor, and what was read is dropped."""
         self._ended.set()
         self.ready = None
 
@@ -108,7 +106,7 @@ class Sessions(Generic[T]):
                 self._open = None
 
     def end_all(self) -> None:
-        """End the open session, whoever has begun it."""
+        """End the open session, whichever owner began it."""
         with self._mutex:
             if self._open is not None:
                 self._open.end()

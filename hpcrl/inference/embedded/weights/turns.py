@@ -1,4 +1,4 @@
-"""An engine that has the device in turns with a trainer: it gives back weights and KV, and gets them anew.
+"""An engine that takes turns on a device with a trainer: it releases weights and KV, and gets them again.
 
 ::
 
@@ -18,33 +18,33 @@ from hpcrl.errors import HandoffError
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.engine.runner import ModelRunner
 from hpcrl.inference.embedded.weights.sessions import UpdateOrderError
-from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import model_tensors
-from hpcrl.modeling.shared import view_of
+from hpcrl.modeling.memory.arena import Arena, Memory, give_to_others, memory_of
+from hpcrl.modeling.memory.shared import view_of
 from hpcrl.weights.handover import HandoverLayer, SharedMemory, SharedTensor
-
-__all__ = ["Turns"]
 
 
 class Turns:
-    """Whose turn it is, and what this engine has of the device. Calls may come from any thread; one runs at a time.
+    """Device sharing with a trainer: the state of turns, and the memory that this engine holds.
+
+    Calls may come from any thread; one runs at a time.
 
     Attributes
     ----------
     arena:
-        Counts weights and KV.
+        Counts the memory of weights and KV.
     """
 
     def __init__(self, engine: Engine, model: Decoder) -> None:
-        """Fall asleep: what is in ``model`` is forgotten.
+        """Begin asleep: the contents of ``model`` are dropped.
 
         Parameters
         ----------
         engine:
             Running, and not asked for anything yet.
         model:
-            That it serves.
+            Model that it serves.
         """
         self._engine, self._device = engine, model.embed_tokens.weight.device
         self._tensors = model_tensors(model)
@@ -65,7 +65,7 @@ class Turns:
 
     @property
     def version(self) -> int | None:
-        """Policy version of the weights that it has; None while it is asleep."""
+        """Return the policy version of the weights that it has; None while it is asleep."""
         return self._version
 
     def sleep(self) -> int:
@@ -108,7 +108,7 @@ class Turns:
         with self._lock:
             if not self._asleep and version != self._version:
                 raise UpdateOrderError(
-                    f"it is awake with version {self._version}: call /sleep before {version} is there"
+                    f"the engine is awake with version {self._version}: call /sleep before version {version}"
                 )
             if self._missing:
                 raise UpdateOrderError(
@@ -147,7 +147,7 @@ class Turns:
             memory.take()
             self.arena.add(device=memory.size)
         for tensor in runner.kept_tensors():
-            # masked slots are multiplied by zero, and zero times what lies in new memory may be NaN
+            # masked slots are multiplied by zero, and zero times a NaN in uninitialised memory is NaN
             tensor.zero_()
 
     @torch.no_grad()

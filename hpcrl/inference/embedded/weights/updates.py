@@ -1,12 +1,12 @@
 """The weight-update session: init, start, update, finish, in this order.
 
-New weights are read into a second copy of the model while generation goes on with the first; finishing
+New weights are read into a second copy of the model while generation continues with the first; finishing
 exchanges the two between steps. So a hand-off that is torn, missing or of another shape changes nothing, and
 the engine stands still only for the exchange. What adapters change of their base is in memory a third time, so
 that each version after the first reads its own few bytes alone.
 
 Each call does its work in one thread, whose end does not depend on whether its caller still waits. Weights and their
-label change together, and are recorded in the same call. A session that nobody ends is ended by the next one
+label change together, and are recorded in the same call. A session that is never ended is ended by the next one
 (`hpcrl.weights.session`).
 """
 
@@ -22,21 +22,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hpcrl.errors import HandoffError
-from hpcrl.gate import Gate
 from hpcrl.inference.adapters import Adapter, KeptBase
 from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_tensors
 from hpcrl.inference.embedded.weights.sessions import Session, Sessions, UpdateOrderError
 from hpcrl.inference.finite import finite_tensors
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors, published_tensors
+from hpcrl.network.auth import Gate
 from hpcrl.weights import HandoffStore, Manifest, TensorRecord
-from hpcrl.weights.format.adapters import Contents, contents_of
+from hpcrl.weights.read.adapters import Contents, contents_of
 from hpcrl.weights.read.assemble import ServedVersion
 from hpcrl.weights.read.registration import check_same_reader
 from hpcrl.weights.read.subscriber import LoadedVersion, ReaderSettings, Reading, SkippedVersion, Subscriber
 from hpcrl.weights.session import SessionOwner
-
-__all__ = ["Exchange", "ReaderConfig", "Update", "UpdateSession"]
 
 Exchange = Callable[[Decoder, str], Decoder]
 """Serves a model under a label from the next step on, and returns the model that was served before."""
@@ -45,16 +43,16 @@ _log = logging.getLogger(__name__)
 
 
 class ReaderConfig(NamedTuple):
-    """Who this engine is among the readers of a run.
+    """Identity of this engine among the readers of a run.
 
     Attributes
     ----------
     root:
-        Where hand-offs must lie; None for anywhere.
+        Directory in which hand-offs must lie; None for anywhere.
     name:
         Name to register under; None: read without registration and leases.
     settings:
-        How to read.
+        Settings of reads.
     """
 
     root: Path | None
@@ -63,20 +61,20 @@ class ReaderConfig(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What `UpdateSession.update` read.
+    """Result of `UpdateSession.update`.
 
     Attributes
     ----------
     version:
         The version that is ready, or served already.
     kind:
-        Of the publication.
+        Kind of the publication.
     bytes:
         Bytes of the publication.
     skipped:
-        Newer versions that could not be taken, and why.
+        Newer versions that could not be loaded, with the reasons.
     loaded:
-        False where the version is served already, so that there is nothing to exchange.
+        False if the version is served already, so that there is nothing to exchange.
     """
 
     version: int
@@ -94,10 +92,11 @@ class _Version(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """A model and what is in it."""
+    """A model, what is in it, and the owner of the session that has put it there."""
 
     version: _Version
     model: Decoder
+    owner: SessionOwner | None
 
 
 class UpdateSession:
@@ -111,11 +110,11 @@ class UpdateSession:
         model:
             Shape and dtype of the weights.
         reader:
-            Who reads, where and how.
+            Identity and settings of the reader.
         gate:
-            Of the server for other nodes, where there is one.
+            Gate of the server for other nodes, if there is one.
         """
-        self._gate = gate
+        self.gate = gate
         self._template, self._arch = model, model.arch
         self._shapes = {name: tuple(tensor.shape) for name, tensor in published_tensors(model, model.adapter)}
         self._reader = reader._replace(root=None if reader.root is None else reader.root.resolve())
@@ -133,18 +132,18 @@ class UpdateSession:
 
     @property
     def root(self) -> Path | None:
-        """Where hand-offs must lie; None for anywhere."""
+        """Return the directory in which hand-offs must lie; None for anywhere."""
         return self._reader.root
 
     @property
     def served_version(self) -> int | None:
-        """The version whose weights run; None before the first update."""
+        """Return the version of the running weights; None before the first update."""
         served = self._served
         return None if served is None else served.version.manifest.version
 
     @property
     def exchanges(self) -> bool:
-        """Whether weights are being exchanged just now, so that `served_version` may be behind what runs."""
+        """Return whether weights are being exchanged now, so that `served_version` may be older than what runs."""
         return self._exchanges
 
     def has_tensor(self, name: str, record: TensorRecord) -> bool:
@@ -157,8 +156,8 @@ class UpdateSession:
         Parameters
         ----------
         info:
-            What the caller takes this engine for: ``root`` and ``reader`` as in `hpcrl.weights.read.registration`.
-            Where an engine reads, and as whom, is said by its own command line alone.
+            Expected identity of this engine: ``root`` and ``reader`` as in `hpcrl.weights.read.registration`.
+            Only the engine's own command line decides where it reads, and under which name.
 
         Raises
         ------
@@ -171,7 +170,7 @@ class UpdateSession:
         check_same_reader(info or {}, root=reader.root, name=reader.name, settings=reader.settings)
         with self._opening:
             if self._subscriber is None and self._reader.name is not None and self._reader.root is not None:
-                subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings, gate=self._gate)
+                subscriber = Subscriber(self._reader.root, self._reader.name, self._reader.settings, gate=self.gate)
                 self._subscriber = subscriber.open()
             self._initialised = True
 
@@ -203,7 +202,7 @@ class UpdateSession:
         self._sessions.abandon(owner)
 
     def end_session(self) -> None:
-        """End the open session, whoever has begun it."""
+        """End the open session, whichever owner began it."""
         self._sessions.end_all()
 
     def update(self, info: dict[str, Any], owner: SessionOwner | None = None) -> Update:
@@ -215,7 +214,7 @@ class UpdateSession:
             ``{"path": <version directory>}``. With ``"fallback": true`` the newest version up to that one that can
             be loaded is taken: for an engine that comes late or was started again.
         owner:
-            Of the session.
+            Owner of the session.
 
         Raises
         ------
@@ -234,10 +233,10 @@ class UpdateSession:
                 root, version = self._place(info)
                 fallback = bool(info.get("fallback"))
                 if self._subscriber is not None:
-                    update = self._load_from(self._subscriber, session, version, fallback=fallback)
+                    update = self._load_from(self._subscriber, session, version, owner, fallback=fallback)
                 else:
-                    with Subscriber(root, None, self._reader.settings, gate=self._gate) as subscriber:
-                        update = self._load_from(subscriber, session, version, fallback=fallback)
+                    with Subscriber(root, None, self._reader.settings, gate=self.gate) as subscriber:
+                        update = self._load_from(subscriber, session, version, owner, fallback=fallback)
                 session.check_open()
             except BaseException:
                 self._sessions.end(session)
@@ -254,10 +253,10 @@ class UpdateSession:
         exchange:
             Changes weights and label in one step of the engine.
         label:
-            What the caller takes the weights for: the number of the version that was read, or that is served already.
-            None: whatever was read.
+            Expected number of the version that was read, or that is served already.
+            None: any version that was read.
         owner:
-            Of the session.
+            Owner of the session.
 
         Raises
         ------
@@ -276,22 +275,22 @@ class UpdateSession:
                         + ("the start model" if named is None else f"version {named}")
                     )
                 if ready is not None:
-                    self._exchange(ready, exchange)
+                    self._exchange(ready, exchange, owner)
             finally:
                 self._sessions.end(session)
         self._acknowledge()
 
-    def _exchange(self, ready: _Version, exchange: Exchange) -> None:
+    def _exchange(self, ready: _Version, exchange: Exchange, owner: SessionOwner | None) -> None:
         model, self._spare = self._spare, None
         assert model is not None
-        # what runs is known again when it is recorded, or when the exchange was not made
+        # until it is recorded, or the exchange has failed, the running weights are unknown
         self._exchanges = True
         try:
             old = exchange(model, str(ready.manifest.version))
-            self._served = _Weights(ready, model)
+            self._served = _Weights(ready, model, owner)
         finally:
             self._exchanges = False
-        # what is no longer served is the room for the next update
+        # the weights that are no longer served become the memory for the next update
         self._template = self._spare = old
 
     def _acknowledge(self) -> None:
@@ -301,12 +300,20 @@ class UpdateSession:
             subscriber.acknowledge(version)
             self._acknowledged = version
 
-    def _load_from(self, subscriber: Subscriber, session: Session[_Version], version: int, *, fallback: bool) -> Update:
+    def _load_from(
+        self,
+        subscriber: Subscriber,
+        session: Session[_Version],
+        version: int,
+        owner: SessionOwner | None,
+        *,
+        fallback: bool,
+    ) -> Update:
         def load(reading: Reading) -> tuple[_Version, bool]:
             return self._load(reading, session)
 
         if fallback:
-            result = subscriber.load_newest(load, at_most=version)
+            result = subscriber.load_newest(load, at_most=version, served=self._keepable(version, owner))
         else:
             with subscriber.reading(version) as reading:
                 result = LoadedVersion(version, load(reading), [])
@@ -315,6 +322,17 @@ class UpdateSession:
         session.ready = new if loaded else None
         manifest = new.manifest
         return Update(result.version, manifest.kind, manifest.total_bytes, result.skipped, loaded)
+
+    def _keepable(self, version: int, owner: SessionOwner | None) -> tuple[int, tuple[_Version, bool]] | None:
+        """Return what is served, where it is older than ``version`` and of the same attempt; else None.
+
+        It may be lost to others: a version that was never durable, or a version that was collected.
+        """
+        served = self._served
+        if served is None or owner is None or served.owner is None or owner.attempt != served.owner.attempt:
+            return None
+        number = served.version.manifest.version
+        return (number, (served.version, False)) if number < version else None
 
     def _load(self, reading: Reading, session: Session[_Version]) -> tuple[_Version, bool]:
         """Bring the second copy to a version; False where the first one is it."""
@@ -338,7 +356,7 @@ class UpdateSession:
         return new, True
 
     def _load_adapter(self, reading: Reading, session: Session[_Version]) -> _Version:
-        """Merge an adapter into its base, in the second copy. What it does not change comes from the first."""
+        """Merge an adapter into its base, in the second copy. Unchanged tensors come from the first."""
         check_fits(reading.chain[-2], self._arch)
         adapter = Adapter(reading.chain, reading.tensors())
         served = () if self._served is None else (self._served.version.contents, self._served.model)
@@ -355,7 +373,7 @@ class UpdateSession:
             raise HandoffError(f"{reading.handoff.path}: {error}") from error
 
     def _known_to(self, reading: Reading) -> ServedVersion | None:
-        """The served weights, where a delta leads from them to the version."""
+        """Return the served weights if a delta leads from them to the version; else None."""
         if self._served is None:
             return None
         for handoff in reading.chain[:-1]:
