@@ -3,6 +3,6 @@
 from hpcrl.weights.format.manifest import Handoff, Manifest, TensorRecord
 from hpcrl.weights.format.shard import write_shard
 from hpcrl.weights.store import HandoffStore
-from hpcrl.weights.write.handoff_writer import HandoffWriter
+from hpcrl.weights.write.handoff_writer import VersionCommitter
 
-__all__ = ["Handoff", "HandoffStore", "HandoffWriter", "Manifest", "TensorRecord", "write_shard"]
+__all__ = ["Handoff", "HandoffStore", "Manifest", "TensorRecord", "VersionCommitter", "write_shard"]

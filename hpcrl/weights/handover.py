@@ -15,26 +15,24 @@ import secrets
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import HandoffError
-
-__all__ = ["HandoverLayer", "SharedMemory", "SharedTensor", "decode_layer"]
+from hpcrl.storage.msgspec_types import prepared
 
 _NAME = "hpcrl-layer"
 _PATH = re.compile(r"(/proc/\d+/fd/\d+)#([0-9a-f]+)")
 
 
 class SharedTensor(msgspec.Struct, frozen=True):
-    """A parameter or buffer of the model, whole, in C order.
+    """Parameter or buffer of the model, whole, in C order.
 
     Attributes
     ----------
     name:
-        In the model that trainer and engine both build (`hpcrl.modeling`).
+        Name in the model that trainer and engine both build (`hpcrl.modeling`).
     dtype:
         Name of a torch dtype.
     offset:
-        Where it begins in the memory, in bytes.
+        Offset in the memory, in bytes.
     """
 
     name: str
@@ -44,14 +42,14 @@ class SharedTensor(msgspec.Struct, frozen=True):
 
 
 class HandoverLayer(msgspec.Struct, frozen=True):
-    """What is handed over together.
+    """Tensors that are handed over together.
 
     Attributes
     ----------
     memory:
-        Of `SharedMemory.path`.
+        Path by `SharedMemory.path`.
     tensors:
-        What lies in it.
+        Tensors in this memory.
     """
 
     memory: str
@@ -59,11 +57,17 @@ class HandoverLayer(msgspec.Struct, frozen=True):
 
 
 def decode_layer(data: bytes) -> HandoverLayer:
-    """A layer from its JSON (HandoffError where it is none)."""
+    """Return a layer from its JSON.
+
+    Raises
+    ------
+    HandoffError
+        The data is not a layer.
+    """
     try:
         return msgspec.json.decode(data, type=prepared(HandoverLayer))
     except msgspec.DecodeError as error:
-        raise HandoffError(f"what was sent is no layer: {error}") from error
+        raise HandoffError(f"the message is not a layer: {error}") from error
 
 
 class SharedMemory:
@@ -83,8 +87,14 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """New memory of ``size`` bytes, all zero (OSError where the machine has none)."""
-        # numbers of descriptors are used again
+        """Create zeroed memory of ``size`` bytes.
+
+        Raises
+        ------
+        OSError
+            The machine has not enough memory.
+        """
+        # numbers of descriptors are reused
         own = secrets.token_hex(8)
         descriptor = os.memfd_create(f"{_NAME}-{own}")
         os.ftruncate(descriptor, size)
@@ -92,7 +102,7 @@ class SharedMemory:
 
     @classmethod
     def open(cls, path: str) -> SharedMemory:
-        """Memory that another process made.
+        """Open memory that another process made.
 
         Raises
         ------
@@ -100,11 +110,11 @@ class SharedMemory:
             It is none, or cannot be seen from here.
         """
         if (match := _PATH.fullmatch(path)) is None:
-            raise HandoffError(f"{path!r} is no shared memory of a process")
+            raise HandoffError(f"{path!r} is not shared memory of a process")
         link, own = match.groups()
         try:
             if not os.readlink(link).startswith(f"/memfd:{_NAME}-{own}"):
-                raise HandoffError(f"{path} is no memory for layers any more")
+                raise HandoffError(f"{path} is not memory for layers any more")
             descriptor = os.open(link, os.O_RDWR)
         except OSError as error:
             raise HandoffError(
@@ -114,8 +124,8 @@ class SharedMemory:
         return cls(descriptor, path)
 
     def close(self) -> None:
-        """Let go of it."""
-        # who still looks at the bytes has them until then
+        """Release the memory."""
+        # views of the bytes stay valid until then
         with contextlib.suppress(BufferError):
             self.data.close()
         os.close(self._descriptor)

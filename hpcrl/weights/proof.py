@@ -1,4 +1,4 @@
-"""What an engine answers when it is asked whether it runs the weights of a version."""
+"""Proof by an engine that it runs the weights of a version."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["PROVE_WEIGHTS", "WeightsProof"]
-
 PROVE_WEIGHTS = "prove_weights"
-"""The method of ``/collective_rpc``; its arguments are the version's directory, that of the version before or an empty
+"""Method of ``/collective_rpc``; its arguments are the version's directory, that of the previous version or an empty
 string, and the number of the proof."""
 
 
 class WeightsProof(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of one process that holds weights.
+    """Answer of one process that holds weights.
 
     Attributes
     ----------
     state:
-        ``reading``: ask again. ``compared``: see below. ``unknown``: nothing could be compared, and ``why``.
+        ``reading``: ask again. ``compared``: see below. ``unknown``: nothing could be compared, for the reason ``why``.
     compared:
-        Tensors of the version that were compared with what runs.
+        Tensors of the version that were compared with the running weights.
     wrong:
-        Those of them that differ.
+        Compared tensors that differ.
     decisive:
-        Whether the version before differs there, as far as that is known: equal tensors say little otherwise.
+        Whether the previous version differs in these tensors, as far as that is known: otherwise equal tensors prove
+        little.
     """
 
     state: Literal["reading", "compared", "unknown"]

@@ -1,29 +1,27 @@
-"""Who has begun a weight update of an engine: sessions have an owner, so that one that nobody ends can be taken over.
+"""Owners of weight-update sessions of engines, so that an abandoned session can be taken over.
 
 The orchestrator numbers its sessions, and every call of a session carries the number. An engine has one session at a
-time. The next one ends it, unless that is older than a session that has begun since: then it comes from an orchestrator
-that was thought dead, and is refused.
+time. A new session ends the present one. A session that is older than the present one comes from an orchestrator that
+was presumed dead, and is refused.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["SESSION", "SessionOwner", "read_owner"]
-
 SESSION = "session"
 """Key of the owner in the bodies of the update calls."""
 
 
 class SessionOwner(NamedTuple):
-    """The owner of a session; later ones are greater. ``[attempt, number]`` in JSON.
+    """Owner of a session; later ones are greater. ``[attempt, number]`` in JSON.
 
     Attributes
     ----------
     attempt:
-        Of the run.
+        Attempt of the run.
     number:
-        Of the session, growing within an attempt, also from one process of the orchestrator to the next.
+        Number of the session, which grows within an attempt, also across restarts of the orchestrator.
     """
 
     attempt: int

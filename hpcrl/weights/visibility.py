@@ -1,9 +1,9 @@
-"""Seeing names that another node has just made, through caches that remember that they were not there.
+"""See names that another node has just created, in spite of caches of missing names.
 
-An NFS client, or FUSE, may remember for a minute that a name did not exist; whoever had looked for it stays blind.
-So nobody asks for names here: the parent is *listed*. On NFS a listing is checked with the server when the directory
-is opened, and a changed directory ends what was remembered of its names. FUSE keeps the memory of a name all the
-same; there the name is looked up in a way that no cache may answer.
+An NFS client, or FUSE, may cache for a minute that a name did not exist, and a process that had looked it up does not
+see it. So names are not looked up here: the parent is *listed*. On NFS a listing is validated with the server when the
+directory is opened, and a changed directory invalidates the cached names. FUSE keeps the cached name nevertheless;
+there the name is looked up in a way that a cache must not answer.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["HIDDEN_PREFIX", "missing_names", "reveal"]
-
 HIDDEN_PREFIX = ".hidden-"
-"""What the collector puts before the name of a version that it is about to remove, or to restore."""
+"""Prefix of the name of a version that the collector is about to remove or to restore."""
 _RESTORE_S = 10.0
 _LOOK_S = 0.05
 _AGAIN_S = 0.005
 
 
 def missing_names(paths: Sequence[Path]) -> list[Path]:
-    """Which of ``paths`` (in one directory) are not there. For who has just said that they must stay.
+    """Return those of ``paths`` (in one directory) that are missing, after a lease was written for them.
 
-    One that the collector has hidden is waited for: it is about to see what was said. A listing that is read while a
-    name changes may hold neither the old nor the new one, so what is missing is looked for twice.
+    A path that the collector has hidden is waited for: the collector is about to see the lease. A listing that is read
+    while a name changes may hold neither the old nor the new name, so a missing path is searched twice.
     """
     deadline = time.monotonic() + _RESTORE_S
     before: list[Path] | None = None
@@ -44,12 +42,12 @@ def missing_names(paths: Sequence[Path]) -> list[Path]:
         time.sleep(_LOOK_S if hidden else _AGAIN_S)
 
 
-def reveal(path: Path) -> bool:
-    """Whether ``path`` is there, whatever was remembered of it. Its parent's listing decides.
+def exists_uncached(path: Path) -> bool:
+    """Return whether ``path`` exists, bypassing caches. Its parent's listing decides.
 
-    A listed name that cannot be found is looked up again as the target of a rename, which the kernel never
-    answers from a negative entry. The rename itself is that of a directory into itself: it always fails (EINVAL) and
-    changes nothing.
+    A listed name that cannot be found is looked up again as the target of a rename, which the kernel never answers from
+    a negative entry. The rename itself is that of a directory into itself: it always fails (EINVAL) and changes
+    nothing.
     """
     try:
         if path.name not in os.listdir(path.parent):

@@ -1,10 +1,10 @@
-"""Whether an engine that has loaded an adapter computes with it: its log-probabilities of a fixed prompt say so.
+"""Check that an engine computes with the adapter that it has loaded, by its log-probabilities of a fixed prompt.
 
-The trainer computes them twice, with the adapter merged and rounded as engines do it, and without; both stand beside
-the version (``canary.json``). What the engine then says lies, with a dimension for each token, near one or the
-other: an engine that has dropped the adapter is where the model without it is, and answers requests as if nothing was
-wrong. Where the two are too near each other for the engine's own rounding, nothing can be said, and a later version is
-asked. No torch, no numpy.
+The trainer computes them twice, with the adapter merged and rounded as engines do it, and without; both are stored in
+the version (``canary.json``). The vector of the engine's log-probabilities, one per token, is then near one or the
+other: an engine that has dropped the adapter is near the model without it, and answers requests without an error. Where
+the two are closer to each other than the engine's own rounding, the result is unclear, and a later version is checked.
+No torch, no numpy.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-__all__ = ["Canary", "CanaryVerdict", "judge"]
-
 _NOISE = 0.5
-"""Most deviation of an engine, relative to what the adapter changes, at which its answer counts. Over 63 tokens a
-deviation in any direction moves the share that is found by a sixteenth of that."""
+"""Maximum deviation of an engine, relative to the change by the adapter, at which its answer counts. Over 63 tokens a
+deviation in a random direction moves the found share by a sixteenth of it."""
 _SHARE = 0.5
-"""Halfway between an engine without the adapter and one with it."""
+"""Threshold halfway between an engine without the adapter and one with it."""
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """What a trainer says of a prompt.
+    """Reference values of a prompt, as the trainer computed them.
 
     Attributes
     ----------
@@ -41,7 +39,7 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 class CanaryVerdict(NamedTuple):
-    """What an engine's log-probabilities say.
+    """Verdict on an engine by its log-probabilities.
 
     Attributes
     ----------
@@ -49,9 +47,9 @@ class CanaryVerdict(NamedTuple):
         ``applied``; ``ignored``: it computes without the adapter, or with something else; ``unclear``: the adapter
         changes too little for the engine's deviation.
     share:
-        How much of the trainer's difference is found: 1 with the adapter, 0 without it.
+        Fraction of the trainer's difference that is found: 1 with the adapter, 0 without it.
     deviation:
-        The rest of what the engine says otherwise, relative to the trainer's difference.
+        Remaining deviation of the engine, relative to the trainer's difference.
     """
 
     outcome: Literal["applied", "ignored", "unclear"]
@@ -59,8 +57,8 @@ class CanaryVerdict(NamedTuple):
     deviation: float
 
 
-def judge(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | None = None) -> CanaryVerdict:
-    """Compare what an engine says with the adapter, and before it had it, with what the trainer says.
+def judge_canary(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | None = None) -> CanaryVerdict:
+    """Compare an engine's values with the adapter, and before it was loaded, with those of the trainer.
 
     With ``d`` the trainer's difference and ``e`` the engine's, the share is ``<e, d> / <d, d>``, and the deviation
     ``|e - share d| / |d|``.
@@ -70,7 +68,7 @@ def judge(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | Non
     adapted:
         Log-probabilities of the engine that has loaded the version.
     plain:
-        Of the same engine with the model alone; None where they were not asked for: the trainer's are taken.
+        Values of the same engine with the model alone; None where they were not requested: the trainer's are used.
 
     Raises
     ------
@@ -87,12 +85,12 @@ def judge(canary: Canary, adapted: Sequence[float], plain: Sequence[float] | Non
     share = sum(own * of for own, of in zip(e, d, strict=True)) / size**2
     rest = math.hypot(*(own - share * of for own, of in zip(e, d, strict=True))) / size
     if plain is None:
-        # the deviation of the engine is in it, whatever it computes with
+        # this includes the engine's own deviation, with or without the adapter
         if rest > _NOISE:
             return CanaryVerdict("unclear", share, rest)
         return CanaryVerdict("applied" if share > _SHARE else "ignored", share, rest)
     noise = math.hypot(*(own - of for own, of in zip(plain, canary.plain, strict=True))) / size
     if noise > _NOISE:
         return CanaryVerdict("unclear", share, rest)
-    # a deviation that it did not have before: it computes with something else than the adapter
+    # a deviation that it did not have before the load: it computes with other weights than the adapter's
     return CanaryVerdict("applied" if share > _SHARE and rest <= _NOISE + noise else "ignored", share, rest)

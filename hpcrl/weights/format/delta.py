@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from hpcrl.errors import HandoffError
 
-__all__ = ["apply_chunk", "encode_chunk", "iter_records"]
-
 _HEADER = struct.Struct("<IBxxxII")
 """Chunk number, encoding, near elements, far elements (raw: length and 0)."""
 _SPARSE, _RAW = 0, 1
@@ -31,12 +29,12 @@ def _words(data: memoryview | bytes | bytearray, width: int) -> _Words:
 
 
 def encode_chunk(number: int, old: memoryview, new: memoryview, width: int) -> bytes:
-    """The record that turns the bytes ``old`` of a chunk into ``new``; empty where they are equal.
+    """Return the record that turns the bytes ``old`` of a chunk into ``new``; empty where they are equal.
 
     Parameters
     ----------
     number:
-        Of the chunk in its tensor.
+        Number of the chunk in its tensor.
     old, new:
         Equally long.
     width:
@@ -67,7 +65,10 @@ def encode_chunk(number: int, old: memoryview, new: memoryview, width: int) -> b
 
 
 def _fill_gaps(gaps: NDArray[np.int64], steps: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Gaps as bytes: one that is too long is bridged by entries that pass 255 elements and change the next by 0."""
+    """Return gaps as bytes.
+
+    A gap that is too long is bridged by entries that skip 255 elements and change the next one by 0.
+    """
     bridges = gaps // (_MAX_GAP + 1)
     if not bridges.any():
         return gaps.astype(np.uint8), steps
@@ -80,7 +81,7 @@ def _fill_gaps(gaps: NDArray[np.int64], steps: NDArray[np.uint8]) -> tuple[NDArr
 
 
 def iter_records(data: bytes | memoryview, width: int) -> list[tuple[int, memoryview]]:
-    """The records of a piece: chunk number, and the record as `apply_chunk` takes it.
+    """Return the records of a piece: chunk number, and the record as `apply_chunk` takes it.
 
     Raises
     ------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["SAFETENSORS_DTYPES"]
-
 #: torch's dtype names (without ``torch.``) and the names safetensors gives them, with bytes per element
 SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
     "float32": ("F32", 4),

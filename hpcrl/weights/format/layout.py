@@ -1,6 +1,6 @@
-"""Where every byte of a published model lies: pure functions, equal on all ranks.
+"""Byte layout of a published model: pure functions, equal on all ranks.
 
-`hpcrl.weights.format.units` says who writes it.
+`hpcrl.weights.format.units` assigns it to ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 from hpcrl.weights.format.shard import safetensors_header, tensor_size
 
-__all__ = ["PAGE_BYTES", "PublishedTensor", "ShardLayout", "block_runs", "layout_shards"]
-
 PAGE_BYTES = 4096
 
 
 class PublishedTensor(NamedTuple):
-    """A tensor to publish; ``dtype`` is torch's name."""
+    """Tensor to publish; ``dtype`` is torch's name."""
 
     name: str
     dtype: str
@@ -30,7 +28,7 @@ class PublishedTensor(NamedTuple):
 
 
 class ShardLayout(NamedTuple):
-    """One safetensors file: its head, and its tensors with their offsets from the start of the file."""
+    """Safetensors file: its head, and its tensors with their offsets from the start of the file."""
 
     file: str
     head: bytes
@@ -41,7 +39,7 @@ class ShardLayout(NamedTuple):
 def layout_shards(
     tensors: Iterable[PublishedTensor], max_shard_bytes: int, *, only_file: str | None = None
 ) -> list[ShardLayout]:
-    """Deal tensors out to shard files.
+    """Distribute tensors over shard files.
 
     Tensors keep their order, a shard is full before it would exceed ``max_shard_bytes`` (a tensor larger than
     that has a shard of its own), and inside a shard tensors of whole pages come first, so that they all begin
@@ -84,13 +82,13 @@ def _layout(file: str, tensors: list[tuple[PublishedTensor, int]]) -> ShardLayou
 
 
 def block_runs(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the block ``low <= index < high`` of a tensor lies: (first element, number), ascending.
+    """Yield the contiguous runs of the block ``low <= index < high`` of a tensor: (first element, number), ascending.
 
-    The elements of the block in C order are those of the runs one behind the other.
+    The runs one after the other have the elements of the block in C order.
     """
     if any(end <= begin for begin, end in zip(low, high, strict=True)):
         return
-    # trailing dimensions that the block has whole, and one more, are one stretch
+    # trailing dimensions that the block covers completely, and one more, are one contiguous run
     split = len(shape)
     while split > 0 and (low[split - 1], high[split - 1]) == (0, shape[split - 1]):
         split -= 1

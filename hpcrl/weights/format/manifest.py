@@ -1,4 +1,4 @@
-"""The manifest of a published version: what it holds, where, and the hashes that prove it (docs/handoff.md).
+"""Manifest of a published version: its content, locations, and the hashes that verify it (docs/handoff.md).
 
 Content is hashed in chunks that do not depend on how many ranks wrote it: a shard file is its *head* (the
 safetensors header) and then its tensors, and each of these is cut into chunks of ``chunk_bytes`` from its own
@@ -20,36 +20,21 @@ import msgspec
 import xxhash
 
 from hpcrl.errors import HandoffError
-from hpcrl.fs import FileRecord, decode_versioned
+from hpcrl.storage.files import FileRecord, decode_versioned
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
-
-__all__ = [
-    "CHUNK_BYTES",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "Chunk",
-    "Handoff",
-    "Kind",
-    "Manifest",
-    "Piece",
-    "TensorRecord",
-    "WrongManifestError",
-    "chunk_digests",
-    "content_digest",
-    "hash_chunks",
-]
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 4 << 20
-"""Chunk size of what this code publishes; a reader takes it from the manifest."""
+"""Chunk size in bytes of published versions; a reader takes it from the manifest."""
 
 _DIGEST_HEX = 32  # XXH3-128 in hexadecimal
 
 _MAX_NUMBER = 2**53
-"""Of sizes, offsets and dimensions: JSON of other programs has no larger ones, and no file is as long."""
+"""Maximum size, offset and dimension: larger integers are not exact in JSON of other programs, and files are shorter.
+"""
 _MAX_VERSION = 2**31 - 1
-"""Versions of tokens are int32."""
+"""Maximum version: versions of tokens are int32."""
 _NUMBERED = re.compile(r"(?:.*[^a-z0-9])?v([0-9]{6,})", re.DOTALL)
 """Name of a version's directory, also while the collector hides it."""
 
@@ -57,12 +42,12 @@ Kind = Literal["full", "fp8", "delta", "lora"]
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
-    """A tensor of a version.
+    """Tensor of a version.
 
     Attributes
     ----------
     dtype:
-        torch's name, for example ``bfloat16``.
+        Name by torch, for example ``bfloat16``.
     shape:
         Dimensions.
     file:
@@ -72,7 +57,7 @@ class TensorRecord(msgspec.Struct, frozen=True):
     bytes:
         Length of the data (little-endian, C order).
     xxh3_128:
-        XXH3-128 of each ``chunk_bytes`` of the data, hexadecimal, one behind the other. A tensor of at most one
+        XXH3-128 of each ``chunk_bytes`` of the data, hexadecimal, concatenated. A tensor of at most one
         chunk has its plain hash here.
     """
 
@@ -85,7 +70,7 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of a delta file that holds changes of one tensor: ``[file, offset, bytes]`` in JSON."""
+    """Range of a delta file that holds changes of one tensor: ``[file, offset, bytes]`` in JSON."""
 
     file: str
     offset: int
@@ -93,7 +78,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(NamedTuple):
-    """A stretch of a file and the XXH3-128 of it, hexadecimal."""
+    """Range of a file, and its XXH3-128 in hexadecimal."""
 
     offset: int
     bytes: int
@@ -101,7 +86,7 @@ class Chunk(NamedTuple):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version directory contains.
+    """Content of a version directory.
 
     Attributes
     ----------
@@ -115,23 +100,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parent:
         Version that a delta changes, or that an adapter was trained on; None otherwise.
     needs:
-        All versions that must be there to reconstruct this one, oldest first: a whole one, then deltas up to
-        ``parent``. Empty for a version that is whole itself.
+        All versions that are required to reconstruct this one, oldest first: a whole one, then deltas up to ``parent``.
+        Empty for a version that is whole itself.
     parent_xxh3_128:
-        Of an adapter: `content_digest` of ``parent``, whose number alone does not say what it holds.
+        For an adapter: `content_digest` of ``parent``, whose number alone does not identify its content.
     chunk_bytes:
         Size of hashed chunks.
     producer:
-        Who wrote it, for example ``trainer attempt 2``.
+        Writer of the version, for example ``trainer attempt 2``.
     created_at_s:
         Seconds since the epoch by the producer's clock; for people, never for decisions.
     tensors:
-        All tensors of the version, also those that a delta leaves as they are, by name.
+        All tensors of the version, also those that a delta leaves unchanged, by name.
     changes:
-        Of a delta: for each tensor that changed, where its changes lie.
+        For a delta: location of the changes of each tensor that changed.
     files:
-        Size and hash of each file but the manifest. The hash is that of the file's head, in chunks: of the bytes
-        before the first tensor, which is the whole of a file without tensors.
+        Size and hash of each file but the manifest. The hash is that of the file's head, in chunks: of the bytes before
+        the first tensor, which is the whole of a file without tensors.
     """
 
     version: int
@@ -149,16 +134,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files, the manifest itself excepted."""
+        """Return the bytes of all files, the manifest itself excepted."""
         return sum(record.bytes for record in self.files.values())
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors, once reconstructed."""
+        """Return the bytes of all tensors, once reconstructed."""
         return sum(record.bytes for record in self.tensors.values())
 
     def tensors_by_file(self) -> dict[str, list[tuple[str, TensorRecord]]]:
-        """Tensors of each shard in the order of their bytes, so that a shard can be read in one go."""
+        """Return the tensors of each shard in the order of their bytes, so that a shard can be read sequentially."""
         result: dict[str, list[tuple[str, TensorRecord]]] = {}
         for name, record in self.tensors.items():
             if record.file:
@@ -168,7 +153,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return result
 
     def chunks(self) -> dict[str, list[Chunk]]:
-        """The hashed chunks of each file in order, without gaps."""
+        """Return the hashed chunks of each file in order, without gaps."""
         by_file = self.tensors_by_file()
         return {name: list(self._chunks_of(name, by_file.get(name, []))) for name in self.files}
 
@@ -194,7 +179,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             yield f"version {self.version} needs {list(self.needs)}: each must be older than the next"
         for name in self.files:
             if name != os.path.basename(name) or name in ("", ".", "..", MANIFEST) or not name.isprintable():
-                yield f"{name!r} is no name of a file of a version"
+                yield f"{name!r} is not a name of a file of a version"
         ends: dict[str, int] = {}
         for file, tensors in self.tensors_by_file().items():
             if file not in self.files:
@@ -208,25 +193,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         yield from self._length_problems(ends)
 
     def _number_problems(self) -> Iterator[str]:
-        """Yield one sentence for each number that is none of what it stands for."""
+        """Yield one sentence for each number that is not a valid size, offset or version."""
         if not 1 <= self.chunk_bytes <= _MAX_NUMBER:
             yield f"chunk_bytes is {_shown(self.chunk_bytes)}"
         for version in (self.version, *self.needs):
             if not 0 <= version <= _MAX_VERSION:
-                yield f"{_shown(version)} is no version"
+                yield f"{_shown(version)} is not a version"
         for name, file in self.files.items():
             if not 0 <= file.bytes <= _MAX_NUMBER:
                 yield f"{name} cannot have {_shown(file.bytes)} bytes"
         for name, tensor in self.tensors.items():
             if not all(0 <= number <= _MAX_NUMBER for number in (tensor.offset, tensor.bytes, *tensor.shape)):
-                yield f"tensor {name} has a size or an offset that is none"
+                yield f"tensor {name} has a size or an offset that is not valid"
             elif tensor.dtype not in SAFETENSORS_DTYPES:
                 yield f"tensor {name} has dtype {tensor.dtype!r}, which is not known"
             elif math.prod(tensor.shape) * SAFETENSORS_DTYPES[tensor.dtype][1] != tensor.bytes:
                 yield f"tensor {name} has {tensor.bytes} bytes, and not those of {tensor.dtype} {list(tensor.shape)}"
         for name, pieces in self.changes.items():
             if not all(0 <= number <= _MAX_NUMBER for piece in pieces for number in (piece.offset, piece.bytes)):
-                yield f"changes of tensor {name} have a size or an offset that is none"
+                yield f"changes of tensor {name} have a size or an offset that is not valid"
 
     def _length_problems(self, ends: dict[str, int]) -> Iterator[str]:
         by_file = self.tensors_by_file()
@@ -250,11 +235,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrongManifestError(HandoffError):
-    """A manifest was read and contradicts itself or its place: nobody can use the version, now or later."""
+    """Raised where a manifest contradicts itself or its place: the version is permanently unusable."""
 
 
-class Handoff:
-    """A published version that was opened: its manifest is read and well formed."""
+class OpenedVersion:
+    """Version whose manifest is read and well formed, durable or not; ``path`` is its place in the store."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
@@ -263,9 +248,13 @@ class Handoff:
     def version(self) -> int:
         return self.manifest.version
 
+
+class Handoff(OpenedVersion):
+    """Published version that was opened: all of its files are durable in ``path``."""
+
     @property
     def shards(self) -> list[Path]:
-        """Safetensors files in name order."""
+        """Return the safetensors files in name order."""
         return sorted(self.path / name for name in self.manifest.files if name.endswith(".safetensors"))
 
     @classmethod
@@ -277,12 +266,12 @@ class Handoff:
         HandoffError
             It is not a complete version of a format this code knows.
         WrongManifestError
-            It contradicts itself, or is of another version than its directory, which somebody has copied.
+            It contradicts itself, or belongs to another version than its directory, which is then a copy.
         """
         try:
             text = (path / MANIFEST).read_bytes()
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise HandoffError(f"{path} is no published version: it has no {MANIFEST}") from error
+            raise HandoffError(f"{path} is not a published version: it has no {MANIFEST}") from error
         except OSError as error:
             raise HandoffError(f"{path / MANIFEST} cannot be read: {error}") from error
         return cls.decoded(path, text)
@@ -295,7 +284,7 @@ class Handoff:
         if named is not None and int(named[1]) != manifest.version:
             raise WrongManifestError(
                 f"{path}: {MANIFEST} is that of version {manifest.version}\n"
-                "    hint: a copy of a version under another number is none; remove it"
+                "    hint: a copy of a version under another number is not a version; remove it"
             )
         return cls(path, manifest)
 
@@ -343,7 +332,7 @@ def _shown(number: int) -> str:
 
 
 def chunk_digests(data: memoryview | bytes | bytearray, chunk_bytes: int) -> str:
-    """Digests of each ``chunk_bytes`` of ``data`` (bytes), as they stand in a manifest. No data, no digest."""
+    """Return the digests of each ``chunk_bytes`` of ``data``, as in a manifest; empty without data."""
     view = memoryview(data)
     return "".join(
         xxhash.xxh3_128_hexdigest(view[start : start + chunk_bytes]) for start in range(0, view.nbytes, chunk_bytes)
@@ -351,22 +340,12 @@ def chunk_digests(data: memoryview | bytes | bytearray, chunk_bytes: int) -> str
 
 
 def content_digest(manifest: Manifest) -> str:
-    """XXH3-128 of what a version holds: a line ``name dtype 2x3 hash`` for each tensor, in the order of names."""
+    """Return the XXH3-128 of a version's content: a line ``name dtype 2x3 hash`` per tensor, ordered by name."""
     lines = (
         f"{name} {record.dtype} {'x'.join(map(str, record.shape))} {record.xxh3_128}\n"
         for name, record in sorted(manifest.tensors.items())
     )
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
-
-
-def hash_chunks(path: Path, chunk_bytes: int) -> FileRecord:
-    """Read a file without tensors once and return its record."""
-    size, digests = 0, []
-    with path.open("rb") as stream:
-        while chunk := stream.read(chunk_bytes):
-            size += len(chunk)
-            digests.append(xxhash.xxh3_128_hexdigest(chunk))
-    return FileRecord(bytes=size, xxh3_128="".join(digests))
 
 
 def _digest_length(size: int, chunk_bytes: int) -> int:
@@ -380,7 +359,7 @@ def _cut(offset: int, size: int, digests: str, chunk_bytes: int) -> Iterator[Chu
 
 
 def _file_problem(path: Path, size: int, chunks: list[Chunk]) -> str | None:
-    """What is wrong with a file, in one sentence that begins with its name; None where nothing is."""
+    """Return the problem of a file, in one sentence that begins with its name; None where there is none."""
     try:
         with path.open("rb") as stream:
             found = os.fstat(stream.fileno()).st_size

@@ -8,16 +8,14 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from hpcrl.weights.format.manifest import Chunk, Handoff, TensorRecord
-
-__all__ = ["SEGMENT_BYTES", "Segment", "SegmentMap", "first_wrong_byte"]
+from hpcrl.weights.format.manifest import Chunk, Manifest, OpenedVersion, TensorRecord
 
 SEGMENT_BYTES = 64 << 20
-"""Usual size; a segment ends with a chunk, and before a tensor that would not fit."""
+"""Usual size in bytes; a segment ends with a chunk, and before a tensor that would not fit."""
 
 
 class Segment(NamedTuple):
-    """A stretch of one file of a version.
+    """Range of one file of a version.
 
     Attributes
     ----------
@@ -26,9 +24,9 @@ class Segment(NamedTuple):
     part:
         Number of the segment in its file, from 0.
     offset, bytes:
-        Where it lies in the file.
+        Its range in the file.
     chunks:
-        The hashed chunks that it consists of.
+        Hashed chunks that it consists of.
     """
 
     file: str
@@ -39,21 +37,23 @@ class Segment(NamedTuple):
 
 
 class SegmentMap:
-    """The segments of the data files of one version, and their identity.
+    """Segments of the data files of one version, and their identity.
 
     Attributes
     ----------
     key:
-        Names the version *and its content*: a version that was withdrawn and published anew has another key.
+        Identifies the version *and its content*: a version that was withdrawn and published again has another key.
+    digest:
+        Identifies the manifest, and with it the content.
     in_order:
         All segments; the place of each is its `number`.
     """
 
-    def __init__(self, handoff: Handoff, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, handoff: OpenedVersion, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Cut the files of ``handoff``; nothing is read."""
         self.handoff = handoff
-        digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode(handoff.manifest))
-        self.key = f"{handoff.path.name}-{digest[:16]}-{segment_bytes}"
+        self.digest = manifest_digest(handoff.manifest)
+        self.key = f"{handoff.path.name}-{self.digest[:16]}-{segment_bytes}"
         by_file = handoff.manifest.tensors_by_file()
         data = {*by_file, *(piece.file for pieces in handoff.manifest.changes.values() for piece in pieces)}
         self._segments: dict[str, list[Segment]] = {}
@@ -71,27 +71,38 @@ class SegmentMap:
         return list(self._segments)
 
     def of(self, file: str) -> list[Segment]:
-        """The segments of a file, in order (KeyError where the version has no such file)."""
+        """Return the segments of a file, in order.
+
+        Raises
+        ------
+        KeyError
+            The version has no such file.
+        """
         return self._segments[file]
 
     def number(self, segment: Segment) -> int:
-        """Number of a segment in its version, from 0, the same on all nodes."""
+        """Return the number of a segment in its version, from 0, the same on all nodes."""
         return self._numbers[segment.file, segment.part]
 
     def number_of(self, file: str, part: int) -> int:
-        """As `number`; -1 where there is no such segment."""
+        """Return the number of a segment (see `number`); -1 where it does not exist."""
         return self._numbers.get((file, part), -1)
 
     def numbers_of(self, record: TensorRecord) -> range:
-        """Numbers of the segments that hold a tensor which lies in a file of the version."""
+        """Return the numbers of the segments that contain a tensor of a file of the version."""
         if not record.bytes:
             return range(0)
         first, last = self.at(record.file, record.offset), self.at(record.file, record.offset + record.bytes - 1)
         return range(self.number(first), self.number(last) + 1)
 
     def at(self, file: str, offset: int) -> Segment:
-        """The segment that holds byte ``offset`` of ``file``."""
+        """Return the segment that holds byte ``offset`` of ``file``."""
         return self._segments[file][bisect_right(self._offsets[file], offset) - 1]
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Return the XXH3-128 of a manifest, equal on all nodes."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(manifest))
 
 
 def _cut(file: str, chunks: list[Chunk], ends: dict[int, int], limit: int) -> list[Segment]:
@@ -99,7 +110,7 @@ def _cut(file: str, chunks: list[Chunk], ends: dict[int, int], limit: int) -> li
     groups: list[list[Chunk]] = []
     size = 0
     for chunk in chunks:
-        # a tensor that fits into a segment is not torn apart
+        # a tensor that fits into a segment is not split
         stretch = min(limit, max(chunk.bytes, ends.get(chunk.offset, 0) - chunk.offset))
         if not groups or size + stretch > limit:
             groups.append([])

@@ -16,15 +16,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
 from hpcrl.weights.format.manifest import CHUNK_BYTES, TensorRecord, chunk_digests
 
-__all__ = ["TensorBytes", "safetensors_header", "tensor_size", "write_shard"]
-
 
 class TensorBytes(NamedTuple):
-    """A tensor to write: its raw little-endian bytes in C order, with no copy made."""
+    """Tensor to write: its raw little-endian bytes in C order, without a copy."""
 
     name: str
     dtype: str
@@ -33,7 +31,9 @@ class TensorBytes(NamedTuple):
 
 
 def safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, align: int) -> bytes:
-    """The head of a shard: length and JSON, padded with spaces so that the data begins at a multiple of ``align``.
+    """Return the head of a shard: length and JSON, padded so that the data begins at a multiple of ``align``.
+
+    The padding is spaces.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, a
 
 
 def tensor_size(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor (ValueError where a shard cannot hold the dtype)."""
+    """Return the bytes of a tensor (ValueError where a shard cannot hold the dtype)."""
     if dtype not in SAFETENSORS_DTYPES:
         raise ValueError(f"tensor {name!r} has dtype {dtype}, which a shard cannot hold")
     return _size(dtype, shape)
@@ -71,7 +71,7 @@ def tensor_size(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
-    # a model has many tensors and few shapes
+    # cached, because a model has many tensors and few shapes
     return SAFETENSORS_DTYPES[dtype][1] * math.prod(shape)
 
 

@@ -1,10 +1,10 @@
-"""Which rank writes which stretch of which file, for all files at once (numpy: a large model has 350,000 stretches).
+"""Assignment of file ranges to writing ranks, for all files at once (numpy: a large model has 350,000 ranges).
 
 Ranks write into shared files at offsets that follow from names, shapes and dtypes alone, so nothing is gathered
 and one rank or many give the same bytes. Each file is cut into **units** of whole hash chunks that begin and end
 on pages, and each unit has exactly one writer: two NFS clients that write into one page may overwrite each other,
 parallel filesystems lock by page or stripe, and direct I/O needs whole blocks. A writer that lacks bytes of its
-unit gets them from the rank that has them; there are few, where a rank's rows end.
+unit gets them from the rank that has them; there are few such bytes, where a rank's rows end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from hpcrl.weights.format.layout import PAGE_BYTES, PublishedTensor, ShardLayout
 from hpcrl.weights.format.manifest import CHUNK_BYTES
-
-__all__ = ["HashChunks", "Parts", "Runs", "UnitTable", "Units", "assign_units"]
 
 Ints = NDArray[np.int64]
 
@@ -92,7 +90,7 @@ class Parts(NamedTuple):
 
 
 class UnitTable(NamedTuple):
-    """What `assign_units` finds."""
+    """Result of `assign_units`."""
 
     units: Units
     chunks: HashChunks
@@ -118,7 +116,7 @@ def assign_units(
     number_of:
         The number of each tensor, by name; also of tensors that these files do not have.
     runs:
-        Which rank has which bytes of them.
+        Runs of bytes that each rank has.
     world_size:
         Number of ranks.
     chunk_bytes:
@@ -140,7 +138,7 @@ def assign_units(
     size[:-1] = np.diff(offset)
     size[last] = np.array([shard.bytes for shard in shards]) - offset[last]
     file = np.repeat(np.arange(len(shards)), [len(shard.tensors) for shard in shards])
-    # all tensors one behind the other, as if the files had no heads
+    # all tensors concatenated, as if the files had no heads
     base = np.cumsum(size) - size
     place = np.full(max(number_of.values()) + 1, -1, np.int64)
     place[number] = np.arange(len(number))
@@ -151,7 +149,7 @@ def assign_units(
     chunk_size = np.minimum(chunk_bytes, size[of] - nth * chunk_bytes)
     chunk_offset = offset[of] + nth * chunk_bytes
     chunk_file = file[of]
-    # a unit begins with a file, and behind a chunk that ends on a page
+    # a unit begins with a file, or after a chunk that ends on a page
     begins = np.ones(len(of), bool)
     begins[1:] = ((chunk_offset + chunk_size)[:-1] % PAGE_BYTES == 0) | (chunk_file[1:] != chunk_file[:-1])
     unit = np.cumsum(begins) - 1
@@ -180,7 +178,7 @@ def _placed_runs(
 ) -> tuple[Ints, Ints]:
     """Rank and first byte (with all tensors one behind the other) of the runs of these tensors, in order."""
     tensor = place[runs.tensor]
-    # runs of tensors in other files, and those of no bytes
+    # runs of tensors in other files, and empty ones
     kept = np.flatnonzero((tensor >= 0) & (runs.bytes != 0))
     begin = base[tensor[kept]] + runs.start[kept]
     order = np.argsort(begin, kind="stable")
@@ -202,7 +200,7 @@ def _placed_runs(
 
 
 def _writers(unit: Ints, rank: Ints, size: Ints, turn: Ints, world_size: int) -> Ints:
-    """The rank that has most of each unit."""
+    """Return the rank that has most of each unit."""
     pair = unit * world_size + rank
     order = np.argsort(pair, kind="stable")
     pair = pair[order]

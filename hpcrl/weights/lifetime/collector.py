@@ -1,16 +1,16 @@
-"""Removes versions that nobody needs, race-free against a reader that is just taking a lease.
+"""Remove versions that are not needed, without a race against a reader that is taking a lease.
 
-The reader:     L  writes its lease (`Registration.lease`);   N  lists the root: has the version still its name?
+The reader:     L  writes its lease (`Registration.lease`);   N  lists the root: has the version its name?
 The collector:  H  hides the version (rename);                C  reads leases and pins;   D  restores it, or deletes it
 
 Whatever the order, a reader that found the name in N reads a version that is not deleted. Suppose D deletes: then C
 saw no lease, so L came after C, and C after H; so N, which comes after L, finds the version hidden, and the reader
-takes another one. If C sees the lease, D restores, and a reader whose N came between H and D only looks again.
+takes another one. If C sees the lease, D restores, and a reader whose N came between H and D only lists again.
 
 L, H and C are single directory entries, and both sides *list* (`N`, `C`), which a client of NFS revalidates. For a
-server whose time stamps are coarse, `settle_s` passes between H and C, so that a listing cached in the same tick as
-a change is not believed. Hidden versions of a collector that died are decided again by the next, by C and D; what it
-was deleting has another name and is never restored.
+server whose time stamps are coarse, `settle_s` passes between H and C, so that a listing cached in the same tick as a
+change is not used. Hidden versions of a collector that died are decided again by the next, by C and D; what it was
+deleting has another name and is never restored.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrl import lost_answers
-from hpcrl.aside import collect_asides
 from hpcrl.errors import HandoffError
-from hpcrl.fs import fsync_dir
+from hpcrl.storage import lost_replies
+from hpcrl.storage.files import fsync_dir
+from hpcrl.storage.quarantine import collect_asides
 from hpcrl.weights.format.manifest import Handoff, WrongManifestError
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import read_pins
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.visibility import HIDDEN_PREFIX
-
-__all__ = ["CollectReport", "Collector"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,16 +44,16 @@ _DOOMED_PREFIX = ".removed-"
 
 
 class CollectReport(NamedTuple):
-    """What a pass did.
+    """Result of a pass.
 
     Attributes
     ----------
     removed:
-        Versions that are gone, ascending.
+        Removed versions, ascending.
     kept:
-        Why each of the others stays, by version.
+        Reason why each of the others stays, by version.
     restored:
-        Versions that were hidden and came back, because a reader had taken a lease meanwhile.
+        Versions that were hidden and restored, because a reader had taken a lease meanwhile.
     """
 
     removed: list[int]
@@ -64,7 +62,7 @@ class CollectReport(NamedTuple):
 
 
 class Collector:
-    """The collector of one store. One process of a run may have one; that is the orchestrator."""
+    """Collector of one store. At most one process of a run has one: the orchestrator."""
 
     def __init__(
         self,
@@ -75,12 +73,12 @@ class Collector:
         settle_s: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare; nothing is touched.
+        """Prepare; the store is not changed.
 
         Parameters
         ----------
         store:
-            Of the run.
+            Store of the run.
         watch:
             Says which readers live. It must have watched for its expiry time before it may call a reader dead; it
             does so by itself.
@@ -97,7 +95,9 @@ class Collector:
         self._wrong: set[int] = set()
 
     def plan(self, in_use: Collection[int] = ()) -> dict[int, str]:
-        """Why each published version stays, by version; an empty reason means that it may go. Nothing is changed.
+        """Return why each published version stays, by version; an empty reason means that it may be removed.
+
+        Nothing is changed.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ class Collector:
         Raises
         ------
         HandoffError
-            Readers, pins or the manifest of a kept version cannot be read: what they need is unknown.
+            Readers, pins or the manifest of a kept version cannot be read, so that their needs are unknown.
         """
         versions = self._store.versions()
         reasons = dict.fromkeys(versions, "")
@@ -124,7 +124,7 @@ class Collector:
         return reasons
 
     def collect(self, in_use: Collection[int] = ()) -> CollectReport:
-        """Remove what may go; readers and pins that are dead or gone are forgotten.
+        """Remove unneeded versions, and the files of dead readers.
 
         Raises
         ------
@@ -134,12 +134,12 @@ class Collector:
         try:
             return self._collect(in_use)
         except OSError as error:
-            raise HandoffError(f"{self._store.root}: nothing more is removed now: {error}") from error
+            raise HandoffError(f"{self._store.root}: nothing else is removed now: {error}") from error
 
     def _collect(self, in_use: Collection[int]) -> CollectReport:
         self._watch.forget_dead()
         self._wrong.clear()
-        self._needs.clear()  # a version may have been withdrawn and published anew
+        self._needs.clear()  # a version may have been withdrawn and published again
         reasons = self.plan(in_use)
         for version, reason in reasons.items():
             if not reason:
@@ -148,17 +148,19 @@ class Collector:
         removed: list[int] = []
         hidden = self._hidden()
         if hidden:
+            # a server with coarse time stamps could answer step C from a listing cached in the same tick as step H
             self._sleep(self._settle_s)
             try:
                 wanted = self._wanted(hidden, in_use)
             except HandoffError:
+                # the needs of readers are unknown: keep everything
                 for version in hidden:
                     self._restore(version)
                 raise
             restored, removed = self._decide(hidden, wanted)
         self._delete_doomed()
         if (newest := self._store.newest()) is not None:
-            # what a restart had put aside, and the run has published again
+            # versions that a restart had quarantined and the run has published again
             collect_asides(self._store.root, "v", up_to=newest, keep=set(read_pins(self._store.root)))
         kept = {version: reason for version, reason in reasons.items() if reason}
         kept |= dict.fromkeys(restored, "leased or pinned while it was being removed")
@@ -169,21 +171,21 @@ class Collector:
     def _hide(self, version: int) -> None:
         """Rename a version so that no reader finds it (step H)."""
         with contextlib.suppress(FileNotFoundError):  # withdrawn by the trainer meanwhile
-            lost_answers.rename(self._store.path_of(version), self._hidden_path(version))
+            lost_replies.rename(self._store.path_of(version), self._hidden_path(version))
 
     def _wanted(self, hidden: Collection[int], in_use: Collection[int]) -> set[int]:
-        """Step C: which versions are held now, with what they need. A version published meanwhile counts, too."""
+        """Return the versions held now, with those that they need (step C). New versions count as well."""
         wanted = {*self._held(), *in_use, *self._store.versions()}
         for version in list(wanted):
             if version in hidden:
-                with contextlib.suppress(HandoffError):  # then its reader cannot read it either
+                with contextlib.suppress(HandoffError):  # its reader cannot read it either, so it holds nothing
                     wanted.update(Handoff.open(self._hidden_path(version)).manifest.needs)
             else:
                 wanted.update(self._needed_by(version))
         return wanted
 
     def _decide(self, hidden: Iterable[int], wanted: Collection[int]) -> tuple[list[int], list[int]]:
-        """Step D for all hidden versions; returns what was restored and what will be deleted."""
+        """Decide on all hidden versions (step D); return what was restored and what will be deleted."""
         restored, removed = [], []
         for version in sorted(hidden):
             if version in wanted and self._restore(version):
@@ -194,9 +196,9 @@ class Collector:
         return restored, removed
 
     def _restore(self, version: int) -> bool:
-        """Give a hidden version its name back; False where the name was given to a new one."""
+        """Give a hidden version its name back; return False where a new version has the name."""
         try:
-            lost_answers.rename(self._hidden_path(version), self._store.path_of(version))
+            lost_replies.rename(self._hidden_path(version), self._store.path_of(version))
         except OSError:
             if self._store.path_of(version).exists():
                 return False
@@ -205,16 +207,17 @@ class Collector:
         return True
 
     def _doom(self, version: int) -> None:
-        """From here on it cannot come back: it is deleted file by file."""
+        """Mark a version as irrevocably removed, before it is deleted file by file."""
         with contextlib.suppress(FileNotFoundError):
             name = f"{_DOOMED_PREFIX}v{version:06d}-{uuid.uuid4().hex[:8]}"
-            lost_answers.rename(self._hidden_path(version), self._store.root / name)
+            lost_replies.rename(self._hidden_path(version), self._store.root / name)
 
     def _delete_doomed(self) -> None:
-        """Delete what was doomed, also by a collector that died over it."""
+        """Delete the versions marked as removed, also those of a collector that died meanwhile."""
         doomed = [name for name in self._names() if name.startswith(_DOOMED_PREFIX)]
         if doomed:
-            # or a power failure could leave a version hidden, which may be restored, and not all of its files
+            # otherwise a power failure could bring back the hidden name, which may be restored, without all of its
+            # files
             fsync_dir(self._store.root)
         for name in doomed:
             shutil.rmtree(self._store.root / name, ignore_errors=True)
@@ -222,7 +225,7 @@ class Collector:
     # -- what is held
 
     def _held(self) -> dict[int, str]:
-        """Versions that readers or people hold, and why."""
+        """Return the versions that readers or people hold, and why."""
         reasons = {version: f"pinned by {pin.by}: {pin.reason}" for version, pin in read_pins(self._store.root).items()}
         for record in self._watch.observe():
             if record.acknowledged is not None:
@@ -244,7 +247,7 @@ class Collector:
             try:
                 self._needs[version] = self._store.open(version).manifest.needs
             except WrongManifestError as error:
-                _log.warning("nobody can read version %d, so it needs nothing: %s", version, error)
+                _log.warning("version %d is unreadable, so it needs nothing: %s", version, error)
                 self._wrong.add(version)
                 self._needs[version] = ()
             except HandoffError as error:

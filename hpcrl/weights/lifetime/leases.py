@@ -1,6 +1,6 @@
-"""Which readers live and what they hold, seen from one process by its own clock.
+"""Live readers and their leases, as one process observes them by its own clock.
 
-The collector and the publisher each keep a `ReaderWatch`. A reader lives while its names change: a name that was
+The collector and the publisher each keep a `ReaderWatch`. A reader is alive while its names change: a name that was
 first seen here more than the expiry time ago, by this process's monotonic clock, is dead. A watch that has just begun
 counts every name as alive for that long, so a restart errs towards keeping.
 """
@@ -15,17 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import HandoffError
+from hpcrl.storage.msgspec_types import prepared
 from hpcrl.weights.lifetime.readers import KEEP_NAME_S, READERS_DIR, ReaderName, ReaderRecord, parse_name
-
-__all__ = ["ReaderWatch"]
 
 _LISTINGS = 8
 
 
 class ReaderWatch:
-    """The readers of a run, as this process sees them."""
+    """Readers of a run, as this process observes them."""
 
     def __init__(self, root: Path, *, expiry_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin to watch; nothing is read yet.
@@ -35,7 +33,7 @@ class ReaderWatch:
         root:
             The directory of versions.
         expiry_s:
-            How long a name may stay unchanged before its reader counts as dead.
+            Time in seconds for which a name may stay unchanged before its reader counts as dead.
         clock:
             Seconds by this process's own clock.
         """
@@ -44,12 +42,12 @@ class ReaderWatch:
         self._records: dict[str, ReaderRecord] = {}
 
     def observe(self) -> list[ReaderRecord]:
-        """The newest record of each living reader, by name.
+        """Return the newest record of each live reader, by name.
 
         Raises
         ------
         HandoffError
-            The directory or the record of a living reader cannot be read: what it holds is unknown.
+            The directory or the record of a live reader cannot be read: its leases are unknown.
         """
         problem: Exception | None = None
         for _ in range(_LISTINGS):
@@ -60,7 +58,7 @@ class ReaderWatch:
                 if parsed is not None:
                     key = (parsed.reader, parsed.incarnation)
                     newest[key] = max(newest.get(key, (parsed, name)), (parsed, name))
-            # the newest name decides: an older one must not speak for a reader that is just dying
+            # only the newest name counts: an older one must not keep a reader alive that has died
             dead = self._dead(name for _, name in newest.values())
             try:
                 records = [self._read(name) for _, name in sorted(newest.values()) if name not in dead]
@@ -72,9 +70,9 @@ class ReaderWatch:
         raise HandoffError(f"{self._directory}: records change faster than they can be read: {problem}")
 
     def acknowledged_version(self) -> int | None:
-        """The newest version that every living reader has loaded; None where there is no reader, or one has none.
+        """Return the newest version that every live reader has loaded; None where one has none, or without readers.
 
-        The base of a delta may move to this version and no further: a reader can apply a delta only to what it has.
+        The base of a delta may advance to this version at most: a reader can apply a delta only to what it has.
 
         Raises
         ------
@@ -85,8 +83,18 @@ class ReaderWatch:
         versions = [version for version in acknowledged if version is not None]
         return min(versions) if versions and len(versions) == len(acknowledged) else None
 
+    def wanted_version(self) -> int | None:
+        """Return the newest announced version that a live reader could not pull, and does without; None for none.
+
+        Raises
+        ------
+        HandoffError
+            See `observe`.
+        """
+        return max((record.wanted for record in self.observe() if record.wanted is not None), default=None)
+
     def forget_dead(self) -> list[str]:
-        """Remove the names of dead readers, and what killed ones left half-written; returns those names.
+        """Remove the names of dead readers, and their partial files; return those names.
 
         Only for the one collector of the root. A reader that was only slow comes back with its next renewal.
 
@@ -102,7 +110,7 @@ class ReaderWatch:
         return dead
 
     def _dead(self, names: Iterable[str]) -> set[str]:
-        """Which of these names nobody has renewed in time, at one moment."""
+        """Return the names that were not renewed in time, at one moment."""
         now = self._clock()
         return {name for name in names if now - self._first_seen[name] > self._expiry_s}
 

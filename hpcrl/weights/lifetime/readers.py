@@ -1,14 +1,14 @@
-"""Who reads the versions of a run: registrations with heartbeat, leases and acknowledgements, as files.
+"""Readers of the versions of a run: registrations with heartbeat, leases and acknowledgements, as files.
 
-A reader says everything in one small record, in a file of the directory ``.readers`` beside the versions::
+A reader writes its whole state into one small record, in a file of the directory ``.readers`` next to the versions::
 
     weights/.readers/engine-0.5f3a9c01~00000017.json
 
 The name holds the reader, its incarnation (a restarted reader is another one) and a counter. Nothing is ever
-overwritten: each change and each heartbeat is a *new name*, and the old one goes a little later. So one listing of
-the directory, which NFS revalidates, shows who is there and who is alive; neither a cached name nor a cached size can
-mislead. No clock of another node is ever read: whoever wants to know whether a reader lives watches names change
-(`hpcrl.weights.lifetime.leases.ReaderWatch`).
+overwritten: each change and each heartbeat is a *new name*, and the old one is removed a little later. So one listing
+of the directory, which NFS revalidates, shows which readers exist and are alive; neither a cached name nor a cached
+size can mislead. No clock of another node is used: a process that checks whether a reader is alive observes changes of
+names (`hpcrl.weights.lifetime.leases.ReaderWatch`).
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from hpcrl.errors import HandoffError
-from hpcrl.fs import atomic_write
-from hpcrl.procfs import hostname
-
-__all__ = ["KEEP_NAME_S", "READERS_DIR", "ReaderName", "ReaderRecord", "Registration", "parse_name"]
+from hpcrl.processes.procfs import hostname
+from hpcrl.storage.files import atomic_write
 
 _log = logging.getLogger(__name__)
 
 READERS_DIR = ".readers"
-#: A replaced name stays this long. A listing that takes less cannot miss the old name and the new one both.
+#: Seconds for which a replaced name stays. A faster listing cannot miss both the old and the new name.
 KEEP_NAME_S = 2.0
 _FORMAT_VERSION = 1
-#: renewals within the expiry time: that many may fail in a row before others count the reader as dead
+#: renewals within the expiry time: this many may fail in a row before the reader counts as dead
 _BEATS = 4
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -47,7 +45,7 @@ _NAME = re.compile(r"(?P<reader>[A-Za-z0-9][A-Za-z0-9._-]*)\.(?P<incarnation>[0-
 
 
 class ReaderName(NamedTuple):
-    """The name of a record: who, which incarnation, and how often it has spoken."""
+    """Name of a record: reader, incarnation, and number of its heartbeats."""
 
     reader: str
     incarnation: str
@@ -55,13 +53,36 @@ class ReaderName(NamedTuple):
 
 
 def parse_name(name: str) -> ReaderName | None:
-    """Read a file name of the readers directory; None where it is no record."""
+    """Read a file name of the readers directory; None where it is not a record."""
     match = _NAME.fullmatch(name)
     return None if match is None else ReaderName(match["reader"], match["incarnation"], int(match["beat"]))
 
 
+class ReadSources(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a reader has read since its start, by the way they came.
+
+    Attributes
+    ----------
+    share_bytes, node_bytes, fabric_bytes:
+        From the shared filesystem, from other nodes, and from the trainer over the fabric.
+    fabric_s:
+        Seconds of all pulls over the fabric, whose threads work at the same time.
+    fabric_failures:
+        Pulls over the fabric that failed.
+    fabric_problem:
+        Reason of the last one.
+    """
+
+    share_bytes: int = 0
+    node_bytes: int = 0
+    fabric_bytes: int = 0
+    fabric_s: float = 0.0
+    fabric_failures: int = 0
+    fabric_problem: str = ""
+
+
 class ReaderRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader says of itself.
+    """Record of a reader.
 
     Attributes
     ----------
@@ -70,13 +91,17 @@ class ReaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation:
         Differs for every start of the reader.
     node:
-        Where it runs; readers of one node share what they read.
+        Its node; readers of one node share what they read.
     acknowledged:
         Newest version that it has loaded; None before the first.
     leases:
         Versions that it is reading now, parents of deltas included.
+    wanted:
+        Version that is only announced and that it could not pull: it asks that it becomes durable.
     url:
-        Where its node serves versions to other nodes; empty where it does not.
+        URL at which its node serves versions to other nodes; empty where it does not.
+    sources:
+        Where the bytes came from that it has read.
     """
 
     reader: str
@@ -84,17 +109,27 @@ class ReaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     acknowledged: int | None = None
     leases: tuple[int, ...] = ()
+    wanted: int | None = None
     url: str = ""
+    sources: ReadSources = ReadSources()
     format_version: int = _FORMAT_VERSION
 
 
 class Registration:
-    """A reader's own entry. `open` begins the heartbeat, `close` takes the entry away.
+    """Own entry of a reader. `open` begins the heartbeat, `close` removes the entry.
 
     Methods may be called from any thread.
     """
 
-    def __init__(self, root: Path, reader: str, *, expiry_s: float, node: str | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        reader: str,
+        *,
+        expiry_s: float,
+        node: str | None = None,
+        sources: Callable[[], ReadSources] = ReadSources,
+    ) -> None:
         """Prepare; nothing is written.
 
         Parameters
@@ -108,6 +143,8 @@ class Registration:
             have the same value; renewals come four times as often.
         node:
             Name of this node; the host's by default.
+        sources:
+            Returns where the bytes came from that were read; called for each record.
 
         Raises
         ------
@@ -117,11 +154,12 @@ class Registration:
         if not _READER.fullmatch(reader):
             raise ValueError(f"reader name {reader!r} may have letters, digits, dot, dash and underscore only")
         self.reader, self.incarnation, self.node = reader, uuid.uuid4().hex[:12], node or hostname()
-        self._directory, self._expiry_s = root / READERS_DIR, expiry_s
+        self._directory, self._expiry_s, self._sources = root / READERS_DIR, expiry_s, sources
         self._lock = threading.Lock()
         self._leases: Counter[int] = Counter()
         self._kept: int | None = None
         self._acknowledged: int | None = None
+        self._wanted: int | None = None
         self._url = ""
         self._beat = 0
         self._replaced: list[tuple[float, Path]] = []
@@ -148,13 +186,13 @@ class Registration:
         return self
 
     def close(self) -> None:
-        """Unregister; leases end with it."""
+        """Unregister, which ends all leases."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
         with self._lock:
             for path in [path for _, path in self._replaced] + ([self._current] if self._current else []):
-                with contextlib.suppress(OSError):  # what stays behind expires
+                with contextlib.suppress(OSError):  # a remaining file expires
                     path.unlink()
             self._replaced, self._current = [], None
 
@@ -191,23 +229,23 @@ class Registration:
             try:
                 return self._change()
             except HandoffError as error:
-                # a full or stale filesystem is the same for all readers, and often well again in seconds: who gave up
-                # at once would be started anew, all of them together
+                # a full or stale filesystem affects all readers, and often recovers in seconds: without retries all of
+                # them would be restarted together
                 if time.monotonic() > deadline or self._stop.wait(pause_s):
                     with self._lock:
                         self._leases -= wanted
                     raise
-                _log.warning("%s; it is tried again", error)
+                _log.warning("%s; trying again", error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def release(self, versions: Iterable[int]) -> None:
-        """Take leases back. A failure to write is no error: the next renewal says it."""
+        """Release leases. A failed write does not raise: the next renewal writes it."""
         with self._lock:
             self._leases -= Counter(versions)
         self._change_later()
 
     def keep(self, version: int) -> None:
-        """``version``, which is leased, is in memory and will be acknowledged: until then it stays leased.
+        """Keep the leased ``version``, which is in memory, leased until it is acknowledged.
 
         Without that nothing would hold it between the end of its lease and the acknowledgement. It takes the place of
         a version that was kept before.
@@ -216,13 +254,23 @@ class Registration:
             self._kept = version
 
     def acknowledge(self, version: int) -> None:
-        """``version`` is loaded. A failure to write is no error: the next renewal says it."""
+        """Record that ``version`` is loaded. A failed write does not raise: the next renewal writes it."""
         with self._lock:
             self._acknowledged, self._kept = version, None
+            if self._wanted is not None and self._wanted <= version:
+                self._wanted = None
+        self._change_later()
+
+    def want(self, version: int) -> None:
+        """Ask that ``version``, which is only announced, becomes durable. A failed write does not raise."""
+        with self._lock:
+            if self._wanted is not None and version <= self._wanted:
+                return
+            self._wanted = version
         self._change_later()
 
     def serve_at(self, url: str) -> None:
-        """This node serves versions at ``url``; an empty one ends it."""
+        """Set the URL at which this node serves versions; an empty one ends serving."""
         with self._lock:
             if url == self._url:
                 return
@@ -244,12 +292,14 @@ class Registration:
                 node=self.node,
                 acknowledged=self._acknowledged,
                 leases=self._leased(),
+                wanted=self._wanted,
                 url=self._url,
+                sources=self._sources(),
             )
             path = self._directory / f"{self.reader}.{self.incarnation}~{self._beat:08d}.json"
-            self._beat += 1  # a name whose write failed is not used again: it may be there all the same
+            self._beat += 1  # a name whose write failed is not reused, because it may exist nevertheless
             try:
-                # others see it once it is renamed; it means nothing after a power failure
+                # not durable: others see it once it is renamed, and it is meaningless after a power failure
                 atomic_write(path, msgspec.json.encode(record), durable=False)
             except OSError as error:
                 raise HandoffError(f"{path} cannot be written: {error}") from error

@@ -1,4 +1,4 @@
-"""The tensors of a version of any kind, from whatever reads its bytes; deltas are applied and compared (numpy)."""
+"""Assemble the tensors of a version of any kind from its bytes; deltas are applied and verified (numpy)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import NamedTuple
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights.format.dtypes import SAFETENSORS_DTYPES
-from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests
-
-__all__ = ["Read", "ServedVersion", "StoredTensor", "assemble"]
+from hpcrl.weights.format.manifest import OpenedVersion, TensorRecord, chunk_digests
 
 Read = Callable[[int, str, int, int], memoryview]
 """(version, file, offset, bytes) → these bytes, verified."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a version.
+    """Tensor of a version.
 
     Attributes
     ----------
     name, record:
-        As in the manifest.
+        Name and record of the manifest.
     data:
         Its bytes, little-endian and in C order.
     """
@@ -32,14 +30,14 @@ class StoredTensor(NamedTuple):
 
 
 class ServedVersion(NamedTuple):
-    """A version that the reader has in memory: deltas that follow it need nothing else from the share.
+    """Version that the reader has in memory: deltas that follow it need no other data from the shared filesystem.
 
     Attributes
     ----------
     version:
-        Which.
+        Its number.
     copy:
-        A fresh copy of the bytes of a tensor of it; None where it has not got them in the dtype of the record.
+        Returns a new copy of a tensor's bytes; None where it does not have them in the dtype of the record.
     """
 
     version: int
@@ -47,33 +45,33 @@ class ServedVersion(NamedTuple):
 
 
 def assemble(
-    chain: Sequence[Handoff],
+    chain: Sequence[OpenedVersion],
     read: Read,
     served: ServedVersion | None = None,
     *,
     check_all: bool = False,
     only: Collection[str] | None = None,
 ) -> Iterator[StoredTensor]:
-    """All tensors of the last version of ``chain``, one at a time, in the order in which its files are read fastest.
+    """Yield all tensors of the last version of ``chain``, one at a time, in the order that is fastest to read.
 
     Parameters
     ----------
     chain:
-        A whole version and the deltas that lead to the wanted one, oldest first. An adapter stands alone: what it
-        changes is not reconstructed here.
+        A whole version and the deltas that lead to the wanted one, oldest first. An adapter is the only element: the
+        tensors that it changes are not reconstructed here.
     read:
         Reads verified bytes of these versions.
     served:
-        What the reader has already.
+        Version that the reader has in memory.
     check_all:
-        Compare also tensors that no delta changes with their hashes: ``read`` does not verify.
+        Compare also tensors that no delta changes with their hashes, because ``read`` does not verify.
     only:
-        Tensors that are wanted; the others are not read. None: all.
+        Names of tensors to read. None: all.
 
     Raises
     ------
     HandoffError
-        What ``read`` raises; or the versions do not fit each other, or a delta does not give the tensor whose hash the
+        Raised by ``read``; or the versions do not fit each other, or a delta does not give the tensor whose hash the
         manifest has.
     """
     whole, *deltas = chain
@@ -99,18 +97,18 @@ def assemble(
             todo = deltas if data is None or known is None else deltas[known:]
             view = read(whole.version, file, record.offset, record.bytes) if data is None else memoryview(data)
             if data is not None or any(name in delta.manifest.changes for delta in todo):
-                # what was read may be shared with others: change a copy
+                # the bytes may be shared with other readers: change a copy
                 view = view if data is not None else memoryview(bytearray(view))
                 for delta in todo:
                     _apply(delta, name, view, read)
                 _check(final, name, view)
             elif check_all or final.manifest.tensors[name].xxh3_128 != record.xxh3_128:
-                # no delta has changes of it: then its content is that of the whole version, whatever a manifest says
+                # no delta changes it, so its content must be that of the whole version
                 _check(final, name, view)
             yield StoredTensor(name, final.manifest.tensors[name], view)
 
 
-def _apply(delta: Handoff, name: str, data: memoryview, read: Read) -> None:
+def _apply(delta: OpenedVersion, name: str, data: memoryview, read: Read) -> None:
     """Bring a tensor from the version before ``delta`` to that of ``delta``, in place."""
     pieces = delta.manifest.changes.get(name, ())
     if not pieces:
@@ -129,6 +127,6 @@ def _apply(delta: Handoff, name: str, data: memoryview, read: Read) -> None:
             raise HandoffError(f"{delta.path / piece.file}: {error}") from error
 
 
-def _check(handoff: Handoff, name: str, data: memoryview) -> None:
+def _check(handoff: OpenedVersion, name: str, data: memoryview) -> None:
     if chunk_digests(data, handoff.manifest.chunk_bytes) != handoff.manifest.tensors[name].xxh3_128:
         raise HandoffError(f"{handoff.path}: tensor {name} does not have the content that the manifest says")

@@ -1,4 +1,4 @@
-"""The room in a node's cache of weights: which segments are there, who reads them, and which may be removed.
+"""Space in a node's cache of weights: its segments, their readers, and which segments may be removed.
 
 The files are those that `hpcrl.weights.read.nodecache` describes.
 """
@@ -15,20 +15,18 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 from hpcrl.weights.format.segments import Segment, SegmentMap
-from hpcrl.weights.read.ownership import living
-
-__all__ = ["LONGEST_POLL_S", "READING", "SEEN", "CacheRoom", "remove", "remove_if_deserted"]
+from hpcrl.weights.read.ownership import live_owners
 
 READING = ".reading-"
-"""How the name of a file begins that says how far a process is that loads the version; its owner follows."""
+"""Prefix of the file with the progress of a process that loads the version; its owner follows."""
 SEEN = ".seen-"
-"""Between the number of a segment and the owner of a process that has mapped it."""
+"""Separator of the number of a segment and the owner of a process that has mapped it."""
 LONGEST_POLL_S = 0.05
-"""Longest time in seconds between two looks at the cache while a process waits for others."""
+"""Maximum seconds between two looks at the cache while a process waits for others."""
 
 
 class CacheRoom:
-    """The segments of all versions below ``directory``, at most ``limit_bytes`` together.
+    """Segments of all versions below ``directory``, at most ``limit_bytes`` together.
 
     Parameters
     ----------
@@ -57,14 +55,14 @@ class CacheRoom:
         return self.version_dir(segments) / segment.file / str(segment.part)
 
     def readers(self, key: Path) -> list[str]:
-        """Return the owners of living processes that load the version of the directory ``key``."""
-        return [name for name in living(key, READING) if name]
+        """Return the owners of live processes that load the version of the directory ``key``."""
+        return [name for name in live_owners(key, READING) if name]
 
     def make_room(self, segments: SegmentMap, segment: Segment, stopped: Callable[[], bool]) -> None:
         """Wait until a segment fits (OSError ENOSPC where that takes too long, CancelledError when ``stopped``).
 
-        Nobody loads further ahead than the cache is large, counted from the slowest reader: so there is always room
-        for what that one needs, and it comes on.
+        No process loads further ahead of the slowest reader than the cache is large. So there is always space for the
+        segments that this reader needs, and it makes progress.
         """
         deadline = time.monotonic() + self._segment_limit_s(segment.bytes)
         number = segments.number(segment)
@@ -84,7 +82,7 @@ class CacheRoom:
             time.sleep(LONGEST_POLL_S)
 
     def _window(self, segments: SegmentMap, number: int) -> range:
-        """The segments that may be in the cache: from the slowest reader's on, as many as fit."""
+        """Return the segments that may be in the cache: from the slowest reader's on, as many as fit."""
         start = stop = min(self._positions(segments), default=number)
         size = 0
         for segment in segments.in_order[start:]:
@@ -95,7 +93,7 @@ class CacheRoom:
         return range(start, max(stop, start + 1))
 
     def _positions(self, segments: SegmentMap) -> list[int]:
-        """How far the living readers of a version are."""
+        """Return the positions of the live readers of a version."""
         directory, found = self.version_dir(segments), []
         for reader in self.readers(directory):
             with contextlib.suppress(OSError):
@@ -114,7 +112,7 @@ class CacheRoom:
         return total
 
     def _evict(self, wanted: int, segments: SegmentMap, window: range) -> int:
-        """Remove what nobody needs any more, or is out of the window; returns the bytes that it had."""
+        """Remove segments that are not needed any more, or are outside of the window; return their bytes."""
         freed = 0
         own = self.version_dir(segments)
         for key in self.versions():
@@ -139,13 +137,13 @@ def _is_data(name: str) -> bool:
 
 
 def remove_if_deserted(directory: Path) -> None:
-    """Remove a cache that no living process uses."""
-    if not living(directory / "members", ""):
+    """Remove a cache that no live process uses."""
+    if not live_owners(directory / "members", ""):
         remove(directory)
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory of the cache, hidden first: who looks for a segment finds all of it or nothing."""
+    """Remove a directory of the cache, hidden first, so that a reader finds a segment completely or not at all."""
     hidden = directory.with_name(f".removed-{directory.name}-{os.getpid()}-{time.monotonic_ns()}")
     with contextlib.suppress(OSError):
         os.rename(directory, hidden)

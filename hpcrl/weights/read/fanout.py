@@ -22,17 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
-from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HandoffError, UsageError
-from hpcrl.gate import Gate
-from hpcrl.serving import listen, make_runner, stop_serving
+from hpcrl.network.auth import Gate
+from hpcrl.network.http_server import listen, make_runner, stop_serving
+from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.read.share import Pace
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-__all__ = ["FanoutServer", "Peers", "parent_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,16 +44,16 @@ Fetch = Callable[[str, str, int, Sequence[str]], Path | None]
 
 
 def parent_of(node: str, nodes: Sequence[str], segment_number: int, *, degree: int) -> str | None:
-    """The node that ``node`` asks for a segment; None where it reads the share itself.
+    """Return the node that ``node`` asks for a segment; None where it reads the shared filesystem itself.
 
     Parameters
     ----------
     nodes:
-        All nodes that take part, in an order that all of them know.
+        All participating nodes, in an order that is the same on all of them.
     segment_number:
-        Turns the tree, so that every node is the root of some segments.
+        Rotates the tree, so that every node is the root of some segments.
     degree:
-        Children a node has in a tree; 1 is a chain.
+        Children of a node in a tree; 1 is a chain.
     """
     if node not in nodes:
         return None
@@ -92,7 +90,7 @@ class Peers:
         node:
             This node.
         headers:
-            Of each request: they bring the run's token (`hpcrl.gate.Gate.headers`).
+            Headers of each request, with the run's token (`hpcrl.network.auth.Gate.headers`).
         pace:
             Limits of a request.
         degree:
@@ -159,7 +157,7 @@ class Peers:
 
 
 class _NotThereError(Exception):
-    """A peer cannot give a segment now; that is no failure."""
+    """Raised where a peer cannot give a segment now, which is not a failure."""
 
 
 class FanoutServer:
@@ -169,14 +167,14 @@ class FanoutServer:
     """
 
     def __init__(self, host: str, *, gate: Gate, node: str, fetch: Fetch) -> None:
-        """Prepare; nothing listens yet.
+        """Prepare the server; it does not listen yet.
 
         Parameters
         ----------
         host:
             Address to listen on: that of the cluster's network, or loopback.
         fetch:
-            Finds a segment, loading it where it is not there; None where there is no such thing.
+            Returns the file of a segment, loading it if missing; None where the segment does not exist.
         """
         self._host, self._gate, self._node, self._fetch = host, gate, node, fetch
         self._loop = asyncio.new_event_loop()
@@ -186,12 +184,12 @@ class FanoutServer:
         self.url = ""
 
     def start(self) -> str:
-        """Listen on a free port; returns the address.
+        """Listen on a free port; return the address.
 
         Raises
         ------
         HandoffError
-            The address cannot be had, or everybody who reaches it would be answered.
+            The address is not available, or the server would accept every client that reaches it.
         """
         try:
             self._gate.check_host(self._host)
@@ -219,7 +217,7 @@ class FanoutServer:
             self._ready.set()
 
     def app(self) -> web.Application:
-        """What is served to whom."""
+        """Return the web application that serves segments to accepted nodes."""
         from aiohttp import web  # noqa: PLC0415 - readers that do not serve have no use for it
 
         app = web.Application(middlewares=[self._gate.middleware()])
@@ -228,7 +226,7 @@ class FanoutServer:
 
     async def _serve(self) -> None:
         app = self.app()
-        # the web server's own threads send files; a segment that must be fetched first takes one of ours
+        # the web server's threads send files; segments that must be fetched first use these threads
         self._pool = DaemonExecutor(_SERVE_THREADS, thread_name_prefix="fanout")
         runner = make_runner(app, shutdown_timeout=1.0)
         await runner.setup()
@@ -252,7 +250,7 @@ class FanoutServer:
         try:
             path = await asyncio.get_running_loop().run_in_executor(self._pool, self._fetch, key, file, part, via)
         except HandoffError as error:
-            _log.warning("a segment for another node cannot be had: %s", error)
+            _log.warning("a segment for another node cannot be fetched: %s", error)
             path = None
         if path is None:
             raise web.HTTPNotFound

@@ -1,7 +1,7 @@
-"""Which safetensors files of a Hugging Face model directory hold the model, and which only lie beside it.
+"""Safetensors files of a Hugging Face model directory that belong to the model, and those that do not.
 
-``model.safetensors.index.json`` decides where there is one, as for transformers and vLLM. Where it and another file
-contradict each other, readers differ in what they load, and so the directory is refused.
+``model.safetensors.index.json`` decides where it exists, as for transformers and vLLM. Where it contradicts another
+file, readers would load different tensors, so the directory is refused.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from typing import NamedTuple
 
 from hpcrl.errors import UsageError
 
-__all__ = ["INDEX", "WeightFiles", "find_weight_files"]
-
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors")
 _MAX_INDEX_BYTES = 512 << 20
 _OTHER_FORMATS = ("consolidated", "adapter_model")
-"""How names of files begin that hold a model in Mistral's own layout, or an adapter of one."""
+"""Prefixes of files that hold a model in Mistral's own layout, or an adapter."""
 
 
 class WeightFiles(NamedTuple):
-    """The files of a model.
+    """Files of a model.
 
     Attributes
     ----------
     paths:
-        The files to read, sorted.
+        Files to read, sorted.
     placed:
-        The file of each tensor by the index; empty where there is no index.
+        File of each tensor by the index; empty without an index.
     ignored:
         Names of files with weights that are not read, sorted.
     """
@@ -56,7 +54,7 @@ def find_weight_files(model_dir: Path) -> WeightFiles:
     present = sorted({path.name for pattern in _OTHER_WEIGHTS for path in model_dir.glob(pattern)})
     own = [path for path in sorted(model_dir.glob("*.safetensors")) if not path.name.startswith(_OTHER_FORMATS)]
     placed: dict[str, Path] = {}
-    # a link to nothing is an index that cannot be read, and not the lack of one
+    # a broken link is an unreadable index, not a missing one
     if (model_dir / INDEX).exists() or (model_dir / INDEX).is_symlink():
         placed = {name: model_dir / file for name, file in _read_index(model_dir).items()}
         paths = sorted(set(placed.values()))
@@ -90,7 +88,7 @@ def _read_index(model_dir: Path) -> dict[str, str]:
         parts = PurePosixPath(name)
         if parts.is_absolute() or ".." in parts.parts or parts.suffix != ".safetensors" or "\0" in name:
             raise UsageError(
-                f"{path} says that tensor {tensor!r} is in {name!r}: that is no safetensors file of this directory"
+                f"{path} says that tensor {tensor!r} is in {name!r}: that is not a safetensors file of this directory"
             )
     if lost := sorted(name for name in set(found.values()) if not (model_dir / name).is_file()):
         some = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")

@@ -22,23 +22,21 @@ from hpcrl.weights.read.model_directory import INDEX, find_weight_files
 from hpcrl.weights.read.stacked_experts import StackedExpert, stacked_experts, transposed
 from hpcrl.weights.read.wrapped_names import STACKED_EXPERTS, language_model_name, text_config
 
-__all__ = ["ModelFiles", "StoredBlock", "safetensors_dtype"]
-
 _DTYPES = {theirs: (ours, size) for ours, (theirs, size) in SAFETENSORS_DTYPES.items()}
 # powers of two, as scales are published; nothing here writes them
 _DTYPES["F8_E8M0"] = ("float8_e8m0fnu", 1)
 _THEIRS = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors project."""
+"""Maximum header size in bytes, that of the safetensors project."""
 _BLOCKS_DIMENSIONS = 4
-"""Of ``*_blocks``: experts, outputs, blocks, bytes of a block."""
+"""Number of dimensions of ``*_blocks``: experts, outputs, blocks, bytes of a block."""
 _SPAN_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
-"""Runs that lie nearer than this to each other are read together."""
+"""Maximum gap in bytes between runs that are read together."""
 
 
 class StoredBlock(NamedTuple):
-    """Where a tensor lies: file, first byte in it, dtype by torch's name and bytes of an element, shape.
+    """Location of a tensor: file, first byte in it, dtype by torch's name and bytes of an element, shape.
 
     A weight in MXFP4 has the file and the first byte of its ``*_blocks``, and no bytes of an element. The matrix of an
     expert that is stored ``stacked`` has those of the tensor of all experts, and its own shape.
@@ -53,7 +51,7 @@ class StoredBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes in the file."""
         return math.prod(self.shape) * self.width
 
 
@@ -63,14 +61,14 @@ def safetensors_dtype(dtype: str) -> str:
 
 
 class ModelFiles:
-    """The safetensors files of a model directory. A context manager: files stay open in it.
+    """Safetensors files of a model directory. A context manager: files stay open in it.
 
     Attributes
     ----------
     tensors:
-        Where each tensor lies, by its name. A weight that is stored in MXFP4 is there by its own name too, in dtype
-        and shape of the weight, beside its ``*_blocks`` and ``*_scales``. Of a model that also sees these are the
-        tensors of its language model, by the names of that model's own family.
+        Location of each tensor, by its name. A weight that is stored in MXFP4 also has an entry by its own name, in
+        dtype and shape of the weight, in addition to its ``*_blocks`` and ``*_scales``. For a vision-language model
+        these are the tensors of its language model, by the names of that model's own family.
     ignored:
         Names of files of weights in the directory that are not read (`find_weight_files`).
     """
@@ -81,13 +79,13 @@ class ModelFiles:
         Parameters
         ----------
         whole:
-            Of a model that also sees all tensors, by the names and in the shapes that its files have.
+            For a vision-language model, include all tensors, by the names and in the shapes of its files.
 
         Raises
         ------
         UsageError
-            There are none, or one is no safetensors file, ends before its tensors do, or is a link to what is not
-            there (the message names it); the index does not say where tensors are; a tensor is in two files.
+            There are none; or one is not a safetensors file, ends before its tensors do, or is a broken link (the
+            message names it); or the index does not locate tensors; or a tensor is in two files.
         """
         found = find_weight_files(model_dir)
         self.model_dir = model_dir
@@ -120,7 +118,9 @@ class ModelFiles:
         self._open.clear()
 
     def read(self, name: str, low: Sequence[int], high: Sequence[int]) -> bytearray:
-        """The bytes of the block ``low <= index < high`` of a stored tensor, in C order; of none in MXFP4 as a whole.
+        """Return the bytes of the block ``low <= index < high`` of a stored tensor, in C order.
+
+        Tensors in MXFP4 are not supported as a whole.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class ModelFiles:
 
 
 def _language_model(tensors: Mapping[str, StoredBlock], config: Mapping[str, Any]) -> dict[str, StoredBlock]:
-    """Those of the language model of a wrapper, by their own names; experts that lie in one tensor one by one."""
+    """Return the tensors of a wrapper's language model, by their own names; stacked experts one by one."""
     stacked, hidden_size = config.get("model_type") in STACKED_EXPERTS, config.get("hidden_size", 0)
     found: dict[str, StoredBlock] = {}
     for name, block in tensors.items():
@@ -187,7 +187,7 @@ def _language_model(tensors: Mapping[str, StoredBlock], config: Mapping[str, Any
 
 
 def _packed_weights(tensors: Mapping[str, StoredBlock]) -> dict[str, StoredBlock]:
-    """Weights that are stored in MXFP4, by their own names; whether they can be read is not looked at."""
+    """Return the weights that are stored in MXFP4, by their own names; whether they are readable is not checked."""
     return {
         name.removesuffix(BLOCKS_SUFFIX): block._replace(dtype=MXFP4_DTYPE, width=0, shape=unpacked_shape(block.shape))
         for name, block in tensors.items()
@@ -212,22 +212,22 @@ def _spans(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[i
 def _head(path: Path) -> dict[str, StoredBlock]:
     if path.is_symlink() and not path.exists():
         raise UsageError(
-            f"{path} is a link to {os.readlink(path)}, which is not there: a download was interrupted or removed\n"
+            f"{path} is a link to {os.readlink(path)}, which does not exist: a download was interrupted or removed\n"
             "    hint: download the model again"
         )
     if not path.is_file():
-        raise UsageError(f"{path} is no file")
+        raise UsageError(f"{path} is not a file")
     with path.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if not 2 <= size <= _MAX_HEADER_BYTES:
-            raise UsageError(f"{path} is no safetensors file: its head would have {size} bytes")
+            raise UsageError(f"{path} is not a safetensors file: its head would have {size} bytes")
         text = stream.read(size)
         length = os.fstat(stream.fileno()).st_size
     try:
         head: Mapping[str, Mapping[str, object]] = json.loads(text)
         blocks = {name: _block(path, 8 + size, entry) for name, entry in head.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{path} is not a safetensors file: {type(error).__name__}: {error}") from error
     ends = {name: block.offset + math.prod(block.shape) * block.width for name, block in blocks.items()}
     if late := [name for name, end in ends.items() if end > length]:
         raise UsageError(
@@ -239,7 +239,7 @@ def _head(path: Path) -> dict[str, StoredBlock]:
 def _block(path: Path, data: int, entry: Mapping[str, object]) -> StoredBlock:
     shape, offsets, theirs = entry["shape"], entry["data_offsets"], str(entry["dtype"])
     if not isinstance(shape, list) or not isinstance(offsets, list):
-        raise TypeError("shape or data_offsets is no list")
+        raise TypeError("shape or data_offsets is not a list")
     dtype, width = _DTYPES.get(theirs, (theirs, 0))
     begin, end = map(int, offsets)
     if not 0 <= begin <= end or any(not isinstance(size, int) or size < 0 for size in shape):

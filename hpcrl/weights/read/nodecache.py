@@ -1,13 +1,13 @@
-"""Sharing what is read among the processes of one node: each segment comes from the share once.
+"""Cache of segments that the processes of one node share: each segment is read from the shared filesystem once.
 
-The cache lies on memory or a disk of the node, for example in ``/dev/shm``. One process is elected for each segment,
-loads and verifies it; all others map the same pages. Memory is bounded: room is made by removing segments that every
-reader of the version has mapped (a mapping outlives its name, so nothing is ever torn), and where there is none in
-time, a process reads for itself and leaves the cache alone.
+The cache is in memory or on a disk of the node, for example in ``/dev/shm``. One process is elected for each segment,
+loads and verifies it; all others map the same pages. Memory is bounded: space is freed by removing segments that every
+reader of the version has mapped (a mapping outlives its name, so no reader sees a partial segment). Where space is not
+free in time, a process reads for itself without the cache.
 
-``base`` belongs to everybody. The cache's own directory can be entered by its owner alone, has a name that others
-cannot know beforehand, and is looked at (`hpcrl.ours`) before it is believed; so is each segment. What another process
-has loaded is compared with the manifest's hashes the first time that this process maps it.
+All users may write to ``base``. The cache's own directory is accessible to its owner alone, has a name that others
+cannot predict, and is checked (`hpcrl.storage.trusted_paths`) before use; so is each segment. A segment that another
+process has loaded is compared with the manifest's hashes the first time that this process maps it.
 
 ::
 
@@ -15,7 +15,7 @@ has loaded is compared with the manifest's hashes the first time that this proce
       members/<owner>                       processes that use this cache
       <version key>/.reading-<owner>        processes that are loading this version
       <version key>/<file>/<index>          a segment, complete and verified
-      <version key>/<file>/<index>.lock.1   who is loading it
+      <version key>/<file>/<index>.lock.1   owner that is loading it
       <version key>/<file>/<index>.seen-<owner>
 """
 
@@ -35,12 +35,10 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpcrl.ours import NotOursError, check_parent, check_private, make_private, open_ours
+from hpcrl.storage.trusted_paths import NotOursError, check_parent, check_private, make_private, open_trusted
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.read.cache_room import LONGEST_POLL_S, READING, SEEN, CacheRoom, remove, remove_if_deserted
-from hpcrl.weights.read.ownership import OwnerLock, living, myself
-
-__all__ = ["NodeCache"]
+from hpcrl.weights.read.ownership import OwnerLock, current_owner, live_owners
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +51,15 @@ Load = Callable[[memoryview], None]
 
 
 class NodeCache:
-    """The cache of one store on this node, as one process sees it. Methods may be called from any thread.
+    """Cache of one store on this node, as one process sees it. Methods may be called from any thread.
 
     Attributes
     ----------
     directory:
-        Where segments of all versions lie.
+        Directory of the segments of all versions.
     private_bytes:
-        What this process has read for itself alone so far, because the cache could not take it in time; for tests.
+        Bytes that this process has read for itself alone so far, because the cache could not take it in time; for
+        tests.
     """
 
     def __init__(
@@ -73,30 +72,31 @@ class NodeCache:
         segment_limit_s: Callable[[int], float],
         verify: bool = True,
     ) -> None:
-        """Join the cache; what the dead have left below ``base`` is removed.
+        """Join the cache; remove files that dead processes have left below ``base``.
 
         Parameters
         ----------
         base:
-            Directory of this node, with room for ``limit_bytes``.
+            Directory of this node, with space for ``limit_bytes``.
         root:
-            The directory of versions.
+            Directory of versions.
         secret:
-            What only readers of ``root`` know: the name of the cache is made from it.
+            Secret of the readers of ``root``, from which the name of the cache is derived.
         limit_bytes:
-            Most bytes of segments, of all versions together.
+            Maximum size of segments, of all versions together.
         segment_limit_s:
-            How long to wait for another process to load so many bytes, or to make room for them.
+            Returns the timeout in seconds for another process to load a number of bytes, or for making room for them.
         verify:
-            Compare what another process has loaded with the manifest before it is used.
+            Verify segments that another process has loaded against the manifest before they are used.
 
         Raises
         ------
         OSError
-            ``base`` cannot be written, or it or the cache is others' to change (`hpcrl.ours.NotOursError`).
+            ``base`` cannot be written, or other users can change it or the cache
+            (`hpcrl.storage.trusted_paths.NotOursError`).
         """
-        self._me, self._verify = myself(), verify
-        # others may list base: without the secret they cannot take the name first
+        self._me, self._verify = current_owner(), verify
+        # other users may list `base`: without the secret they cannot create the directory's name first
         key = hmac.digest(secret.encode(), b"node cache of " + bytes(root.resolve()), hashlib.sha256).hex()[
             :_KEY_DIGITS
         ]
@@ -115,7 +115,8 @@ class NodeCache:
                 remove_if_deserted(path)
         for path in base.glob(f".removed-{_PREFIX}-{os.getuid()}-*"):
             if _is_ours(path):
-                shutil.rmtree(path, ignore_errors=True)  # who began to remove it has died, or is not faster alone
+                # the process that began to remove it has died, or this helps it
+                shutil.rmtree(path, ignore_errors=True)
         self._join()
 
     def close(self) -> None:
@@ -127,7 +128,10 @@ class NodeCache:
 
     @contextmanager
     def reading(self, segments: SegmentMap) -> Iterator[None]:
-        """This process loads the version inside; segments that it has not seen stay while there is room."""
+        """Mark the version as being loaded by this process inside the context.
+
+        Segments that this process has not read stay in the cache while there is space.
+        """
         mark = self._room.version_dir(segments) / f"{READING}{self._me}"
         with self._lock:
             self._reading[segments.key] = self._reading.get(segments.key, 0) + 1
@@ -142,28 +146,28 @@ class NodeCache:
                     mark.unlink(missing_ok=True)
 
     def advance(self, segments: SegmentMap, number: int) -> None:
-        """This process reads in order and has come to segment ``number``; it needs no earlier one."""
-        with contextlib.suppress(OSError):  # it tells others what may go; they wait a little otherwise
+        """Record that this process, which reads in order, has reached segment ``number`` and needs no earlier one."""
+        with contextlib.suppress(OSError):  # only a hint for evictions by others, which otherwise wait a little
             (self._room.version_dir(segments) / f"{READING}{self._me}").write_text(str(number))
 
     def get(
         self, segments: SegmentMap, segment: Segment, load: Load, *, stopped: Callable[[], bool] = lambda: False
     ) -> memoryview:
-        """A segment's bytes: mapped, or read for this process alone where the cache cannot take it in time.
+        """Return a segment's bytes: mapped, or read for this process alone where the cache cannot take it in time.
 
         The view may be written to: its pages are private once they are.
 
         Parameters
         ----------
         stopped:
-            Nobody wants it any more: end in a `CancelledError` rather than wait.
+            Returns whether the segment is not needed any more: end in a `CancelledError` rather than wait.
 
         Raises
         ------
         CancelledError
             See ``stopped``.
         Exception
-            What ``load`` raises. A cache that cannot be used is no error.
+            Any exception of ``load``. An unusable cache is not an error.
         """
         deadline, pause = time.monotonic() + 2 * self._segment_limit_s(segment.bytes), _POLL_S
         path = self._room.segment_path(segments, segment)
@@ -188,14 +192,14 @@ class NodeCache:
         return buffer
 
     def file_of(self, segments: SegmentMap, segment: Segment, load: Load) -> Path | None:
-        """The file that holds a segment, loaded where it was not there; None where the cache cannot take it."""
+        """Return the file that holds a segment, loaded if missing; None where the cache cannot take it."""
         path = self._room.segment_path(segments, segment)
         if not path.exists():
             self.get(segments, segment, load)
         return path if path.exists() else None
 
     def drop_others(self, keys: set[str]) -> None:
-        """Remove versions that nobody loads, but for ``keys``."""
+        """Remove versions that no process loads, except ``keys``."""
         with self._lock:
             self._known = {path: known for path, known in self._known.items() if path.parent.parent.name in keys}
         for path in self._room.versions():
@@ -220,7 +224,7 @@ class NodeCache:
         return True
 
     def _load(self, path: Path, segment: Segment, load: Load) -> None:
-        # one who died over it had the same name: what it left is taken over
+        # a loader that died used the same name: its remains are removed
         temporary = path.with_name(f".{path.name}.loading")
         temporary.unlink(missing_ok=True)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -239,9 +243,9 @@ class NodeCache:
             os.close(fd)
 
     def _map(self, path: Path, segment: Segment) -> memoryview | None:
-        """The pages of a segment; None where it is not there, or was not what the manifest says and is removed."""
+        """Return the pages of a segment; None where it is missing, or contradicted the manifest and was removed."""
         try:
-            fd = open_ours(path)
+            fd = open_trusted(path)
         except FileNotFoundError:
             return None
         try:
@@ -267,7 +271,7 @@ class NodeCache:
     def _join(self) -> None:
         member = self.directory / "members" / str(self._me)
         for _ in range(100):
-            # who removes a deserted cache may do so between these lines: look whether we are in
+            # another process may remove a deserted cache between these lines, so check that the member file exists
             with contextlib.suppress(FileNotFoundError):
                 make_private(self.directory)
                 member.parent.mkdir(exist_ok=True, mode=0o700)
@@ -275,8 +279,8 @@ class NodeCache:
                 if member.exists():
                     break
         for path in self.directory.rglob(".*.loading"):
-            # who loads has a lock with a living owner
-            if not living(path.parent, f"{path.name[1:].removesuffix('.loading')}.lock.", owner_inside=True):
+            # a process that is loading has a lock with a live owner
+            if not live_owners(path.parent, f"{path.name[1:].removesuffix('.loading')}.lock.", owner_inside=True):
                 path.unlink(missing_ok=True)
 
 
@@ -289,6 +293,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Another one for every content that a name has had."""
+    """Return an identity that differs for every content that a name has had."""
     status = os.fstat(fd)
     return status.st_ino, status.st_ctime_ns

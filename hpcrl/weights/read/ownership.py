@@ -1,7 +1,8 @@
-"""Who of several processes of one node does a thing: election by lock files, decided by who lives.
+"""Election of one of several processes of a node by lock files, which expire when their owner dies.
 
-A lock file is made whole by ``link`` and names its owner by pid, start time, boot and pid namespace. A dead owner's
-lock is not removed but overruled by the next generation, so that two who find it dead cannot both take over.
+A lock file is created complete by ``link`` and identifies its owner by pid, start time, boot and pid namespace. A dead
+owner's lock is not removed but superseded by the next generation, so that two processes that find it dead cannot both
+take over.
 """
 
 from __future__ import annotations
@@ -12,23 +13,21 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrl import lost_answers
-from hpcrl.procfs import boot_id, is_alive, read_process
-
-__all__ = ["Owner", "OwnerLock", "living", "myself"]
+from hpcrl.processes.procfs import boot_id, is_alive, read_process
+from hpcrl.storage import lost_replies
 
 
 class Owner(NamedTuple):
-    """A process of this node.
+    """Process of this node.
 
     Attributes
     ----------
     pid, start_ticks:
-        Name the process in its namespace.
+        Identify the process in its namespace.
     namespace:
-        Inode of its pid namespace: in another one (a container) its pid means nothing here.
+        Inode of its pid namespace: the pid of a process in another namespace (a container) is meaningless here.
     boot:
-        Id of the boot that it runs in.
+        Id of the boot in which it runs.
     """
 
     pid: int
@@ -41,7 +40,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """Read what ``str`` gave; None where it is something else."""
+        """Return the owner that ``str`` encoded; None where the text is something else."""
         pid, _, rest = text.partition("-")
         start, _, rest = rest.partition("-")
         namespace, _, boot = rest.partition("-")
@@ -49,14 +48,14 @@ class Owner(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether it runs. Of a process in another namespace nothing is known; it counts as alive."""
+        """Return whether the process runs. A process in another namespace cannot be observed, and counts as alive."""
         if self.boot != boot_id():
             return False
         return self.namespace != _namespace() or is_alive(self.pid, self.start_ticks)
 
 
-def myself() -> Owner:
-    """This process."""
+def current_owner() -> Owner:
+    """Return the owner that this process is."""
     process = read_process(os.getpid())
     assert process is not None
     return Owner(process.pid, process.start_ticks, _namespace(), boot_id())
@@ -70,7 +69,7 @@ def _namespace() -> str:
 
 
 class OwnerLock:
-    """A lock of one node, on a filesystem of that node that has hard links."""
+    """Lock of one node, on a filesystem of that node that has hard links."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._held = path, None
@@ -78,7 +77,7 @@ class OwnerLock:
     _held: Path | None
 
     def acquire(self) -> bool:
-        """Take the lock where nobody who lives has it; at once, without waiting.
+        """Take the lock unless a live process has it, without waiting; return whether it was taken.
 
         Raises
         ------
@@ -91,8 +90,8 @@ class OwnerLock:
         temporary = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")
         mine = self._name(max(generations, default=0) + 1)
         try:
-            temporary.write_text(str(myself()))
-            lost_answers.link(temporary, mine)
+            temporary.write_text(str(current_owner()))
+            lost_replies.link(temporary, mine)
         except FileExistsError:
             return False
         finally:
@@ -100,14 +99,14 @@ class OwnerLock:
         self._held = mine
         others = {g: owner for g, owner in self._generations().items() if self._name(g) != mine}
         if any(owner is not None and owner.alive for owner in others.values()):
-            self.release()  # both may give way; the next try decides
+            self.release()  # both may give up; the next attempt decides
             return False
         for generation in others:
             self._name(generation).unlink(missing_ok=True)
         return True
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._held is not None:
             self._held.unlink(missing_ok=True)
             self._held = None
@@ -125,10 +124,10 @@ class OwnerLock:
         return found
 
 
-def living(directory: Path, prefix: str, *, owner_inside: bool = False) -> list[str]:
-    """Living owners of the files of a directory whose names begin with ``prefix``; files of the dead are removed.
+def live_owners(directory: Path, prefix: str, *, owner_inside: bool = False) -> list[str]:
+    """Return live owners of the files whose names begin with ``prefix``; remove the files of dead ones.
 
-    ``owner_inside``: a file names its owner in its text, not in its name; it stays.
+    ``owner_inside``: a file has its owner in its text, not in its name, and is not removed.
     """
     found = []
     with contextlib.suppress(FileNotFoundError):

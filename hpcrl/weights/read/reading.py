@@ -9,22 +9,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights.format.manifest import Handoff
+from hpcrl.weights.format.manifest import OpenedVersion
 from hpcrl.weights.format.segments import SEGMENT_BYTES, Segment, SegmentMap
 from hpcrl.weights.read.assemble import ServedVersion, StoredTensor, assemble
 from hpcrl.weights.read.nodecache import NodeCache
 from hpcrl.weights.read.share import Pace
 
-__all__ = ["ReaderSettings", "Reading"]
-
+_T = TypeVar("_T")
 Load = Callable[[SegmentMap, Segment, memoryview], None]
+
+
+class SkippedVersion(NamedTuple):
+    """Version that could not be loaded, and why."""
+
+    version: int
+    reason: str
+
+
+class LoadedVersion(NamedTuple, Generic[_T]):
+    """Result of `hpcrl.weights.read.subscriber.Subscriber.load_newest`."""
+
+    version: int
+    value: _T
+    skipped: list[SkippedVersion]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSettings:
-    """How to read.
+    """Settings of reading.
 
     Attributes
     ----------
@@ -39,13 +54,15 @@ class ReaderSettings:
     cache_dir:
         Directory of this node for sharing among its processes; None: every process reads for itself.
     cache_bytes:
-        Most bytes of the cache.
+        Maximum size of the cache.
     fanout_host:
         Address to serve other nodes at; None: neither serve nor ask them. Needs ``cache_dir``.
     fanout_degree:
         Nodes that one node serves for each segment; 1 is a chain.
     verify:
-        Compare all that comes from the share with its hashes.
+        Verify the hashes of all data that comes from the shared filesystem.
+    fabric:
+        Pull versions over the fabric where their writer serves them there.
     """
 
     expiry_s: float = 60.0
@@ -57,15 +74,16 @@ class ReaderSettings:
     fanout_host: str | None = None
     fanout_degree: int = 2
     verify: bool = True
+    fabric: bool = True
 
 
 class Reading:
-    """A leased version that is being read.
+    """Leased version that is being read.
 
     Attributes
     ----------
     handoff:
-        The version.
+        Version that is read.
     """
 
     def __init__(
@@ -85,7 +103,7 @@ class Reading:
         maps:
             Segments of the versions that it is made from, oldest first, itself last.
         settings, pool, cache:
-            Of the reader.
+            Parts of the reader.
         load:
             Fills a buffer with a segment, verified.
         keep:
@@ -103,23 +121,26 @@ class Reading:
         self._closed = False
 
     @property
-    def chain(self) -> list[Handoff]:
-        """Versions to reconstruct this one from, oldest first, itself last."""
+    def chain(self) -> list[OpenedVersion]:
+        """Return the versions to reconstruct this one from, oldest first, itself last."""
         return [segments.handoff for segments in self._maps.values()]
 
     def close(self) -> None:
-        """Drop what was read ahead. What is being read now ends by itself; it was verified, and nobody looks at it."""
+        """Drop segments that were read ahead. A read in progress ends by itself, and its result is discarded."""
         self._closed = True
         for future in self._ahead.values():
             future.cancel()
         self._ahead.clear()
 
     def keep(self) -> None:
-        """This version is in memory and will be acknowledged: until then it stays, also when the context has ended."""
+        """Keep this version leased until it is acknowledged, also after the context has ended.
+
+        The version is in memory already.
+        """
         self._keep(self.handoff.version)
 
     def read(self, version: int, file: str, offset: int, size: int) -> memoryview:
-        """``size`` verified bytes of a file of ``version``, which is this one or one of its chain.
+        """Return ``size`` verified bytes of a file of ``version``, which is this one or one of its chain.
 
         No copy is made where they lie in one segment. Segments that follow are read ahead, so go forward.
 
@@ -148,16 +169,16 @@ class Reading:
     def tensors(
         self, served: ServedVersion | None = None, only: Collection[str] | None = None
     ) -> Iterator[StoredTensor]:
-        """All tensors, verified, one at a time, in the order in which they are read fastest; deltas are applied.
+        """Yield all tensors, verified, one at a time, in the order that is fastest to read; deltas are applied.
 
-        Of an adapter these are its own; see `base_tensors`.
+        For an adapter these are its own; see `base_tensors`.
 
         Parameters
         ----------
         served:
-            A version that the caller has in memory; deltas against it are all that is read then.
+            Version that the caller has in memory; only deltas against it are read then.
         only:
-            Tensors that are wanted; no segment of others is read. None: all.
+            Names of tensors; no segment of others is read. None: all.
 
         Raises
         ------
@@ -170,7 +191,7 @@ class Reading:
         return assemble(own, self.read, served, only=only)
 
     def base_tensors(self, only: Collection[str]) -> Iterator[StoredTensor]:
-        """Tensors of the version that an adapter changes, as `tensors` gives them; no segment of others is read.
+        """Yield the tensors of the version that an adapter changes, as `tensors` does; no segment of others is read.
 
         Raises
         ------
@@ -181,7 +202,7 @@ class Reading:
         return assemble(self.chain[:-1], self.read, only=only)
 
     def _want(self, whole: SegmentMap, only: Collection[str]) -> None:
-        """Of this version only these tensors are read, so that nothing else is read ahead."""
+        """Restrict reading this version to some tensors, so that no other data is read ahead."""
         records = whole.handoff.manifest.tensors
         wanted = {n for name in only if name in records for n in whole.numbers_of(records[name])}
         self._wanted[whole.handoff.version] = sorted(wanted)
@@ -207,7 +228,7 @@ class Reading:
             ) from None
 
     def _from(self, version: int, number: int, end: int) -> Sequence[int]:
-        """The segment ``number`` and those that will be asked for after it, as many as there are streams."""
+        """Return the segment ``number`` and those that will be read after it, as many as there are streams."""
         wanted = self._wanted.get(version, range(end))
         begin = bisect_left(wanted, number)
         return wanted[begin : begin + 1 + self._settings.streams]

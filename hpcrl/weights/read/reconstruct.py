@@ -1,4 +1,4 @@
-"""The tensors of a version of any kind straight from its files, without a registration: for tools and tests."""
+"""Read the tensors of a version of any kind straight from its files, without a registration: for tools and tests."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights.read.assemble import StoredTensor, assemble
 from hpcrl.weights.store import HandoffStore
 
-__all__ = ["read_tensors"]
-
 
 def read_tensors(store: HandoffStore, version: int) -> Iterator[StoredTensor]:
     """Read the tensors of a version, one at a time, in the order in which its whole ancestor stores them.
 
-    Files are read, not mapped: a mapped file that is truncated or withdrawn on a shared filesystem kills the
-    process with SIGBUS, a read gives an error. Memory: one tensor and its changes. The caller sees to it that nobody
-    collects the version meanwhile; engines read through `hpcrl.weights.read.subscriber`, which leases it.
+    Files are read, not mapped: a mapped file that is truncated or withdrawn on a shared filesystem kills the process
+    with SIGBUS, a read gives an error. Memory: one tensor and its changes. The caller ensures that the version is not
+    collected meanwhile; engines read through `hpcrl.weights.read.subscriber`, which leases it.
 
     Parameters
     ----------
     store:
-        Where the version is.
+        Store that has the version.
     version:
-        Its number. Of an adapter the tensors are its own, not those of the model that it makes.
+        Its number. For an adapter the tensors are its own, not those of the merged model.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Who an engine is among the readers of a run, as JSON: vLLM's engines are started with it, calls are compared with it.
+"""Identity of an engine among the readers of a run, as JSON: given at its start, and compared in later calls.
 
-Where an engine reads, as whom, and where it serves other nodes is said when it is started. Who calls it afterwards can
-only be of the same opinion.
+The store that an engine reads, its reader's name, and the address at which it serves other nodes are set when it is
+started. A later call with other values is refused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import msgspec
 from hpcrl.weights.read.reading import ReaderSettings
 from hpcrl.weights.read.share import Pace
 
-__all__ = ["ReaderIdentity", "check_same_reader"]
-
 
 class ReaderIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One reader of a run, as its orchestrator names it; JSON with these keys.
+    """Reader of a run, as its orchestrator names it; JSON with these keys.
 
     Attributes
     ----------
     name:
-        To register under, different for each process that reads.
+        Name to register under, different for each process that reads.
     expiry_s, streams, cache_dir, cache_bytes, fanout_host, fanout_degree:
         See `hpcrl.weights.read.reading.ReaderSettings`.
     floor_s, min_bytes_per_s:
@@ -57,14 +55,14 @@ class ReaderIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def check_same_reader(
     given: Mapping[str, Any], *, root: Path | None, name: str | None, settings: ReaderSettings
 ) -> None:
-    """Whether a caller takes an engine for what it is.
+    """Raise ValueError where a caller's view of an engine's identity contradicts that of the engine.
 
     Parameters
     ----------
     given:
-        ``root`` and ``reader`` (an `ReaderIdentity`) of the call; what is not there is not compared.
+        ``root`` and ``reader`` (an `ReaderIdentity`) of the call; missing fields are not compared.
     root, name, settings:
-        What the engine was started with. None: it was not said.
+        Values that the engine was started with. None: it was started without.
 
     Raises
     ------
@@ -72,13 +70,13 @@ def check_same_reader(
         They differ in where the engine reads, its name, its cache, or where it serves other nodes.
     """
     if root is None:
-        return  # outside of a run: it reads where it is told, as nobody
+        return  # outside of a run: it reads the store of each call, without a registration
     reader = given.get("reader") or {}
     pairs = {
         "root": (given.get("root"), root),
         "name": (reader.get("name"), name),
         "cache_dir": (reader.get("cache_dir"), settings.cache_dir),
-        # host names have no case, and that of a URL has lost it
+        # host names are case-insensitive, and a URL has them in lower case
         "fanout_host": (reader.get("fanout_host"), settings.fanout_host and settings.fanout_host.lower()),
     }
     for key, (said, own) in pairs.items():
@@ -86,4 +84,4 @@ def check_same_reader(
         if key == "root" and said is not None:
             same = Path(said).resolve() == root.resolve()
         if said is not None and not same:
-            raise ValueError(f"this engine was started with {key} {own}; a call cannot make that {said}")
+            raise ValueError(f"this engine was started with {key} {own}; a call cannot change it to {said}")

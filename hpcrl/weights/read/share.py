@@ -12,15 +12,13 @@ from pathlib import Path
 
 from hpcrl.errors import HandoffError
 from hpcrl.weights.format.segments import Segment, first_wrong_byte
-from hpcrl.weights.visibility import reveal
-
-__all__ = ["Pace", "ShareReader", "read_small"]
+from hpcrl.weights.visibility import exists_uncached
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.05
-#: errors that may pass, and how often each is forgiven in one read
+#: transient errors, and how often each is retried in one read
 _FORGIVEN = {errno.ESTALE: _ATTEMPTS, errno.ENOENT: _ATTEMPTS, errno.ENOTDIR: _ATTEMPTS, errno.EIO: 1}
 _WRONG_CONTENT = -1
 _SHORT = -2
@@ -28,31 +26,31 @@ _SHORT = -2
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long reading may take.
+    """Time limits of reading.
 
     Attributes
     ----------
     floor_s:
-        Least time that anything is given.
+        Minimum timeout of any read in seconds.
     bytes_per_s:
-        Slowest rate that still counts as working.
+        Minimum rate that counts as working.
     """
 
     floor_s: float = 30.0
     bytes_per_s: float = 50.0 * (1 << 20)
 
     def limit_s(self, size: int) -> float:
-        """Seconds that ``size`` bytes may take."""
+        """Return how many seconds ``size`` bytes may take."""
         return self.floor_s + size / self.bytes_per_s
 
 
 def read_small(path: Path) -> bytes:
-    """Read a whole small file, with the retries of `ShareReader`: stale handles and entries of NFS are looked up anew.
+    """Read a whole small file, with the retries of `ShareReader`: stale handles and entries of NFS are looked up again.
 
     Raises
     ------
     HandoffError
-        It is not there, also for those who list its directory; or it cannot be read. Names the file.
+        It does not exist, also in a listing of its directory; or it cannot be read. Names the file.
     """
     seen: dict[int, int] = {}
     pause = _FIRST_PAUSE_S
@@ -64,8 +62,8 @@ def read_small(path: Path) -> bytes:
             seen[number] = seen.get(number, 0) + 1
             if seen[number] > _FORGIVEN.get(number, 0) or attempt == _ATTEMPTS:
                 raise HandoffError(f"{path} cannot be read: {error.strerror} (attempt {attempt}; given up)") from error
-            if number != errno.EIO and not (reveal(path.parent) and reveal(path)) and attempt > 2:
-                raise HandoffError(f"{path} is not there: {error.strerror}") from error
+            if number != errno.EIO and not (exists_uncached(path.parent) and exists_uncached(path)) and attempt > 2:
+                raise HandoffError(f"{path} does not exist: {error.strerror}") from error
         time.sleep(pause)
         pause *= 2
     raise AssertionError("unreachable")
@@ -126,11 +124,11 @@ class ShareReader:
             time.sleep(pause)
             pause *= 2
             if kind in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
-                reveal(directory)
-                reveal(path)
+                exists_uncached(directory)
+                exists_uncached(path)
 
     def _attempt(self, path: Path, segment: Segment, into: memoryview, verify: bool) -> tuple[int, str]:
-        """One read; what went wrong, or an empty text."""
+        """Read once; return an error number and the problem, which are 0 and empty on success."""
         done = 0
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -142,7 +140,7 @@ class ShareReader:
                     done += got
                 wrong = first_wrong_byte(segment, into) if verify else None
                 if wrong is not None:
-                    # what this node remembers of the file may be old: the next attempt asks the server
+                    # this node's cached pages of the file may be old: the next attempt reads from the server
                     os.posix_fadvise(fd, segment.offset, segment.bytes, os.POSIX_FADV_DONTNEED)
                     return _WRONG_CONTENT, f"it does not have the content that the manifest says (at byte {wrong})"
             finally:

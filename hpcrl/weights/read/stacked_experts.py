@@ -1,7 +1,7 @@
 """Experts of a layer that lie in one tensor, as the matrices ``[out, in]`` of each expert.
 
-Qwen3-VL is published with ``[experts, in, out]``; transformers 5 writes ``[experts, out, in]``, and tells them apart by
-their shapes.
+Qwen3-VL is published with ``[experts, in, out]``, Qwen3.5 with ``[experts, out, in]``. transformers 5 writes the second
+layout for Qwen3-VL, too. Shapes tell the layouts apart.
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["StackedExpert", "has_inputs_first", "stacked_experts", "transposed"]
-
 _STACK = re.compile(r"(?P<prefix>.+\.mlp\.experts\.)(?P<leaf>gate_up_proj|down_proj)")
 _DIMENSIONS = 3
 _CODES = {1: "B", 2: "H", 4: "I"}
-"""Codes of arrays by bytes of an element."""
+"""Array type codes by bytes of an element."""
 
 
 class StackedExpert(NamedTuple):
-    """Where the matrix of an expert lies in the tensor of all experts.
+    """Location of the matrix of an expert in the tensor of all experts.
 
     Attributes
     ----------
     expert:
         Its number.
     output:
-        The first of its outputs: gate and up projection lie beside each other.
+        Index of its first output: gate and up projection are adjacent.
     shape:
-        Of the tensor of all experts.
+        Shape of the tensor of all experts.
     inputs_first:
-        It is ``[experts, in, out]``, and not ``[experts, out, in]``.
+        Whether the layout is ``[experts, in, out]``, and not ``[experts, out, in]``.
     """
 
     expert: int
@@ -49,7 +47,7 @@ class StackedExpert(NamedTuple):
 def has_inputs_first(name: str, shape: tuple[int, ...], hidden_size: int) -> bool | None:
     """Return whether a tensor of all experts is ``[experts, in, out]``; None for other tensors.
 
-    Where both are possible it is not: so transformers reads it.
+    Where both layouts are possible, the result is False, as in transformers.
     """
     found = _STACK.fullmatch(name)
     if found is None or len(shape) != _DIMENSIONS:

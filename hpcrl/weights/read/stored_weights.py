@@ -8,23 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpcrl.weights.format.mxfp4 import BLOCKS_SUFFIX, MXFP4_BLOCK, MXFP4_DTYPE, SCALES_SUFFIX
-from hpcrl.weights.format.quantize import BLOCK, FP8_DTYPE, scale_tensor
+from hpcrl.weights.format.quantise import BLOCK, FP8_DTYPE, scale_tensor
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
 
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "SCALE_SUFFIX",
-    "config_key",
-    "dtype_problem",
-    "heads_differ_problem",
-    "quantised_weight",
-    "rows_differ",
-    "tied_name",
-]
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Published names of the two ends of models that may have them tied."""
+"""Published names of the input and output embeddings, which a model may tie."""
 SCALE_SUFFIX = "_scale_inv"
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", FP8_DTYPE, MXFP4_DTYPE)
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
@@ -70,7 +58,7 @@ def _packed_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:
 def _scale_problem(name: str, tensors: Mapping[str, StoredBlock]) -> str:
     shape = tensors[name].shape
     if len(shape) != 2:
-        return f"tensor {name!r} is in FP8 and no matrix: the layout of its scales is not known"
+        return f"tensor {name!r} is in FP8 but is not a matrix: the layout of its scales is unknown"
     wanted = scale_tensor(name, shape)
     scale = tensors.get(wanted.name)
     if scale is None:
@@ -91,7 +79,7 @@ def tied_name(tensors: Mapping[str, StoredBlock]) -> str:
 
 
 def heads_differ_problem() -> str:
-    """Return what is wrong with a model that is tied by its configuration and has two different tensors."""
+    """Return the problem of a model that is tied by its configuration and has two different tensors."""
     return (
         f"config.json ties the head to the embedding (tie_word_embeddings), but {HEAD!r} and {EMBEDDING!r} are stored "
         "with different values: set tie_word_embeddings to false to keep both, or remove the one that is not wanted"

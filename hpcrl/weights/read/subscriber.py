@@ -1,7 +1,7 @@
 """Reading versions: find them, lease them, read them verified and once a node, acknowledge them.
 
 A `Subscriber` is one reader of a run (a rank of an engine). What it reads comes, in this order, from the node's cache,
-from another node, or from the share; see docs/handoff.md, "Reader protocol".
+from another node, from the memory of the trainer's ranks, or from the share; see docs/handoff.md, "Reader protocol".
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
-from hpcrl.credentials import TOKEN_FILE, ensure_token, read_token
-from hpcrl.daemon_threads import DaemonExecutor
 from hpcrl.errors import HandoffError, HpcrlError
-from hpcrl.gate import Gate
-from hpcrl.weights.format.manifest import MANIFEST, Handoff
+from hpcrl.network.auth import Gate
+from hpcrl.network.credentials import TOKEN_FILE, ensure_token, read_token
+from hpcrl.processes.daemon_threads import DaemonExecutor
+from hpcrl.weights.format.announcement import AnnouncedVersion
+from hpcrl.weights.format.manifest import MANIFEST, Handoff, OpenedVersion
 from hpcrl.weights.format.segments import Segment, SegmentMap
 from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.lifetime.readers import Registration
+from hpcrl.weights.lifetime.readers import ReadSources, Registration
+from hpcrl.weights.read.announced import announced_versions, find_announced
+from hpcrl.weights.read.fabric_reader import FabricReader
 from hpcrl.weights.read.fanout import FanoutServer, Peers
 from hpcrl.weights.read.nodecache import NodeCache
 from hpcrl.weights.read.ownership import OwnerLock
-from hpcrl.weights.read.reading import ReaderSettings, Reading
+from hpcrl.weights.read.reading import LoadedVersion, ReaderSettings, Reading, SkippedVersion
 from hpcrl.weights.read.share import ShareReader, read_small
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.visibility import missing_names
@@ -41,28 +44,15 @@ _URLS_S = 1.0
 _MAPS_KEPT = 8
 
 
-class SkippedVersion(NamedTuple):
-    """A version that could not be taken, and why."""
-
-    version: int
-    reason: str
-
-
-class LoadedVersion(NamedTuple, Generic[_T]):
-    """What `Subscriber.load_newest` took."""
-
-    version: int
-    value: _T
-    skipped: list[SkippedVersion]
-
-
 class Subscriber:
-    """One reader of a store; a context manager. Methods may be called from any thread.
+    """Reader of a store; a context manager. Methods may be called from any thread.
 
     Attributes
     ----------
     share:
-        Counts what came from the share.
+        Reader of the shared filesystem, which counts its bytes.
+    fabric:
+        Reader of the memory of the trainer's ranks, which counts its bytes.
     """
 
     def __init__(
@@ -84,7 +74,7 @@ class Subscriber:
             See `hpcrl.weights.lifetime.readers.Registration`. None: read without a registration and leases; what is
             read is verified all the same, but it may be collected meanwhile.
         gate:
-            Who is answered by the server for other nodes. None: everybody, and on loopback only.
+            Gate of the server for other nodes. None: it accepts every client, on loopback only.
 
         Raises
         ------
@@ -95,9 +85,17 @@ class Subscriber:
             raise ValueError("serving other nodes needs a node cache and a registration: set cache_dir and reader")
         self.root, self._settings, self._store = root, settings, HandoffStore(root)
         self.registration = (
-            None if reader is None else Registration(root, reader, expiry_s=settings.expiry_s, node=node)
+            None
+            if reader is None
+            else Registration(root, reader, expiry_s=settings.expiry_s, node=node, sources=self._sources)
         )
         self.share = ShareReader(settings.pace)
+        self.fabric = FabricReader(
+            root,
+            secret=self._fabric_secret,
+            streams=max(1, settings.streams),
+            segment_bytes=settings.segment_bytes,
+        )
         self._gate = gate or Gate("fanout", None)
         self.peers: Peers | None = None
         self.cache: NodeCache | None = None
@@ -144,20 +142,26 @@ class Subscriber:
         return self
 
     def _secret(self) -> str:
-        """What nobody but the readers of this store knows: the run's token; outside of a run one of the store's own."""
+        """Return the secret shared by the readers of this store: the run's token; outside of a run the store's own."""
         if self._gate.credentials is not None:
             return self._gate.credentials.token
         self.root.mkdir(parents=True, exist_ok=True)
         ensure_token(self.root)
         return read_token(self.root / TOKEN_FILE)
 
+    def _fabric_secret(self) -> str:
+        """Return the token that seals headers (RunDirError where there is none)."""
+        credentials = self._gate.credentials
+        return read_token(self.root / TOKEN_FILE) if credentials is None else credentials.token
+
     def close(self) -> None:
-        """Leave: unregister, stop serving, give the cache up."""
+        """Unregister, stop serving and leave the cache."""
         if self._server is not None:
             self._server.close()
         if self._server_lock is not None:
             self._server_lock.release()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.fabric.close()
         if self.cache is not None:
             self.cache.close()
         if self.registration is not None:
@@ -172,11 +176,11 @@ class Subscriber:
     # -- finding
 
     def versions(self) -> list[int]:
-        """Published versions, ascending; through stale caches, too."""
-        return self._store.versions()
+        """Return the versions that are durable or announced, ascending, also through stale caches."""
+        return sorted({*self._store.versions(), *announced_versions(self.root)})
 
     def wait_for(self, version: int, *, timeout_s: float) -> bool:
-        """Wait until ``version`` is published, or a newer one; False where none comes in time."""
+        """Wait until ``version`` is durable or announced, or a newer one; False where none comes in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             versions = self.versions()
@@ -191,22 +195,27 @@ class Subscriber:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Reading]:
-        """Lease a version, and what it is made from, for as long as the context lasts.
+        """Lease a version and the versions that it needs, for as long as the context lasts.
 
         Raises
         ------
         HandoffError
-            It is not there, was withdrawn or collected, or its manifest cannot be read.
+            It is neither durable nor announced, was withdrawn or collected, or its manifest cannot be read.
         """
         with contextlib.ExitStack() as stack:
-            self._lease(stack, [version])
-            handoff = self._open(version)
-            if handoff.manifest.needs:
-                self._lease(stack, handoff.manifest.needs)
-            maps = {}
+            missing = self._lease(stack, [version])
+            announced = find_announced(self.root, version) if missing else None
+            if missing and announced is None:
+                raise self._gone(missing[0])
+            handoff = announced or self._open(version)
+            if handoff.manifest.needs and (missing := self._lease(stack, handoff.manifest.needs)):
+                raise self._gone(missing[0])
+            maps: dict[int, SegmentMap] = {}
             for needed in (*handoff.manifest.needs, version):
                 found = handoff if needed == version else self._open(needed)
                 maps[needed] = self._remember(SegmentMap(found, self._settings.segment_bytes))
+            if announced is not None:
+                self.fabric.try_again(maps[version])  # it has no other way
             if self.cache is not None:
                 self.cache.drop_others({segments.key for segments in maps.values()})
                 for segments in maps.values():
@@ -224,7 +233,13 @@ class Subscriber:
             stack.callback(reading.close)
             yield reading
 
-    def load_newest(self, load: Callable[[Reading], _T], *, at_most: int | None = None) -> LoadedVersion[_T]:
+    def load_newest(
+        self,
+        load: Callable[[Reading], _T],
+        *,
+        at_most: int | None = None,
+        served: tuple[int, _T] | None = None,
+    ) -> LoadedVersion[_T]:
         """Load the newest version that can be loaded; the way of a reader that comes late or starts again.
 
         It stays leased until a version is acknowledged (`Reading.keep`).
@@ -235,6 +250,8 @@ class Subscriber:
             Loads one version; `HandoffError` means that the next older one is to be tried.
         at_most:
             Newest version that counts.
+        served:
+            Version and value that the caller has: the result where no newer version can be loaded.
 
         Raises
         ------
@@ -245,6 +262,8 @@ class Subscriber:
         for version in reversed(self.versions()):
             if at_most is not None and version > at_most:
                 continue
+            if served is not None and version < served[0]:
+                break
             try:
                 with self.reading(version) as reading:
                     value = load(reading)
@@ -254,6 +273,8 @@ class Subscriber:
                 skipped.append(SkippedVersion(version, str(error)))
             else:
                 return LoadedVersion(version, value, skipped)
+        if served is not None:
+            return LoadedVersion(*served, skipped)
         why = "; ".join(f"{version}: {reason}" for version, reason in skipped) or "there is none"
         raise HandoffError(f"{self.root}: no version can be loaded: {why}")
 
@@ -262,24 +283,58 @@ class Subscriber:
             self.registration.keep(version)
 
     def acknowledge(self, version: int) -> None:
-        """``version`` is loaded: a delta may refer to it from now on, and older ones may go."""
+        """Acknowledge that ``version`` is loaded: a delta may refer to it now, and older ones may be removed."""
         if self.registration is not None:
             self.registration.acknowledge(version)
 
     def load_segment(self, segments: SegmentMap, segment: Segment, into: memoryview, via: Sequence[str] = ()) -> None:
-        """Fill ``into`` from another node or from the share, verified."""
-        if self.peers is None or not self.peers.fetch(segments, segment, into, via):
-            self.share.read(segments.handoff.path, segment, into, verify=self._settings.verify)
+        """Fill ``into`` from another node, over the fabric, or from the share, verified.
 
-    def _lease(self, stack: contextlib.ExitStack, versions: Sequence[int]) -> None:
-        """Steps L and N of the protocol of `hpcrl.weights.lifetime.collector`."""
+        A version that is announced is on the share once it is durable, with the same content.
+
+        Raises
+        ------
+        HandoffError
+            It cannot be had.
+        """
+        announced = isinstance(segments.handoff, AnnouncedVersion)
+        # adapters of all nodes read the trainer's memory faster than one node passes it on; over TCP the trainer sends
+        # each byte once
+        fabric = self.fabric.protocol(segments) if self._settings.fabric or announced else None
+        if fabric == "rdma" and self.fabric.fetch(segments, segment, into):
+            return
+        if self.peers is not None and self.peers.fetch(segments, segment, into, via):
+            return
+        if fabric == "tcp" and self.fabric.fetch(segments, segment, into):
+            return
+        if announced and segments.handoff.version not in self._store.versions():
+            if self.registration is not None:
+                self.registration.want(segments.handoff.version)
+            why = self.fabric.problem or "its memory has another use now"
+            raise HandoffError(f"version {segments.handoff.version} is not durable, and cannot be pulled: {why}")
+        self.share.read(segments.handoff.path, segment, into, verify=self._settings.verify or announced)
+
+    def _sources(self) -> ReadSources:
+        fabric = self.fabric
+        return ReadSources(
+            share_bytes=self.share.bytes_read,
+            node_bytes=0 if self.peers is None else self.peers.bytes_read,
+            fabric_bytes=fabric.bytes_read,
+            fabric_s=fabric.seconds,
+            fabric_failures=fabric.failures,
+            fabric_problem=fabric.problem,
+        )
+
+    def _lease(self, stack: contextlib.ExitStack, versions: Sequence[int]) -> list[Path]:
+        """Take leases: steps L and N of the protocol of `hpcrl.weights.lifetime.collector`; return what is missing."""
         if self.registration is not None:
             self.registration.lease(versions)
             stack.callback(self.registration.release, versions)
-        missing = missing_names([self._store.path_of(version) for version in versions])
-        if missing:
-            there = ", ".join(map(str, self.versions())) or "none"
-            raise HandoffError(f"{missing[0]} is not there (any more); published are: {there}")
+        return missing_names([self._store.path_of(version) for version in versions])
+
+    def _gone(self, path: Path) -> HandoffError:
+        there = ", ".join(map(str, self.versions())) or "none"
+        return HandoffError(f"{path} does not exist (any more); published are: {there}")
 
     def _open(self, version: int) -> Handoff:
         path = self._store.path_of(version)
@@ -289,6 +344,8 @@ class Subscriber:
 
     def _remember(self, segments: SegmentMap) -> SegmentMap:
         with self._mutex:
+            if isinstance(segments.handoff, Handoff):
+                self._maps.pop(segments.key, None)  # it may be remembered as announced
             self._maps.setdefault(segments.key, segments)
             while len(self._maps) > _MAPS_KEPT:
                 del self._maps[next(iter(self._maps))]
@@ -312,13 +369,16 @@ class Subscriber:
         self._server, self._server_lock = server, lock
 
     def _segment_file(self, key: str, file: str, index: int, via: Sequence[str]) -> Path | None:
-        """A segment for another node."""
+        """Return the file of a segment that another node requests; None where it is not available."""
         cache, segments = self.cache, self._maps.get(key)
         if segments is None:
             version = next((v for v in self.versions() if key.startswith(f"{self._store.path_of(v).name}-")), None)
             if version is None:
                 return None
-            segments = self._remember(SegmentMap(self._open(version), self._settings.segment_bytes))
+            found: OpenedVersion | None = find_announced(self.root, version)
+            if found is None or version in self._store.versions():
+                found = self._open(version)
+            segments = self._remember(SegmentMap(found, self._settings.segment_bytes))
         if cache is None or segments.key != key or file not in segments.files or index >= len(segments.of(file)):
             return None
         segment = segments.of(file)[index]

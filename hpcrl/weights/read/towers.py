@@ -8,14 +8,12 @@ from pathlib import Path
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock
 from hpcrl.weights.read.wrapped_names import language_model_name, wrapped_type
 
-__all__ = ["read_tower", "uncarried_problem"]
-
 _CARRIED = ("float32", "float16", "bfloat16", "int64", "int32")
-"""Dtypes that mean the same without a ``quantization_config``, which exports have none of."""
+"""Dtypes that need no ``quantization_config``, which exports do not have."""
 
 
 def read_tower(model_dir: Path) -> dict[str, StoredBlock]:
-    """Return tensors beside the language model, by their names in the files; none where nothing is wrapped.
+    """Return the tensors outside of the language model, by their names in the files; none without a wrapper.
 
     Raises
     ------

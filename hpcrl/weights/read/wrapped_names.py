@@ -7,18 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STACKED_EXPERTS", "language_model_name", "text_config", "wrapped_name", "wrapped_type"]
-
 _MOST_BYTES = 16 << 20
-"""A ``config.json`` has some kilobytes."""
+"""Maximum size in bytes of a ``config.json``, which usually has some kilobytes."""
 _NAMES = (
     (re.compile(r"^language_model\.(model\.|lm_head\.)"), r"\1"),
     (re.compile(r"^model\.language_model\.(?!model\.|lm_head\.)"), "model."),
-    (re.compile(r"^lm_head\."), "lm_head."),
+    (re.compile(r"^(lm_head|mtp)\."), r"\1."),
 )
-"""Names of the language model's tensors in wrappers, older and newer ones of transformers, and their own."""
-STACKED_EXPERTS = frozenset({"qwen3_vl_moe_text"})
-"""Language models in wrappers whose files have the experts of a layer in one tensor."""
+"""Patterns of the language model's tensors in wrappers of older and newer transformers, and their own names.
+
+Modules of multi-token prediction (``mtp.``) are next to the model, not inside it.
+"""
+STACKED_EXPERTS = frozenset({"qwen3_5_moe_text", "qwen3_vl_moe_text"})
+"""Language models in wrappers whose files may store the experts of a layer in one tensor."""
 
 
 def wrapped_type(model_dir: Path) -> str | None:

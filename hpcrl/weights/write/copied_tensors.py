@@ -1,4 +1,4 @@
-"""A safetensors file of tensors that lie in other ones, copied by the byte under other names."""
+"""Safetensors file of tensors of other files, copied by the byte under other names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from hpcrl.errors import UsageError
 from hpcrl.weights.read.model_files import ModelFiles, StoredBlock, safetensors_dtype
 
-__all__ = ["write_copied_tensors"]
-
 _COPY_BYTES = 16 << 20
 
 
@@ -21,7 +19,7 @@ def write_copied_tensors(path: Path, tensors: Mapping[str, StoredBlock], files: 
     Parameters
     ----------
     files:
-        What reads matrices of experts that are stored stacked, by the names that they have in ``tensors``.
+        Readers of matrices of experts that are stored stacked, by their names in ``tensors``.
 
     Raises
     ------

@@ -1,11 +1,9 @@
-"""The configuration of LoRA adapters, as PEFT and vLLM read it."""
+"""Configuration of LoRA adapters, as PEFT and vLLM read it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-__all__ = ["adapter_config"]
 
 
 def adapter_config(*, rank: int, alpha: float, modules: Sequence[str], base_model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one writer does with the bytes that it has in memory: its units of a version, or their changes."""
+"""Units of one writer: hashing and writing the bytes that it has in memory, or encoding their changes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,12 @@ from hpcrl.weights.format.manifest import Chunk, Piece, TensorRecord
 from hpcrl.weights.write.handoff_writer import ShardResult
 from hpcrl.weights.write.writer import FileWriter, shard_records, write_stream
 
-__all__ = [
-    "Delta",
-    "Digests",
-    "OwnUnit",
-    "UnitChunk",
-    "delta_result",
-    "delta_tensors",
-    "encode_delta",
-    "full_results",
-    "write_units",
-]
-
 Digests = dict[str, list[Chunk]]
 """Hashed chunks by file, as each writer reports them."""
 
 
 class UnitChunk(NamedTuple):
-    """A hash chunk of a unit: of which tensor, which of its chunks, its length, and bytes of an element."""
+    """Hash chunk of a unit: its tensor, its number there, its length, and bytes of an element."""
 
     tensor: str
     number: int
@@ -40,7 +28,7 @@ class UnitChunk(NamedTuple):
 
 
 class OwnUnit(NamedTuple):
-    """A unit that this rank writes: where it goes, where it lies in the image, and its chunks."""
+    """Unit that this rank writes: its place in the file, its place in the image, and its chunks."""
 
     file: str
     offset: int
@@ -73,13 +61,34 @@ def write_units(writer: FileWriter, units: Sequence[OwnUnit], image: memoryview,
     return digests
 
 
+def hash_units(units: Sequence[OwnUnit], image: memoryview) -> Digests:
+    """Hash the chunks of units in an image, as `write_units` does; nothing is written."""
+    digests: Digests = {}
+    for unit in units:
+        position, found = unit.at, digests.setdefault(unit.file, [])
+        for cut in unit.cuts:
+            digest = xxhash.xxh3_128_hexdigest(image[position : position + cut.bytes])
+            found.append(Chunk(unit.offset + position - unit.at, cut.bytes, digest))
+            position += cut.bytes
+    return digests
+
+
+def hashes_by_offset(reports: Sequence[Digests]) -> dict[tuple[str, int], str]:
+    """Return the hash of each chunk of all writers, by file and offset."""
+    hashes: dict[tuple[str, int], str] = {}
+    for report in reports:
+        for file, chunks in report.items():
+            hashes.update(((file, chunk.offset), chunk.xxh3_128) for chunk in chunks)
+    return hashes
+
+
 def full_results(shards: Sequence[ShardLayout], reports: Sequence[Digests], chunk_bytes: int) -> list[ShardResult]:
-    """Records of all shards from what the writers report, one report a rank.
+    """Return the records of all shards from the reports of the writers, one report a rank.
 
     Raises
     ------
     KeyError
-        Nobody reported a chunk: a rank did not write its units.
+        A chunk is in no report: a rank did not write its units.
     """
     by_file: dict[str, dict[int, str]] = {shard.file: {} for shard in shards}
     for report in reports:
@@ -89,7 +98,7 @@ def full_results(shards: Sequence[ShardLayout], reports: Sequence[Digests], chun
 
 
 class Delta(NamedTuple):
-    """What this rank's part of a delta holds.
+    """Part of a delta that this rank computes.
 
     Attributes
     ----------
@@ -165,7 +174,10 @@ def delta_result(directory: Path, name: str, delta: Delta, chunk_bytes: int) -> 
 def delta_tensors(
     shards: Sequence[ShardLayout], reports: Sequence[Digests], chunk_bytes: int
 ) -> dict[str, TensorRecord]:
-    """Records of all tensors of a delta's version, changed or not: with hashes, but in no file (``file`` is empty)."""
+    """Return the records of all tensors of a delta's version, changed or not, with hashes but without a file.
+
+    ``file`` is empty.
+    """
     return {
         name: msgspec.structs.replace(record, file="", offset=0)
         for result in full_results(shards, reports, chunk_bytes)

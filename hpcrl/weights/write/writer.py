@@ -12,20 +12,18 @@ from pathlib import Path
 
 import xxhash
 
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 from hpcrl.weights.format.layout import PAGE_BYTES, ShardLayout
 from hpcrl.weights.format.manifest import Chunk, TensorRecord, chunk_digests
 
-__all__ = ["FileWriter", "preallocate", "shard_records", "write_stream"]
-
 _log = logging.getLogger(__name__)
 
-#: what a filesystem says that cannot allocate ahead
+#: errors of filesystems that do not support preallocation
 _NO_ALLOCATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 def preallocate(path: Path, size: int, head: bytes = b"") -> None:
-    """Make a file of ``size`` bytes that begins with ``head``, and ask the filesystem for its space now.
+    """Create a file of ``size`` bytes that begins with ``head``, and allocate its space.
 
     So a full disk or an exceeded quota is known before time is spent on data. Filesystems that cannot allocate
     ahead (NFS before 4.2) only get the length.
@@ -55,7 +53,7 @@ class FileWriter:
     """Writes stretches of files of one directory, and makes them durable. Use as a context manager."""
 
     def __init__(self, directory: Path, *, direct: bool) -> None:
-        """Remember where; files are opened as they are needed.
+        """Remember the directory; files are opened as they are needed.
 
         Parameters
         ----------
@@ -63,7 +61,7 @@ class FileWriter:
             Holds the preallocated files.
         direct:
             Bypass the page cache (``O_DIRECT``) for whole pages of page-aligned memory. Where the filesystem
-            refuses, a warning is logged and writing goes on through the page cache.
+            refuses, a warning is logged and writing continues through the page cache.
         """
         self._directory, self._direct = directory, direct
         self._cached: dict[str, int] = {}
@@ -82,7 +80,7 @@ class FileWriter:
         Raises
         ------
         OSError
-            ``file`` is not there, or the storage refused. A refusal of direct I/O alone is no error.
+            ``file`` does not exist, or the storage refused. A refusal of direct I/O alone is not an error.
         """
         chunks: list[Chunk] = []
         position = 0
@@ -99,7 +97,7 @@ class FileWriter:
         return chunks
 
     def sync(self) -> None:
-        """Make everything durable that was written (OSError where the storage failed)."""
+        """Make all written data durable (OSError where the storage failed)."""
         for fd in {**self._bypassing, **self._cached}.values():
             os.fsync(fd)
 
@@ -145,14 +143,14 @@ def write_stream(path: Path, blocks: Iterable[memoryview | bytes], chunk_bytes: 
 def shard_records(
     shard: ShardLayout, digests: Mapping[int, str], chunk_bytes: int
 ) -> tuple[FileRecord, dict[str, TensorRecord]]:
-    """Records of a shard from the hashes that its writers made.
+    """Return the records of a shard from the hashes that its writers made.
 
     Parameters
     ----------
     shard:
         Its layout.
     digests:
-        Of each chunk, by offset.
+        Hash of each chunk, by offset.
     chunk_bytes:
         Size of hash chunks.
     """

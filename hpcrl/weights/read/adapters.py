@@ -1,12 +1,12 @@
-"""What an adapter changes in the version that it was trained on: names, shapes and ranks, before any weight is read.
+"""Changes of an adapter to the version that it was trained on: names, shapes and ranks, before any weight is read.
 
-An engine merges: ``W = W_base + (alpha / r) · B · A``. `plan_merge` says for each tensor of the base which parts of
-the adapter go where, for both layouts of experts and for bases that store experts one by one or as one tensor
+An engine merges: ``W = W_base + (alpha / r) · B · A``. `plan_merge` returns for each tensor of the base the parts of
+the adapter and their places, for both layouts of experts and for bases that store experts one by one or as one tensor
 ``[experts, out, in]``. Arithmetic is in `hpcrl.inference.adapters`. No numpy, no torch.
 
 Each expert by itself:
-    ``...mlp.experts.7.gate_proj.lora_A.weight [r, in]`` and so on: our trainer's, and in vLLM that of Qwen3-MoE,
-    DeepSeek-V3 and GLM (``is_3d_moe_weight = False``).
+    ``...mlp.experts.7.gate_proj.lora_A.weight [r, in]`` and so on: the format of hpcrl's trainer, and in vLLM that of
+    Qwen3-MoE, DeepSeek-V3 and GLM (``is_3d_moe_weight = False``).
 All experts of a layer together:
     ``...mlp.experts.base_layer.lora_A.weight [E·r, hidden]`` and ``lora_B [2·intermediate, r·E]`` for gate and up,
     ``...mlp.experts.lora_A.weight [E·r, intermediate]`` and ``lora_B [hidden, r·E]`` for down: PEFT's wrapper of
@@ -23,30 +23,18 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights.format.manifest import Handoff, TensorRecord, chunk_digests, content_digest
-from hpcrl.weights.read.share import read_small
-
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_MODEL",
-    "CANARY",
-    "Contents",
-    "Merge",
-    "Product",
-    "blocks_of",
-    "contents_of",
-    "plan_merge",
-]
+from hpcrl.weights.format.manifest import OpenedVersion, TensorRecord, chunk_digests, content_digest
+from hpcrl.weights.read.announced import read_companion
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_MODEL = "adapter_model.safetensors"
-"""The only file in which PEFT and vLLM look for tensors. Who merges takes any: manifests say where tensors are."""
+"""Only file in which PEFT and vLLM search tensors. Merging accepts any file: manifests locate tensors."""
 CANARY = "canary.json"
-"""What engines that have the version are compared with, where a version has that (`hpcrl.weights.format.canary`)."""
+"""Optional file of a version with reference values for its engines (`hpcrl.weights.format.canary`)."""
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _FLOATS = ("float32", "bfloat16", "float16")
-#: what PEFT may do beside adding B · A to a matrix, and the value that says that it does not
+#: settings with which PEFT does more than adding B · A to a matrix, and their values that disable it
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -61,14 +49,14 @@ _PLAIN: dict[str, Any] = {
 
 
 class Product(NamedTuple):
-    """A product ``B[b_rows, b_columns] @ A[a_rows]`` that is added to a stretch of a tensor of the base.
+    """Product ``B[b_rows, b_columns] @ A[a_rows]`` that is added to a range of a tensor of the base.
 
     Attributes
     ----------
     a, b:
         Tensors of the adapter.
     a_rows, b_rows, b_columns:
-        Which rows and columns of them.
+        Rows and columns of them.
     expert:
         Index into a base tensor ``[experts, out, in]``; None for a matrix.
     rows:
@@ -85,14 +73,14 @@ class Product(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How an adapter changes its base.
+    """Changes of an adapter to its base.
 
     Attributes
     ----------
     scale:
         ``alpha / r``.
     parts:
-        By tensor of the base; those that are not named stay as they are.
+        Changes by tensor of the base; other tensors are unchanged.
     """
 
     scale: float
@@ -100,7 +88,7 @@ class Merge(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What the weights of an engine are: a whole version, and the tensors of it that an adapter has changed.
+    """Identity of an engine's weights: a whole version, and the tensors of it that an adapter has changed.
 
     Attributes
     ----------
@@ -114,18 +102,18 @@ class Contents(NamedTuple):
     changed: frozenset[str]
 
     def different_from(self, served: Contents | None) -> frozenset[str] | None:
-        """Tensors that may differ from those of ``served``; None for all, where the two have no base in common."""
+        """Return tensors that may differ from those of ``served``; None (all) where the two have different bases."""
         return self.changed | served.changed if served is not None and served.base == self.base else None
 
 
-def contents_of(handoff: Handoff, changed: Collection[str] = ()) -> Contents:
-    """What an engine has that has loaded ``handoff``, an adapter that changes ``changed`` or a version of its own."""
+def contents_of(handoff: OpenedVersion, changed: Collection[str] = ()) -> Contents:
+    """Return the contents of an engine with ``handoff`` loaded: a version, or an adapter that changes ``changed``."""
     base = handoff.manifest.parent_xxh3_128 or content_digest(handoff.manifest)
     return Contents(base, frozenset(changed))
 
 
 def blocks_of(names: Collection[str], all_names: Collection[str]) -> frozenset[str]:
-    """``names`` and all others of the same blocks of layers, for engines that load what they fuse only together.
+    """Return ``names`` and all others of the same layer blocks, for engines that load fused tensors together.
 
     Engines fuse within a block (``model.layers.7.mlp``: gate with up, expert with expert; ``model.layers.7.self_attn``:
     queries, keys and values), and never across blocks.
@@ -140,8 +128,8 @@ def _block(name: str) -> str:
     return ".".join(parts[:-1] if layer is None else parts[: layer + 2])
 
 
-def plan_merge(adapter: Handoff, base: Handoff) -> Merge:
-    """Check that an adapter belongs to ``base`` and fits it, and say what goes where. Reads the configuration alone.
+def plan_merge(adapter: OpenedVersion, base: OpenedVersion) -> Merge:
+    """Check that an adapter belongs to ``base`` and fits it; return the merge. Reads the configuration alone.
 
     Raises
     ------
@@ -175,21 +163,21 @@ def plan_merge(adapter: Handoff, base: Handoff) -> Merge:
     return merge
 
 
-def _scaling(adapter: Handoff) -> tuple[int, float]:
+def _scaling(adapter: OpenedVersion) -> tuple[int, float]:
     """Rank and scale from ``adapter_config.json``, whose bytes are compared with the manifest."""
     path, record = adapter.path / ADAPTER_CONFIG, adapter.manifest.files.get(ADAPTER_CONFIG)
     if record is None:
         raise HandoffError(f"{adapter.path} is an adapter without {ADAPTER_CONFIG}: its rank and scale are unknown")
-    text = read_small(path)
+    text = read_companion(adapter, ADAPTER_CONFIG)
     if len(text) != record.bytes or chunk_digests(text, adapter.manifest.chunk_bytes) != record.xxh3_128:
         raise HandoffError(f"{path} does not have the content that the manifest says")
     try:
         config = json.loads(text)
         rank, alpha = config["r"], config["lora_alpha"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise HandoffError(f"{path} does not say r and lora_alpha: {error!r}") from error
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise HandoffError(f"{path}: r {rank!r} and lora_alpha {alpha!r} are no rank and scale")
+        raise HandoffError(f"{path}: r {rank!r} and lora_alpha {alpha!r} are not a valid rank and scale")
     other = [f"{key}: {config[key]!r}" for key, plain in _PLAIN.items() if (config.get(key) or plain) != plain]
     if other:
         raise HandoffError(f"{path} asks for more than adding B · A, which is all that engines merge: {other[0]}")
@@ -197,12 +185,12 @@ def _scaling(adapter: Handoff) -> tuple[int, float]:
 
 
 def _modules(tensors: Mapping[str, TensorRecord], problems: list[str]) -> dict[str, tuple[str, str]]:
-    """Names of A and B by module."""
+    """Return the names of A and B by module."""
     found: dict[str, dict[str, str]] = {}
     for name, record in tensors.items():
         match = _NAME.fullmatch(name)
         if match is None or len(record.shape) != 2 or record.dtype not in _FLOATS:
-            problems.append(f"{name} ({record.dtype} {tuple(record.shape)}) is no A or B of an adapter")
+            problems.append(f"{name} ({record.dtype} {tuple(record.shape)}) is not an A or B of an adapter")
         else:
             found.setdefault(match[1], {})[match[2]] = name
     problems += [f"{module} has no {'B' if 'A' in pair else 'A'}" for module, pair in found.items() if len(pair) < 2]
@@ -212,7 +200,13 @@ def _modules(tensors: Mapping[str, TensorRecord], problems: list[str]) -> dict[s
 def _parts(
     module: str, pair: tuple[str, str], rank: int, own: Mapping[str, TensorRecord], base: Mapping[str, TensorRecord]
 ) -> Iterator[tuple[str, Product]]:
-    """The changes of one module (ValueError where it does not fit)."""
+    """Yield the changes of one module.
+
+    Raises
+    ------
+    ValueError
+        The module does not fit the base.
+    """
     a, b = pair
     (a_rows, columns), (rows, b_columns) = own[a].shape, own[b].shape
     if f"{module}.weight" in base:
@@ -233,7 +227,13 @@ def _parts(
 def _fused_parts(
     module: str, pair: tuple[str, str], rank: int, own: Mapping[str, TensorRecord], base: Mapping[str, TensorRecord]
 ) -> Iterator[tuple[str, Product]]:
-    """The changes of all experts of a layer: rows of A are grouped by expert, columns of B by rank."""
+    """Yield the changes of all experts of a layer: rows of A are grouped by expert, columns of B by rank.
+
+    Raises
+    ------
+    ValueError
+        The module does not fit the base.
+    """
     a, b = pair
     (a_rows, columns), (rows, b_columns) = own[a].shape, own[b].shape
     experts = module.removesuffix(".base_layer")
@@ -276,7 +276,7 @@ def _check_rank(found: tuple[int, int], wanted: int, of: str = "") -> None:
 
 
 def _fitting(base: Mapping[str, TensorRecord], name: str, shape: tuple[int | None, ...]) -> str:
-    """``name``, if that tensor of the base has ``shape`` (None: any size) and can be merged into."""
+    """Return ``name``, if that tensor of the base has ``shape`` (None: any size) and can be merged into."""
     if name not in base:
         raise ValueError(f"the base has no {name}")
     record = base[name]
