@@ -1,4 +1,4 @@
-"""The orchestrator: one asyncio process that puts the parts together.
+"""Orchestrator: one asyncio process that connects the parts.
 
 Start: serve the dock, restore, wait for engines, wait for the trainer's first version, load it everywhere,
 evaluate it where the recipe wants that, and roll out. End: SIGTERM, or an error of any part.
@@ -14,31 +14,34 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
+from hpcrl.config.evaluation import EvaluationSetConfig
 from hpcrl.errors import CheckpointError, ConfigError, EnvironmentFailedError
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import ConflictError
 from hpcrl.rollouts.distillation.teacher import Teacher
 from hpcrl.rollouts.distillation.vocabulary import Probe
-from hpcrl.rollouts.engines.deadlines import make_fleet_watch
 from hpcrl.rollouts.environments import build_environments, hosted
+from hpcrl.rollouts.environments.workers.worker_events import workers_of
 from hpcrl.rollouts.parts import Foundation, OrchestratorParts, build_parts
 from hpcrl.rollouts.restore import restore_attempt
 from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport
+from hpcrl.rollouts.telemetry.deadlines import make_fleet_watch
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.rollouts.telemetry.run_metrics import read_run
 from hpcrl.rollouts.weights.turns import TurnUpdater
+from hpcrl.runs.fleet import WorkerView
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rollout_failures import EnvironmentFailures, failures_path
 
-__all__ = ["Orchestrator"]
-
 _log = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 4.0
-"""Shorter than a server's (uvicorn's is 5 s): else a request now and then meets a connection that just closed."""
+"""Keep-alive time in seconds, shorter than a server's (uvicorn's is 5 s): otherwise a request sometimes uses a
+connection that was just closed."""
 _BEAT_S = 2.0
 _GC_THRESHOLD = 100_000
 
@@ -64,7 +67,8 @@ class Orchestrator:
         self._context, self._recipe = context, context.run.recipe()
         self._events = context.events()
         try:
-            self._environments = build_environments(self._recipe, on_lost=self._environment_lost)
+            self._workers = workers_of(context, self._recipe, self._events)
+            self._environments = build_environments(self._recipe, on_lost=self._environment_lost, workers=self._workers)
         except ConfigError as error:
             lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
             raise EnvironmentFailedError(lines) from error
@@ -96,7 +100,7 @@ class Orchestrator:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             for environment in hosted(self._environments):
                 stack.push_async_callback(environment.aclose)
-            # for addresses of the run alone: every request brings the token; each has a time limit of its own
+            # only for addresses of the run, because every request carries the token; each request has its own timeout
             headers, timeout = self._context.credentials.headers, aiohttp.ClientTimeout(total=None)
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
             http = await stack.enter_async_context(session)
@@ -104,12 +108,16 @@ class Orchestrator:
             closing = await stack.enter_async_context(contextlib.AsyncExitStack())
             if self._teacher is not None:
                 stack.push_async_callback(self._teacher.aclose)
+            if self._workers is not None:
+                stack.push_async_callback(self._workers.aclose)
             gate = gate_of(self._context, "dock")
             await stack.enter_async_context(serve_dock(self, gate, host=host, port=port))
             await stack.enter_async_context(self._tasks)
             self._tasks.create_task(self._raise_failure())
             self._tasks.create_task(self._lag.run())
             self._tasks.create_task(self._report_progress())
+            if self._workers is not None:
+                self._workers.start(endpoints.fixed("env"), http, spawn=self._tasks.create_task)
             parts = build_parts(
                 self._foundation(),
                 await restore_attempt(self._context, self._recipe, self._environments, closing=closing),
@@ -118,6 +126,8 @@ class Orchestrator:
                 on_served=self._on_served,
                 on_routes_full=self._routes_full,
             )
+            # behind the tasks, which have rollouts
+            closing.push_async_callback(parts.gateway.aclose)
             self._built.set_result(parts)
             await self._start(parts)
 
@@ -135,11 +145,11 @@ class Orchestrator:
 
     @property
     def _parts(self) -> OrchestratorParts | None:
-        """None until the attempt is restored."""
+        """Return the parts; None until the attempt is restored."""
         return self._built.result() if self._built.done() else None
 
     async def _report_progress(self) -> None:
-        """Tell the supervisor that the event loop turns, and what it has done."""
+        """Report to the supervisor that the event loop runs, and the counts of its work."""
         reporter = self._context.progress()
         failures = FailureReport(failures_path(self._context.run, self._context.attempt), self._failures)
         try:
@@ -174,7 +184,7 @@ class Orchestrator:
     # -- start
 
     async def _start(self, parts: OrchestratorParts) -> None:
-        """From served dock to rolling out."""
+        """Start the parts after the dock is served."""
         timeout_s, state, updater = self._recipe.orchestrator.wait_timeout_s, parts.restored.state, parts.updater
         if parts.membership is not None:
             self._tasks.create_task(parts.membership.run())
@@ -193,6 +203,7 @@ class Orchestrator:
             updater=updater,
             scheduler=parts.scheduler,
             events=self._events,
+            workers=self._worker_views,
         )
         self._tasks.create_task(watch.run())
         if self._first_version is not None:
@@ -207,16 +218,16 @@ class Orchestrator:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
-        self._lag.reset()  # loading a tokenizer blocks, and nobody waits yet
+        self._lag.reset()  # loading a tokenizer blocks, and no request is waiting yet
         self._tasks.create_task(parts.scheduler.run())
 
     def _on_served(self, version: int) -> None:
         parts = self._built.result()
         parts.scheduler.serve(version)
-        # while an evaluation goes on, one that comes due waits for the next version
+        # during an evaluation, another one that becomes due waits for the next version
         if version == parts.restored.state.step or self._finished is not None or parts.evaluator.busy:
             return
-        # where engines take turns with the trainer, its turn waits: else an answer would be of two versions
+        # colocated engines: the trainer's turn waits, otherwise an answer would mix two versions
         self._evaluate_due(parts, version, exactly=self._recipe.engine.is_colocated)
 
     def _evaluate_due(self, parts: OrchestratorParts, version: int, *, exactly: bool) -> None:
@@ -246,47 +257,59 @@ class Orchestrator:
     # -- the dock
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool) -> bytes | None:
-        """One shard (see `hpcrl.rollouts.batches.server.BatchServer.batch`).
+        """Return one shard (see `hpcrl.rollouts.batches.server.BatchServer.batch`).
 
-        ConflictError also where there is no such rank, or the trainer began with another step than was restored.
+        Raises
+        ------
+        ConflictError
+            Also where the rank does not exist, or the trainer began with another step than was restored.
         """
         if (parts := await self._wait_parts(wait_s)) is None:
             return None
         server, updater = parts.batch_server, parts.updater
-        server.check_asker(rank, world_size)  # before anything is believed of the request
+        server.check_asker(rank, world_size)  # checked before the request is used
         if updater.announced is None:
-            # who asks for step s has published version s - 1
+            # a request for step s implies that version s - 1 is published
             await self._announce(parts, step - 1)
         data = await server.batch(step, rank=rank, world_size=world_size, wait_s=wait_s, ahead=ahead)
         if data is not None and isinstance(updater, TurnUpdater):
-            return data if await updater.let_train(step, wait_s=wait_s) else None
+            return data if await updater.release_batch_when_served(step, wait_s=wait_s) else None
         return data
 
     async def trained(self, step: int) -> None:
-        """The trainer waits for the batch behind ``step``."""
+        """Note that ``step`` is trained and that the trainer waits for the next batch."""
         if (parts := self._parts) is not None:
             parts.batch_server.trained(step)
 
     async def published(self, version: int) -> None:
-        """The trainer has published ``version``; the first must be the restored step (ConflictError where not)."""
+        """Announce that the trainer has published ``version``.
+
+        Raises
+        ------
+        ConflictError
+            The first version is not the restored step.
+        """
         if (parts := self._parts) is not None:
             await self._announce(parts, version)
         elif self._first_version is None:
             self._first_version = version
 
     async def snapshot(self, step: int) -> bytes:
-        """The state after ``step``, encoded.
+        """Return the encoded state after ``step``.
 
-        ConflictError before the orchestrator is restored, or where `BatchServer.snapshot` refuses.
+        Raises
+        ------
+        ConflictError
+            The orchestrator is not restored yet, or `BatchServer.snapshot` refuses.
         """
         if (parts := self._parts) is None:
             raise ConflictError("a snapshot was asked for before the orchestrator was restored")
         parts.restored.ledger.protect(step)
-        # taken here, between two events; encoded elsewhere, because it may be large
+        # taken in the event loop, so that it is consistent; encoded in a thread, because it may be large
         return await asyncio.to_thread(parts.batch_server.snapshot(step).encode)
 
     async def finish(self, version: int, *, wait_s: float) -> bool:
-        """End rolling out, bring all engines to ``version`` and evaluate it; whether that is done within ``wait_s``.
+        """Stop sampling and evaluate ``version`` on all engines; return whether that is done within ``wait_s``.
 
         ConflictError where this is the first version that is announced, and not the restored step.
         """
@@ -298,22 +321,51 @@ class Orchestrator:
         await asyncio.wait([self._finished], timeout=wait_s)
         return self._finished.done()
 
+    async def evaluate(self, key: str, given: str, *, seed: int, wait_s: float) -> bytes | None:
+        """Return the result of an evaluation of the version that engines serve, as JSON.
+
+        Parameters as in `hpcrl.rollouts.asked_evaluations.AskedEvaluations`; ``given`` is a set of held-out prompts.
+
+        Raises
+        ------
+        ConflictError
+            The run cannot evaluate now.
+        ValueError
+            ``given`` is not a set of held-out prompts.
+        """
+        config = EvaluationSetConfig.model_validate_json(given)
+        parts = self._parts
+        if parts is None or parts.pool.version < 0:
+            raise ConflictError("the engines of the run serve no version yet")
+        if self._finished is not None:
+            raise ConflictError("the run has trained its last step and ends")
+        if self._recipe.engine.is_colocated:
+            raise ConflictError("trainer and engines of the run take turns on their GPUs")
+        if self._recipe.rollouts.order == "deterministic":
+            raise ConflictError("the run is deterministic, and its engines compute nothing but its rollouts")
+        version = parts.pool.version
+        found = await parts.asked.result(key, config, seed=seed, version=version, wait_s=wait_s)
+        return None if found is None else msgspec.json.encode(found)
+
     def metrics(self) -> str:
-        """Prometheus text."""
+        """Return the orchestrator's metrics as Prometheus text."""
         if (parts := self._parts) is None:
             return ""
         engines = {engine.name: engine for engine in parts.pool.engines}
-        return render_metrics(parts.counters.as_dict(), parts.gauges(), engines)
+        return render_metrics(parts.counters.as_dict(), parts.gauges(), engines, self._worker_views())
+
+    def _worker_views(self) -> list[WorkerView]:
+        return [] if self._workers is None else self._workers.views()
 
     async def run_metrics(self) -> str:
-        """Prometheus text of all parts that have one."""
+        """Return the metrics of all parts of the run as Prometheus text."""
         if (parts := self._parts) is None:
             return ""
         engines = {engine.name: [server.url for server in engine.client.servers] for engine in parts.pool.engines}
         return await read_run(parts.http, self._context.endpoints().urls, engines, own=self.metrics())
 
     async def _wait_parts(self, wait_s: float) -> OrchestratorParts | None:
-        """The parts as soon as the attempt is restored; None where that is not so within ``wait_s``."""
+        """Return the parts once the attempt is restored; None where that takes longer than ``wait_s`` seconds."""
         if not self._built.done():
             await asyncio.wait([self._built], timeout=wait_s)
         return self._parts

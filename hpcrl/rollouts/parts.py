@@ -1,6 +1,6 @@
 """Build the parts of an orchestrator from what its attempt has restored: engines, rollouts, weights and batches.
 
-Nothing runs here. `hpcrl.rollouts.orchestrator` starts the parts, and brings them together while the run goes on.
+This module starts nothing. `hpcrl.rollouts.orchestrator` starts the parts and connects them during the run.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.sampling import EvaluationSampling, SamplingConfig
+from hpcrl.rollouts.asked_evaluations import AskedEvaluations
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.server import BatchServer
 from hpcrl.rollouts.batches.warehouse import WarehouseProcess
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.staleness import StalenessAccount
 from hpcrl.rollouts.distillation.teacher import Teacher
 from hpcrl.rollouts.engines.client import EngineClient
-from hpcrl.rollouts.engines.deadlines import engines_lost_after_s
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
-from hpcrl.rollouts.engines.membership import Membership
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.engines.replica_client import client_of
 from hpcrl.rollouts.engines.routed_pool import make_pool
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.environments import Environment
+from hpcrl.rollouts.gateway import Gateway
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.restore import RestoredAttempt
 from hpcrl.rollouts.sampling.conversation import Sampler
@@ -35,24 +38,23 @@ from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_versions, he
 from hpcrl.rollouts.sampling.failures import FailureCount
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings, answer_limits
-from hpcrl.rollouts.sampling.routes_room import RoutesRoom
+from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 from hpcrl.rollouts.sampling.scheduler import Scheduler
-from hpcrl.rollouts.sampling.staleness import StalenessAccount
 from hpcrl.rollouts.supervised import Supervised
-from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rollouts.telemetry.deadlines import engines_lost_after_s
 from hpcrl.rollouts.telemetry.gauges import gauges
 from hpcrl.rollouts.telemetry.lag import LagMonitor
 from hpcrl.rollouts.weights.make import make_updater
+from hpcrl.rollouts.weights.membership import Membership
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter
+from hpcrl.runs.refusals import report_of
 from hpcrl.runs.role import Endpoints, Member, RoleContext
-
-__all__ = ["Foundation", "OrchestratorParts", "build_parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foundation:
-    """What an orchestrator has before it is restored, and builds its parts on."""
+    """Inputs from which the parts of an orchestrator are built, available before it is restored."""
 
     context: RoleContext
     recipe: Recipe
@@ -61,32 +63,45 @@ class Foundation:
     failures: FailureCount
     lag: LagMonitor
     teacher: Teacher | None
-    """None: rollouts are not compared with a teacher."""
+    """Teacher of a distillation; None without one."""
     tasks: asyncio.TaskGroup
     """Tasks that end with the orchestrator, and end it where they fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrchestratorParts:
-    """The parts of one attempt, built and not started."""
+    """Parts of one attempt, built and not started."""
 
     restored: RestoredAttempt
     http: aiohttp.ClientSession
-    """For addresses of the run alone: each request brings the token of the run."""
+    """HTTP session for addresses of the run only: each request carries the token of the run."""
     pool: EnginePool
     updater: WeightUpdater
     membership: Membership | None
     """None: the engines are those of the start."""
+    gateway: Gateway
+    """Must be closed when no rollout runs any more."""
     scheduler: Scheduler
     evaluator: Evaluator
+    asked: AskedEvaluations
+    """Evaluations that people ask for."""
     batch_server: BatchServer
     gauges: Callable[[], dict[str, float]]
-    """What the orchestrator measures of itself now."""
+    """Returns the gauges of the orchestrator."""
 
     @property
     def counters(self) -> Counters:
-        """What has become of rollouts since the run began."""
+        """Return the counters of rollouts since the run began."""
         return self.restored.state.counters
+
+
+def gateway_host(recipe: Recipe, endpoints: Endpoints) -> str:
+    """Return the address at which the gateway of programs listens: loopback, or that of the dock.
+
+    The supervisor has chosen that one by the interface that the profile names for the node.
+    """
+    own = urlsplit(endpoints.one("orchestrator")).hostname if recipe.gateway_in_run else None
+    return own or "127.0.0.1"
 
 
 def build_parts(
@@ -103,9 +118,9 @@ def build_parts(
     Parameters
     ----------
     on_served:
-        Told of each version that all engines serve.
+        Called with each version that all engines serve.
     on_routes_full:
-        See `RoutesRoom`.
+        See `RoutedExpertsBudget`.
     """
     context, recipe, events = base.context, base.recipe, base.events
     run, state, ledger = context.run, restored.state, restored.ledger
@@ -117,12 +132,15 @@ def build_parts(
     renderer = Renderer.of_model(
         Path(recipe.model.path), chat_format=chat.format, variables=chat.variables, thinking=chat.thinking
     )
-    samplers = _Samplers(recipe, pool, renderer, state.counters, stream_interval=clients.stream_interval)
+    host = gateway_host(recipe, endpoints)
+    gateway = Gateway(state.counters, report=report_of(context, "gateway"), host=host)
+    interval = clients.stream_interval
+    samplers = _Samplers(recipe, pool, renderer, state.counters, gateway=gateway, stream_interval=interval)
     scheduler = _build_scheduler(
         base,
         restored,
         sampler=samplers.make(recipe.rollouts.sampling, routes),
-        room=RoutesRoom.of(recipe, routes, on_full=on_routes_full),
+        room=RoutedExpertsBudget.of(recipe, routes, on_full=on_routes_full),
     )
     updater = make_updater(
         recipe,
@@ -135,7 +153,7 @@ def build_parts(
         attempt=context.attempt,
         choose=None if recipe.rollouts.order == "arrival" else scheduler.choose_version,
     )
-    own_gauges = partial(gauges, scheduler, base.lag, ledger)
+    own_gauges = partial(gauges, scheduler, base.lag, ledger, updater.sources)
     warehouse = WarehouseProcess(context, ledger.warehouse, spawn=base.tasks.create_task)
     return OrchestratorParts(
         restored=restored,
@@ -143,8 +161,16 @@ def build_parts(
         pool=pool,
         updater=updater,
         membership=clients.membership(pool, updater),
+        gateway=gateway,
         scheduler=scheduler,
         evaluator=_build_evaluator(base, samplers, updater, up_to=state.step, routes=routes),
+        asked=AskedEvaluations(
+            recipe,
+            base.environments,
+            sampler_of=partial(samplers.held_out, routes=routes),
+            events=events,
+            spawn=base.tasks.create_task,
+        ),
         batch_server=BatchServer(
             recipe=recipe,
             scheduler=scheduler,
@@ -160,7 +186,7 @@ def build_parts(
 
 
 class _Clients:
-    """The engines of the endpoints, and the router, as the orchestrator speaks to them."""
+    """Clients of the engines and of the router."""
 
     def __init__(
         self, base: Foundation, http: aiohttp.ClientSession, endpoints: Endpoints, routes: RoutedExpertsSettings | None
@@ -171,8 +197,8 @@ class _Clients:
         self._members = endpoints.members["engine"] if self._elastic else endpoints.fixed("engine")
         self._sides = [self._client(member, role) for role in ("prefill", "decode") for member in endpoints.fixed(role)]
         config = base.recipe.rollouts
-        # whether a router hands parts on from one side to the other was not tried
-        # the rest of an answer is sampled with another seed: what is to be replayed begins anew
+        # not streamed: forwarding of parts by a router of disaggregated engines is untested, and the rest of an answer
+        # is sampled with another seed, which a deterministic run must not do
         self.stream_interval = 0 if self._sides or config.order == "deterministic" else config.stream_interval
 
     def _client(self, member: Member, role: str = "engine") -> EngineClient:
@@ -205,7 +231,7 @@ class _Clients:
         )
 
     def membership(self, pool: EnginePool, updater: WeightUpdater) -> Membership | None:
-        """What follows engines that come and go; None where they do not."""
+        """Return the membership that follows engines which join and leave; None where the fleet is fixed."""
         if not self._elastic:
             return None
         return Membership(
@@ -222,10 +248,17 @@ class _Samplers:
     """Makes samplers of one pool, for training and for evaluations."""
 
     def __init__(
-        self, recipe: Recipe, pool: EnginePool, renderer: Renderer, counters: Counters, *, stream_interval: int
+        self,
+        recipe: Recipe,
+        pool: EnginePool,
+        renderer: Renderer,
+        counters: Counters,
+        *,
+        gateway: Gateway,
+        stream_interval: int,
     ) -> None:
         self._recipe, self._pool, self._renderer, self._counters = recipe, pool, renderer, counters
-        self._stream_interval = stream_interval
+        self._gateway, self._stream_interval = gateway, stream_interval
 
     def make(self, sampling: SamplingConfig, routes: RoutedExpertsSettings | None) -> Sampler:
         return Sampler(
@@ -237,15 +270,17 @@ class _Samplers:
             stream_interval=self._stream_interval,
             routes=routes,
             rows=KnownRows.of(self._recipe, self._counters) if routes is not None and routes.keep else None,
+            max_branches=self._recipe.rollouts.max_branches,
+            gateway=self._gateway,
         )
 
     def held_out(self, sampling: EvaluationSampling, routes: RoutedExpertsSettings | None) -> Sampler:
-        """For evaluations: their rollouts are not trained on, so that nobody keeps their routed experts."""
+        """Return the sampler of an evaluation, which does not keep routed experts, because it is not trained on."""
         return self.make(sampling.beside(self._recipe.rollouts.sampling), routes and routes.unkept())
 
 
 def _build_scheduler(
-    base: Foundation, restored: RestoredAttempt, *, sampler: Sampler, room: RoutesRoom | None
+    base: Foundation, restored: RestoredAttempt, *, sampler: Sampler, room: RoutedExpertsBudget | None
 ) -> Scheduler:
     config, state, found = base.recipe.rollouts, restored.state, restored.found
     return Scheduler(

@@ -1,4 +1,4 @@
-"""The orchestrator as a process: its signals, its limits, its first error."""
+"""Process of the orchestrator: its signals, its limits, its first error."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import logging
 import signal
 import sys
 
-from hpcrl.daemon_threads import run_process
-from hpcrl.log_thread import log_in_thread
-from hpcrl.pending_connections import raise_descriptor_limit
+from hpcrl.network.connection_limits import raise_descriptor_limit
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.processes.signals import handle_signals
+from hpcrl.reporting.log_thread import log_in_thread
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.runs.role import RoleContext
-from hpcrl.signals import handle_signals
-
-__all__ = ["first_error", "main", "prefer_event_loop"]
 
 _log = logging.getLogger(__name__)
 _SWITCH_S = 5e-4
@@ -28,7 +26,7 @@ def main(context: RoleContext) -> None:
 
 
 def prefer_event_loop() -> None:
-    """Let the event loop wait for a thread that computes for half a millisecond, not for the interpreter's five."""
+    """Set the thread switch interval: the event loop then waits 0.5 ms for a computing thread, not 5 ms."""
     sys.setswitchinterval(_SWITCH_S)
 
 
@@ -54,7 +52,7 @@ async def _main(context: RoleContext) -> None:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error that a tree of task groups failed with."""
+    """Return the first leaf error of a tree of exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""Where an attempt of the orchestrator begins: at the checkpoint that the trainer restores, with what is done since."""
+"""Restore an attempt of the orchestrator: the checkpoint that the trainer restores, and the rollouts finished since."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError, PeerLostError
 from hpcrl.rollouts.batches.warehouse import make_warehouse
+from hpcrl.rollouts.core.consumed_files import RolloutFiles
 from hpcrl.rollouts.environments import Environment
-from hpcrl.rollouts.files import RolloutFiles
-from hpcrl.rollouts.ledger import RestoredRollouts, RolloutLedger
-from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
-from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.environments.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.ledger.ledger import RestoredRollouts, RolloutLedger
+from hpcrl.rollouts.ledger.state import OrchestratorState
 from hpcrl.runs.role import RoleContext, restore_path
-
-__all__ = ["RestoredAttempt", "open_ledger", "restore_attempt", "restored_state", "take_up"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,17 +29,17 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredAttempt:
-    """What an attempt begins with."""
+    """State with which an attempt begins."""
 
     state: OrchestratorState
-    """The checkpoint's, with what finished after it."""
+    """State of the checkpoint, with rollouts that finished after it."""
     order: DataOrder
     files: RolloutFiles
     ledger: RolloutLedger
     restart: list[GroupTask]
-    """Groups that have to be started again."""
+    """Groups that must be started again."""
     found: RestoredRollouts
-    """What the ledger has of these."""
+    """Rollouts of these groups in the ledger."""
 
 
 async def restore_attempt(
@@ -51,7 +49,7 @@ async def restore_attempt(
     *,
     closing: contextlib.AsyncExitStack,
 ) -> RestoredAttempt:
-    """Restore the checkpoint that the trainer restores, and go on with what the ledger has after it.
+    """Restore the checkpoint that the trainer restores, and continue with later entries of the ledger.
 
     Parameters
     ----------
@@ -67,25 +65,25 @@ async def restore_attempt(
     """
     state = await restored_state(context, recipe)
     order = DataOrder(recipe, environments)
-    # first the fence: an orchestrator of an older attempt that is late must not write into the ledger
+    # the fence first: a delayed orchestrator of an older attempt must not write into the ledger
     files = await asyncio.to_thread(RolloutFiles.claim, context.run.rollouts_dir, context.attempt)
     ledger = await asyncio.to_thread(open_ledger, context, recipe, state.step)
     closing.push_async_callback(asyncio.to_thread, ledger.close)
-    state, restart, found = await take_up(ledger, state, order)
+    state, restart, found = await resume_from_ledger(ledger, state, order)
     return RestoredAttempt(state=state, order=order, files=files, ledger=ledger, restart=restart, found=found)
 
 
 async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorState:
-    """The state at the step that the trainer restores, or that of a fresh run.
+    """Return the state at the step that the trainer restores, or that of a fresh run.
 
     Raises
     ------
     PeerLostError
-        The trainer found nothing that it could restore.
+        The trainer found no checkpoint that it could restore.
     DeadlineError
-        It did not say in time which checkpoint it restores.
+        The trainer did not decide in time which checkpoint it restores.
     CheckpointError
-        The checkpoint is of another recipe.
+        The checkpoint belongs to another recipe.
     """
     decision = await _decision(context, recipe)
     if decision.step is None:
@@ -98,12 +96,12 @@ async def restored_state(context: RoleContext, recipe: Recipe) -> OrchestratorSt
 
 
 def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedger:
-    """The ledger of rollouts, for an attempt that has restored ``step``, and memory for them.
+    """Open the ledger of rollouts, with its warehouse, for an attempt that has restored ``step``.
 
     Raises
     ------
     HpcrlError
-        There is to be a pool for them, and it cannot be made or joined.
+        The recipe configures a pool for rollouts, and it cannot be created or joined.
     OSError
         The filesystem refused.
     """
@@ -119,10 +117,10 @@ def open_ledger(context: RoleContext, recipe: Recipe, step: int) -> RolloutLedge
     )
 
 
-async def take_up(
+async def resume_from_ledger(
     ledger: RolloutLedger, state: OrchestratorState, order: DataOrder
 ) -> tuple[OrchestratorState, list[GroupTask], RestoredRollouts]:
-    """Go on with what finished after the checkpoint, too.
+    """Add rollouts that finished after the checkpoint.
 
     Returns
     -------
@@ -130,18 +128,21 @@ async def take_up(
         The state with it; groups to start again; what of these there is.
     """
     found = await asyncio.to_thread(ledger.find, state.group_size)
-    restart = state.deal_again(order, found)
+    restart = state.groups_to_redispatch(order, found)
     adopted = []
     for group in state.saved:
         task = order.again(group.index, group.environment, group.prompt_index)
         if group.index not in found.finished and group.index not in found.over and task is not None:
             adopted.append(await ledger.adopt(group, task))
     state = msgspec.structs.replace(state, finished=adopted, saved=[])
-    return state.going_on(found), restart, found
+    return state.with_ledger(found), restart, found
 
 
 async def _decision(context: RoleContext, recipe: Recipe) -> RestoreDecision:
-    """What the trainer restores: two that choose for themselves could choose differently."""
+    """Return the trainer's decision about the checkpoint to restore.
+
+    The orchestrator does not choose by itself, because two processes could choose differently.
+    """
     timeout_s = recipe.checkpoint.verify_timeout_s + recipe.orchestrator.wait_timeout_s
     path = restore_path(context.run, context.attempt)
     with contextlib.suppress(TimeoutError):
@@ -153,5 +154,5 @@ async def _decision(context: RoleContext, recipe: Recipe) -> RestoreDecision:
             return decision
     raise DeadlineError(
         f"the trainer did not say within {timeout_s:g} s which checkpoint it restores ({path})\n"
-        "    hint: the trainer's log says what it does; checkpoint.verify: sizes reads less"
+        "    hint: the trainer's log shows its progress; checkpoint.verify: sizes reads less"
     )

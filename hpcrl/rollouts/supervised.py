@@ -1,21 +1,20 @@
-"""What the orchestrator needs of the supervisor: engines and a router that are started anew, and when they were."""
+"""Interface to the supervisor that the orchestrator needs: restarts of engines and of a router, and their times."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.runs.clocks import own_node
-from hpcrl.runs.role import Complaint, RoleContext
+from hpcrl.runs.role import Complaint, RoleContext, write_left_out
 from hpcrl.runs.status import RunStatus
-
-__all__ = ["Supervised"]
 
 _ROUTER = "router", 0
 
 
 class Supervised:
-    """The other parts of an attempt, as their supervisor has them."""
+    """Interface to the supervisor of the other parts of an attempt."""
 
     def __init__(self, context: RoleContext) -> None:
         self._run, self._attempt = context.run, context.attempt
@@ -40,8 +39,16 @@ class Supervised:
         """Ask for another process of the router, as `restart_engine`."""
         self._restart(*_ROUTER, why)
 
+    def leave_out(self, engines: Collection[str]) -> None:
+        """Record the engines that the next router is started without (OSError if refused)."""
+        write_left_out(self._run, self._attempt, engines)
+
+    def restart_worker(self, replica: int, why: str) -> None:
+        """Ask for another process of a worker of environments, as `restart_engine`."""
+        self._restart("env", replica, why)
+
     def router_ready_s(self) -> float | None:
-        """Since when the router's present process is ready (`RunStatus.ready_since`)."""
+        """Return since when the router's present process is ready (`RunStatus.ready_since`)."""
         return RunStatus.ready_since(self._run, self._attempt, *_ROUTER)
 
     def _restart(self, role: str, replica: int, why: str, *, wrong_weights: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""From consumed groups to what the trainer gets: advantages, statistics, packed shards, and a file for people.
+"""Build the trainer's input from consumed groups: advantages, statistics, packed shards, and a file for people.
 
-Shards name rollouts and say where their columns lie; nobody here looks into these, but for the text for people.
+Shards identify rollouts and locate their columns. Columns are read here only for the text for people.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,19 @@ from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.wire import BatchStats, ReferencedShard, Sample, encode_shard
 from hpcrl.rollouts.batches.advantages import group_advantages
 from hpcrl.rollouts.batches.packing import pack
-from hpcrl.rollouts.records import Group, StoredRollout
-
-__all__ = ["Batch", "build_batch"]
+from hpcrl.rollouts.core.records import Group, StoredRollout
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch of one step.
+    """Batch of one step.
 
     Attributes
     ----------
     shards:
         Encoded shard of each trainer rank.
     lines:
-        The consumed rollouts as JSON lines.
+        Consumed rollouts as JSON lines.
     """
 
     step: int
@@ -45,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A rollout with what only the batch knows."""
+    """Rollout with the values that only the batch determines."""
 
     group: Group
     rollout: StoredRollout
@@ -72,13 +71,13 @@ def build_batch(
     groups:
         In index order; their rollouts in member order. The batch keeps this order within a micro-batch.
     counters:
-        For `hpcrl.dock.wire.BatchStats.rollouts`.
+        Counters for `hpcrl.dock.wire.BatchStats.rollouts`.
     text:
-        Of the tokens of a rollout, for people.
+        Returns the text of a rollout's tokens, for people.
     cost:
-        Of training on a rollout of so many tokens; see `pack`.
+        Returns the cost of training on a sequence from its number of tokens; see `pack`.
     location, payload_dir:
-        Where ranks find columns: in memory, and on the shared filesystem.
+        Locations of columns: in memory, and on the shared filesystem.
     """
     distillation = recipe.algorithm.distillation
     weight = 1.0 if distillation is None else distillation.reward_weight
@@ -87,12 +86,17 @@ def build_batch(
         for group in groups
         for rollout, advantage in zip(
             group.rollouts,
-            group_advantages([r.reward for r in group.rollouts], recipe.algorithm.advantage),
+            group_advantages(
+                [r.reward for r in group.rollouts],
+                [r.sampled_tokens for r in group.rollouts],
+                recipe.algorithm.advantage,
+            ),
             strict=True,
         )
     ]
     stats = _stats(samples, counters)
-    lengths = [sample.rollout.tokens for sample in samples]
+    sequences = [reference for sample in samples for reference in _references(sample)]
+    lengths = [sequence.tokens for sequence in sequences]
     layout = pack(lengths, budget=recipe.trainer.micro_batch_tokens, world_size=world_size, cost=cost)
     shards = [
         encode_shard(
@@ -100,7 +104,7 @@ def build_batch(
                 step=step,
                 rank=rank,
                 world_size=world_size,
-                micro_batches=[[_reference(samples[i]) for i in indices] for indices in micro_batches],
+                micro_batches=[[sequences[i] for i in indices] for indices in micro_batches],
                 stats=stats,
                 location=location,
                 payload_dir=str(payload_dir),
@@ -114,9 +118,10 @@ def build_batch(
     return Batch(step, shards, lines)
 
 
-def _reference(sample: _Sample) -> Sample:
+def _references(sample: _Sample) -> list[Sample]:
+    """Return the sequences of a rollout: each is packed by itself, as no other part of it is in its attention."""
     rollout = sample.rollout
-    return Sample(
+    whole = Sample(
         group=sample.group.index,
         member=rollout.member,
         tokens=rollout.tokens,
@@ -124,6 +129,13 @@ def _reference(sample: _Sample) -> Sample:
         place=rollout.place,
         counts_as=rollout.counts_as,
     )
+    if len(rollout.lengths) <= 1:
+        return [whole]
+    begins = accumulate(rollout.lengths, initial=0)
+    return [
+        msgspec.structs.replace(whole, tokens=tokens, sequence=number, begin=begin, rollout_tokens=rollout.tokens)
+        for number, (tokens, begin) in enumerate(zip(rollout.lengths, begins, strict=False))
+    ]
 
 
 def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchStats:
@@ -152,6 +164,9 @@ def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchSt
         reward_count_by_env={name: len(values) for name, values in sorted(by_env.items())},
         reward_count_by_part={name: len(values) for name, values in sorted(parts.items())},
         teacher_kl=_teacher_kl([sample.rollout for sample in samples]),
+        branches_mean=float(np.mean([sample.rollout.branches for sample in samples])),
+        branches_max=max(sample.rollout.branches for sample in samples),
+        prefix_repeated_tokens=sum(sample.rollout.repeated_tokens for sample in samples),
     )
 
 
@@ -179,6 +194,7 @@ def _line(sample: _Sample, text: str) -> dict[str, Any]:
         "sampled_tokens": rollout.sampled_tokens,
         "seconds": round(rollout.seconds, 3),
         "ended_s": round(rollout.ended_s, 3),
+        "branches": rollout.branches,
         "turns": rollout.turns,
         "text": text,
     }

@@ -1,4 +1,4 @@
-"""Where ranks, and people, find the columns of finished rollouts."""
+"""Access of ranks and people to the columns of finished rollouts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from pathlib import Path
 
 from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.entries import PayloadPlace
+from hpcrl.dock.sequences import own_tokens
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.rollouts.batches.excerpt import excerpt
-
-__all__ = ["MAX_TEXT_CHARACTERS", "RolloutColumns"]
 
 MAX_TEXT_CHARACTERS = 4000
 """Maximum characters of a rollout in the file for people; of a longer text the middle is left out."""
 
 
 class RolloutColumns:
-    """What a batch says of them.
+    """Read access to rollout columns, and how to describe them in a batch.
 
     Attributes
     ----------
     payload_dir:
-        Of the run, where all of them are durable.
+        Directory of the run in which all columns are durable.
     """
 
     def __init__(
@@ -46,13 +45,16 @@ class RolloutColumns:
 
     @property
     def location(self) -> Location | None:
-        """Where the warehouse can be reached now."""
+        """Return the current location of the warehouse; None where it is not reachable."""
         return self._locate()
 
     def text(self, place: PayloadPlace) -> str:
-        """Of the tokens of a rollout, a long one without its middle; where ranks cannot read it either, why."""
+        """Return the text of a rollout's tokens, a long one without its middle, or why ranks cannot read the columns.
+
+        The common beginning of several sequences is in it once.
+        """
         try:
             columns = decode_columns(BlockReader(self.location, self.payload_dir).glance(place))[1]
-            return excerpt(columns["token_ids"], self._decode, MAX_TEXT_CHARACTERS)
+            return excerpt(own_tokens(columns), self._decode, MAX_TEXT_CHARACTERS)
         except (OSError, ValueError, KeyError) as error:
             return f"(cannot be read: {error})"

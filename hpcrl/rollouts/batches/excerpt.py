@@ -1,4 +1,4 @@
-"""The ends of a long text, from its tokens, without decoding what lies between: it costs what is kept."""
+"""Excerpt of a long text from its tokens: only the two ends are decoded, so that the cost depends on their length."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["excerpt"]
-
 _TOKENS_A_CHARACTER = 4
-"""At most: a character of UTF-8 has up to four bytes, and a tokenizer may know each of these by itself alone."""
+"""Maximum tokens of a character: UTF-8 has up to four bytes, and a tokenizer may have a token for each of them."""
 _MARGIN = 2 * _TOKENS_A_CHARACTER
-"""Characters at a cut that are not looked at: pieces of one, and a space that decoders leave out at a beginning."""
+"""Number of characters at a cut that are ignored: fragments of a character, and a space that decoders omit at a start.
+"""
 _UNREADABLE = "\ufffd"
 
 
 def excerpt(token_ids: NDArray[np.int32], decode: Callable[[Sequence[int]], str], characters: int) -> str:
-    """The text of ``token_ids [T]``; one that is longer than ``characters`` loses its middle.
+    """Return the text of ``token_ids [T]``, its middle left out where it is longer than ``characters``.
 
-    ``decode`` gives the text of a run of tokens. It is not asked for the middle of a long text.
+    ``decode`` returns the text of a sequence of tokens. It is not called for the middle of a long text.
     """
     half = characters // 2
     head = _end(len(token_ids), half, lambda count: decode(token_ids[:count].tolist()), slice(None, half))
@@ -31,7 +30,7 @@ def excerpt(token_ids: NDArray[np.int32], decode: Callable[[Sequence[int]], str]
 
 
 def _end(tokens: int, wanted: int, decode: Callable[[int], str], kept: slice) -> str | None:
-    """``kept`` of as few tokens as have so much text; None where that takes half of them, and one may as well have all.
+    """Return ``kept`` of as few tokens as contain enough text; None where that takes half of them or more.
 
     A cut within a character may spoil more than that one: what a tokenizer has in bytes alone is decoded as a whole.
     So of a few cuts that one counts which spoils nothing, or least.

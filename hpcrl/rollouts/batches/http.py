@@ -1,7 +1,7 @@
-"""The HTTP side of the dock; the endpoints are documented with their client, `hpcrl.dock.client`.
+"""HTTP side of the dock; the endpoints are documented with their client, `hpcrl.dock.client`.
 
-Waiting requests are held for a few seconds and then answered 204, so that a caller notices at once when we are
-gone and never needs a long timeout.
+Waiting requests are held for a few seconds and then answered 204, so that a caller notices immediately when this
+process is gone and never needs a long timeout.
 """
 
 from __future__ import annotations
@@ -14,51 +14,56 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from hpcrl.gate import Gate
+from hpcrl.network.auth import Gate
+from hpcrl.network.http_server import listen, make_runner, stop_serving
 from hpcrl.rollouts.batches.server import ConflictError
-from hpcrl.serving import listen, make_runner, stop_serving
-
-__all__ = ["Dock", "dock_app", "serve_dock"]
 
 _MAX_WAIT_S = 30.0
 
 
 class Dock(Protocol):
-    """What is served. `ConflictError` becomes 409."""
+    """Handlers of the HTTP endpoints. A `ConflictError` becomes status 409."""
 
     stopping: bool
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool) -> bytes | None:
-        """One shard; None where it is not ready within ``wait_s``. ``ahead``: the step before is being trained."""
+        """Return one shard; None where it is not ready within ``wait_s`` seconds.
+
+        ``ahead`` is true while the step before ``step`` is still being trained.
+        """
         ...
 
     async def trained(self, step: int) -> None:
-        """A step is trained, and the batch of the next is waited for."""
+        """Note that ``step`` is trained and that the trainer waits for the next batch."""
         ...
 
     async def published(self, version: int) -> None:
-        """A version is on the shared filesystem."""
+        """Note that the weights of ``version`` are on the shared filesystem."""
         ...
 
     async def snapshot(self, step: int) -> bytes:
-        """The state after ``step``."""
+        """Return the encoded state after ``step``."""
         ...
 
     async def finish(self, version: int, *, wait_s: float) -> bool:
-        """Whether the last version is evaluated."""
+        """Return whether the last version is evaluated; wait up to ``wait_s`` seconds for it."""
+        ...
+
+    async def evaluate(self, key: str, given: str, *, seed: int, wait_s: float) -> bytes | None:
+        """Return the result of the evaluation ``key`` of the set ``given``; None where it is not there yet."""
         ...
 
     def metrics(self) -> str:
-        """Prometheus text."""
+        """Return the orchestrator's metrics as Prometheus text."""
         ...
 
     async def run_metrics(self) -> str:
-        """The same of all parts of the run."""
+        """Return the metrics of all parts of the run as Prometheus text."""
         ...
 
 
 def dock_app(dock: Dock, gate: Gate) -> web.Application:
-    """What is served to whom ``gate`` lets in."""
+    """Return the web application, which serves only clients that ``gate`` accepts."""
     app = web.Application(middlewares=[gate.middleware(), _errors(dock)], client_max_size=1 << 20)
     app.add_routes(_routes(dock))
     return app
@@ -74,7 +79,7 @@ async def serve_dock(dock: Dock, gate: Gate, *, host: str, port: int) -> AsyncIt
         The port cannot be bound.
     """
     app = dock_app(dock, gate)
-    # handlers only wait for us; nothing is lost when they end with us
+    # handlers only wait for this process, so nothing is lost when they end with it
     runner = make_runner(app, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     try:
@@ -145,6 +150,14 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
         await asyncio.sleep(0)
         return web.Response(status=200 if done else 204)
 
+    async def evaluate(request: web.Request) -> web.Response:
+        query = request.query
+        found = await dock.evaluate(
+            request.match_info["key"], query["set"], seed=int(query["seed"]), wait_s=_wait_s(request)
+        )
+        await asyncio.sleep(0)
+        return web.Response(status=204) if found is None else web.Response(body=found, content_type="application/json")
+
     return [
         web.get("/health", health),
         web.get("/metrics", metrics),
@@ -154,4 +167,5 @@ def _routes(dock: Dock) -> list[web.RouteDef]:
         web.post(r"/dock/published/{version:\d+}", published),
         web.post(r"/dock/snapshot/{step:\d+}", snapshot),
         web.post(r"/dock/finish/{version:\d+}", finish),
+        web.post(r"/dock/evaluate/{key:[0-9a-f]{32}}", evaluate),
     ]

@@ -1,4 +1,4 @@
-"""Packing the rollouts of a batch into micro-batches of equal cost, and these into shards of equal length."""
+"""Packing the sequences of a batch into micro-batches of equal cost, and these into shards of equal length."""
 
 from __future__ import annotations
 
@@ -6,30 +6,28 @@ from collections.abc import Callable, Sequence
 
 from hpcrl.models.packing import fill_bins
 
-__all__ = ["pack"]
-
 
 def pack(
     lengths: Sequence[int], *, budget: int, world_size: int, cost: Callable[[int], float] = float
 ) -> list[list[list[int]]]:
-    """Distribute rollouts over ranks and micro-batches.
+    """Distribute sequences over ranks and micro-batches.
 
-    Longest first, each rollout goes to the micro-batch of the least cost that has room for its tokens; the number of
+    Longest first, each sequence goes to the micro-batch of the least cost that has room for its tokens; the number of
     micro-batches is the smallest multiple of ``world_size`` with which this keeps the budget. Where tokens alone would
     need fewer of them, tokens alone decide: each one more is a pass through the whole model. Micro-batches are then
-    dealt out by cost, so that those which ranks run at the same time, between the same collectives, are alike. A
-    rollout longer than the budget has a micro-batch for itself. Equal input gives equal output.
+    distributed by cost, so that those which ranks run at the same time, between the same collectives, are alike. A
+    sequence longer than the budget has a micro-batch for itself. Equal input gives equal output.
 
     Parameters
     ----------
     lengths:
-        Tokens of each rollout, at least 1.
+        Tokens of each sequence, at least 1.
     budget:
         Tokens of a micro-batch.
     world_size:
         Data-parallel ranks of the trainer.
     cost:
-        Of training on a rollout of so many tokens, growing with them, in any unit
+        Returns the cost of training on a sequence from its number of tokens, with which it grows, in any unit
         (`hpcrl.models.packing.training_cost`).
 
     Returns

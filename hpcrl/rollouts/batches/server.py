@@ -1,4 +1,4 @@
-"""What the trainer is given, step by step: a batch once, the same bytes again on a retry, a snapshot on request.
+"""Serve batches to the trainer step by step: the same bytes again on a retry, and snapshots of the state on request.
 
 The batch of step s + 1 is built while step s trains: ranks ask for it as soon as they have that of step s.
 """
@@ -15,23 +15,21 @@ from hpcrl.models.known import load_facts
 from hpcrl.models.packing import training_cost
 from hpcrl.rollouts.batches.build import Batch, build_batch
 from hpcrl.rollouts.batches.columns import RolloutColumns
-from hpcrl.rollouts.files import RolloutFiles
-from hpcrl.rollouts.ledger import GroupJournal
-from hpcrl.rollouts.records import Group
+from hpcrl.rollouts.core.consumed_files import RolloutFiles
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Group
+from hpcrl.rollouts.ledger.ledger import GroupJournal
+from hpcrl.rollouts.ledger.state import OrchestratorState
 from hpcrl.rollouts.sampling.scheduler import Scheduler
-from hpcrl.rollouts.state import OrchestratorState
-from hpcrl.rollouts.telemetry.counters import Counters
-
-__all__ = ["BatchServer", "ConflictError"]
 
 _log = logging.getLogger(__name__)
 
 _WRITE_S = 1.0
-"""How long a batch waits for the file of its rollouts."""
+"""Maximum time in seconds that a batch waits for the file of its rollouts."""
 
 
 class ConflictError(Exception):
-    """What the trainer asks does not fit what happened so far."""
+    """Raised where a request of the trainer contradicts the current state."""
 
 
 class BatchServer:
@@ -62,13 +60,13 @@ class BatchServer:
         Parameters
         ----------
         gauges:
-            Measurements to report with each batch, beside ``counters``.
+            Measurements to report with each batch, in addition to ``counters``.
         columns:
-            Where those of finished rollouts lie.
+            Locations of the columns of finished rollouts.
         files:
-            Where consumed rollouts are written for people.
+            Writer of consumed rollouts for people.
         journal:
-            Told what each step took, before it is handed out.
+            Records the groups of each step before its batch is handed out.
         spawn:
             Starts a task that belongs to the orchestrator; when one fails, so does the orchestrator.
         """
@@ -81,7 +79,7 @@ class BatchServer:
 
     @property
     def step(self) -> int:
-        """The last step whose groups were taken."""
+        """Return the last step whose groups were taken."""
         return self._scheduler.account.step
 
     def begin(self, step: int) -> None:
@@ -91,23 +89,24 @@ class BatchServer:
         self._builds[step] = self._spawn(self._build(step))
 
     def check_asker(self, rank: int, world_size: int) -> None:
-        """Whether there is such a data-parallel rank (ConflictError where not)."""
+        """Raise ConflictError unless ``rank`` of ``world_size`` is a data-parallel rank of the run."""
         if world_size != self._data_ranks or not 0 <= rank < world_size:
             has = f"the run has {self._data_ranks} data-parallel ranks"
             raise ConflictError(f"rank {rank} of {world_size} asked; {has}")
 
     async def batch(self, step: int, *, rank: int, world_size: int, wait_s: float, ahead: bool = False) -> bytes | None:
-        """The shard of ``rank``; None where the batch is not ready within ``wait_s``.
+        """Return the shard of ``rank``; None where the batch is not ready within ``wait_s`` seconds.
 
         Parameters
         ----------
         ahead:
-            The step before ``step`` is being trained; otherwise it is trained.
+            True: the step before ``step`` is still being trained. False: it is trained.
 
         Raises
         ------
         ConflictError
-            The step is neither the last one nor the next, or there are not so many ranks. Nothing has changed then.
+            The step is neither the last one nor the next, or ``rank`` or ``world_size`` is wrong. The state is
+            unchanged.
         """
         self.check_asker(rank, world_size)
         if step == self._next and step not in self._builds:
@@ -116,8 +115,8 @@ class BatchServer:
         if build is not None:
             self.trained(step - 2 if ahead else step - 1)
         else:
-            raise ConflictError(f"the batch of step {step} was asked for; the next is that of step {self._next}")
-        # not the task itself: whoever waits may be cancelled
+            raise ConflictError(f"the batch of step {step} was requested; the next is that of step {self._next}")
+        # `asyncio.wait` does not cancel the task when the waiting request is cancelled
         await asyncio.wait([build], timeout=wait_s)
         if not build.done():
             return None
@@ -130,7 +129,7 @@ class BatchServer:
         return self._handed_out + 1
 
     def trained(self, step: int) -> None:
-        """Steps up to ``step`` are trained, as far as they were handed out: their batches are forgotten."""
+        """Forget the batches of steps up to ``step``, which are trained, as far as they were handed out."""
         step = min(step, self._handed_out)
         self._journal.trained(step)
         self._scheduler.settle(step)
@@ -157,30 +156,33 @@ class BatchServer:
             location=self._columns.location,
             payload_dir=self._columns.payload_dir,
         )
-        # for people: where it cannot be written now, the batch is handed out all the same
+        # only for people: a batch is handed out even if this file cannot be written now
         self._files.write(step, batch.lines, wait_s=_WRITE_S)
         return batch
 
     def snapshot(self, step: int) -> OrchestratorState:
-        """The state with exactly the batches up to ``step`` consumed, whatever was begun after it.
+        """Return the state in which exactly the batches up to ``step`` are consumed.
 
-        A trainer that asks ahead, or a batch that is being built, has taken groups of later steps already: they count
-        as finished and not consumed, and what they made too old is as it was before.
+        A trainer that asks ahead, or a batch that is being built, has already taken groups of later steps. These groups
+        count as finished and not consumed here. Groups that those steps made stale are restored as well.
 
         Raises
         ------
         ConflictError
-            That state is gone, or in the future.
+            The state is not available any more, or ``step`` is in the future.
         """
         pending = self._scheduler.pending(step) if step <= self._handed_out else None
         if pending is None:
-            what = f"the last step that was handed out is {self._handed_out}"
+            what = f"the last step that was delivered is {self._handed_out}"
             raise ConflictError(f"a snapshot of step {step} was asked for; {what}")
         return OrchestratorState.of(self._recipe, step=step, next_index=self._scheduler.next_index, pending=pending)
 
 
 def _cost_of(recipe: Recipe) -> Callable[[int], float]:
-    """What training on a rollout costs by the model's sizes; of a model that says none, its tokens."""
+    """Return a function that estimates the training cost of a rollout from its number of tokens.
+
+    The cost is the number of tokens where the sizes of the model are unknown.
+    """
     try:
         return training_cost(load_facts(recipe.model.path))
     except (FileNotFoundError, ValueError) as error:

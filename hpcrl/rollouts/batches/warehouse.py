@@ -1,4 +1,4 @@
-"""The orchestrator's warehouse of rollouts, and the small process that serves it to other nodes."""
+"""Warehouse of rollouts of the orchestrator, and the small process that serves it to other nodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpcrl.config.rollouts import WarehouseConfig
-from hpcrl.credentials import TOKEN_FILE
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
 from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
 from hpcrl.errors import HpcrlError
-from hpcrl.gate import is_loopback
-from hpcrl.interpreter import module_command
+from hpcrl.network.auth import is_loopback
+from hpcrl.network.credentials import TOKEN_FILE
+from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.role import RoleContext
-
-__all__ = ["WarehouseProcess", "make_warehouse"]
 
 _log = logging.getLogger(__name__)
 _START_S = 60.0
@@ -29,17 +27,17 @@ _AGAIN_S = 1.0
 
 
 def make_warehouse(config: WarehouseConfig, *, url: str) -> Warehouse | None:
-    """The warehouse that a recipe wants; None, and a warning, where the node does not let us have one in files.
+    """Return the warehouse of a recipe; None, with a warning, where the node permits none in files.
 
     Parameters
     ----------
     url:
-        Of the orchestrator, whose next ports are the warehouse's.
+        URL of the orchestrator; the warehouse uses the ports that follow its port.
 
     Raises
     ------
     HpcrlError
-        The pool that a recipe wants cannot be made.
+        The pool that the recipe configures cannot be created.
     """
     limit_bytes = int(config.limit_gib * (1 << 30))
     if config.backend == "mooncake":
@@ -70,7 +68,7 @@ class WarehouseProcess:
     Attributes
     ----------
     pid:
-        Of the process; None while there is none.
+        Id of the process; None while none runs.
     task:
         Cancelling it ends the process.
     """
@@ -82,10 +80,10 @@ class WarehouseProcess:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        """Begin, in a task that ``spawn`` starts.
+        """Start the process, in a task that ``spawn`` starts.
 
-        Nothing is served where there is no warehouse of files, or the orchestrator has an address that only this
-        machine reaches: who could ask can map the files.
+        Nothing is served without a warehouse of files, or where only this machine reaches the orchestrator's address:
+        processes of this machine can map the files.
         """
         self._pooled = warehouse.location if isinstance(warehouse, MooncakeWarehouse) else None
         self._directory = warehouse.directory if isinstance(warehouse, EmbeddedWarehouse) else None
@@ -101,7 +99,7 @@ class WarehouseProcess:
         self.task = spawn(self._run())
 
     def locate(self) -> Location | None:
-        """Say where readers find the warehouse, without a port while no process serves; None where there is none."""
+        """Return the warehouse's location for readers, without a port while no process serves; None without one."""
         if self._pooled is not None:
             return self._pooled
         return None if self._directory is None else Location(str(self._directory), self._host, self._port)

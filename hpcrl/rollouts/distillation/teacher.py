@@ -1,7 +1,7 @@
-"""The teacher of an on-policy distillation: log-probabilities of the tokens that the policy has sampled.
+"""Teacher of an on-policy distillation: log-probabilities of the tokens that the policy has sampled.
 
-A server of vLLM's HTTP API (``/v1/completions`` with ``prompt_logprobs``), which the run does not start. It is no part
-of the run, so it is sent no credentials, and nothing of its answers is used before it is checked.
+The teacher is a server of vLLM's HTTP API (``/v1/completions`` with ``prompt_logprobs``). It is not part of the run and
+not started by it. So it gets no credentials of the run, and its answers are validated before use.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from numpy.typing import NDArray
 
 from hpcrl.config.distillation import TeacherConfig
 from hpcrl.config.recipe import Recipe
-from hpcrl.decoding import decode_json
 from hpcrl.errors import RunFailedError
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Rollout
 from hpcrl.rollouts.distillation.vocabulary import Probe
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.http import EngineHttp
 from hpcrl.rollouts.engines.limits import AnswerLimits, check_logprobs
 from hpcrl.rollouts.engines.rows import beside_loop
-from hpcrl.rollouts.records import Rollout
-from hpcrl.rollouts.telemetry.counters import Counters
-
-__all__ = ["Teacher", "TeacherError"]
+from hpcrl.storage.msgspec_types import decode_json
 
 _log = logging.getLogger(__name__)
 _PATH, _MODELS = "/v1/completions", "/v1/models"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-"""Between two requests of which the first has failed: doubled each time, up to the second number."""
+"""Pause in seconds after the first failed request, which is doubled each time, and its maximum."""
 _MAX_DAMAGED = 3
-"""Answers to one question that cannot be used; a teacher that gives so many will not give a better one."""
+"""Maximum number of unusable answers to one question; further attempts would not succeed."""
 _BYTES_PER_TOKEN = 200
-"""About the size of a token in an answer: from where it is decoded beside the event loop."""
+"""Approximate size in bytes of a token in an answer; it decides whether an answer is decoded in a thread."""
 
 
 class TeacherError(Exception):
-    """A rollout has got no log-probabilities of the teacher, and cannot be trained on."""
+    """Raised where a rollout has no log-probabilities of the teacher and cannot be trained on."""
 
 
 class _Scored(msgspec.Struct, frozen=True):
@@ -118,21 +116,21 @@ class Teacher:
     @property
     def _server(self) -> _Server:
         if self._session is None:
-            # of its own: the session of the run's own servers sends the token of the run
+            # a separate session: that of the run's servers sends the token of the run
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         return _Server(self._session, name="the teacher", url=self._config.url)
 
     async def check(self, probe: Probe, *, max_model_len: int, timeout_s: float) -> None:
-        """Wait until the server answers, and see that it can score what the policy samples.
+        """Wait until the server answers, and check that it can score the policy's tokens.
 
         Parameters
         ----------
         probe:
-            Of the policy's tokenizer.
+            Probe texts by the policy's tokenizer.
         max_model_len:
-            Of the policy's engines: the longest rollout.
+            Maximum length of a rollout, that of the policy's engines.
         timeout_s:
-            How long to wait for a server that does not answer yet.
+            Maximum time in seconds to wait for a server that does not answer yet.
 
         Raises
         ------
@@ -146,7 +144,8 @@ class Teacher:
         except TimeoutError as error:
             raise RunFailedError(
                 f"{where} did not answer within {timeout_s:g} s\n"
-                "    hint: start it before the run, and see that compute nodes reach algorithm.distillation.teacher.url"
+                "    hint: start it before the run, and check that compute nodes reach "
+                "algorithm.distillation.teacher.url"
             ) from error
         except TeacherError as error:
             raise RunFailedError(f"{where} cannot be used: {error}") from error
@@ -161,7 +160,7 @@ class Teacher:
                 "    hint: set algorithm.distillation.teacher.model to one of them"
             )
         self._model = found.id
-        # the server samples one token more, though nobody wants it
+        # the server samples at least one token, which is not used
         if found.max_model_len is not None and found.max_model_len <= max_model_len:
             raise RunFailedError(
                 f"{where} has a context of {found.max_model_len} tokens, and it needs one of {max_model_len + 1}\n"
@@ -173,7 +172,7 @@ class Teacher:
             answer = await self._patiently(send)
             if answer.prompt_token_ids is None:
                 raise RunFailedError(
-                    f"{where} does not say the token ids of a prompt (return_token_ids): its tokenizer is not known\n"
+                    f"{where} does not return the token IDs of a prompt (return_token_ids): its tokenizer is unknown\n"
                     "    hint: use vLLM 0.10.2 or later"
                 )
             if answer.prompt_token_ids != token_ids:
@@ -183,7 +182,7 @@ class Teacher:
                 )
 
     async def scored(self, rollout: Rollout) -> Rollout:
-        """Return ``rollout`` with the teacher's log-probabilities of its sampled tokens.
+        """Return ``rollout`` with the teacher's log-probabilities of its sampled tokens: a request for each sequence.
 
         Raises
         ------
@@ -193,11 +192,11 @@ class Teacher:
         deadline_s = self._config.deadline_s
         try:
             async with asyncio.timeout(deadline_s), self._places:
-                found = await self._patiently(partial(self._score, rollout.token_ids.tolist()))
+                found = [await self._patiently(partial(self._score, ids.tolist())) for ids in rollout.sequences]
         except TimeoutError as error:
             what = f"the teacher at {self._config.url} gave no log-probabilities within {deadline_s:g} s"
             raise TeacherError(f"{what} (algorithm.distillation.teacher.deadline_s)") from error
-        own = np.where(rollout.sampled != 0, found, np.float32(0))
+        own = np.where(rollout.sampled != 0, np.concatenate(found), np.float32(0))
         return msgspec.structs.replace(rollout, teacher_logprobs=own.astype(np.float32))
 
     async def _score(self, token_ids: list[int]) -> NDArray[np.float32]:

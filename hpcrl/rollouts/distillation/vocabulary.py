@@ -1,4 +1,4 @@
-"""Whether another tokenizer gives the ids of the policy's: texts with known ids that cover the vocabulary."""
+"""Check that another tokenizer gives the policy's ids, by texts with known ids that cover the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from tokenizers import Tokenizer
 
 from hpcrl.models.tokenizer_files import read_tokenizer_files
 
-__all__ = ["Probe"]
-
 _MAX_TOKENS = 16384
-"""Tokens of the vocabulary whose text is compared, spread evenly over it; added tokens are compared all."""
+"""Maximum number of vocabulary tokens whose text is compared, spread evenly; added tokens are all compared."""
 _TEXT = "The 42 cats' naïve €3.50 plan:\n\n\tdef f(x):\n        return x**2 != 0  # 日本語 Привет 🙂\r\n"
 
 
@@ -37,7 +35,7 @@ class Probe:
         vocabulary = [token_id for token_id in sorted(self._tokenizer.get_vocab().values()) if token_id not in added]
         step = -(-len(vocabulary) // _MAX_TOKENS) if vocabulary else 1
         chosen = [*sorted(added), *vocabulary[::step]]
-        # words of one token may be several between others
+        # a word that is one token by itself may be several tokens between other words
         size = max(1, most // 4)
         starts = [*range(0, len(chosen), size), len(chosen)]
         for text in (_TEXT, *(self._decoded(chosen[low:high]) for low, high in pairwise(starts))):
@@ -56,7 +54,7 @@ class Probe:
             yield text, token_ids
 
     def difference(self, own: Sequence[int], other: Sequence[int]) -> str:
-        """Say where the ids of the same text first differ."""
+        """Return a description of the first difference in the ids of the same text."""
         at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
         text = self._tokenizer.decode(list(own[at : at + 1]), skip_special_tokens=False)
         ids = [str(each[at]) if at < len(each) else "no token" for each in (own, other)]

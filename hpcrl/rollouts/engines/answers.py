@@ -1,8 +1,7 @@
-"""What comes back for a generation request, and what is wrong with it. Field names are vLLM's; only what we read is
-decoded.
+"""Answers to generation requests and their problems. Field names are vLLM's; only used fields are decoded.
 
-Rows of experts come in frames, or are fetched from where an answer says that they are (`hpcrl.rows_reference`). Base64
-is what engines write that are not ours.
+Routed experts come in frames, or are fetched from the location in an answer (`hpcrl.network.routed_experts_reference`).
+Engines that are not started by hpcrl write base64.
 """
 
 from __future__ import annotations
@@ -14,22 +13,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.decoding import decode_json, decode_msgpack
+from hpcrl.network.routed_experts_reference import RowsReference
+from hpcrl.rollouts.core.token_sequence import TokenSequence
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.limits import MAX_VERSION, AnswerLimits
 from hpcrl.rollouts.engines.rows import EncodedRows, Rows, join_rows, read_rows, rows_bytes
 from hpcrl.rollouts.engines.sse import Pieces
-from hpcrl.rollouts.sampling.sequence import TokenSequence
-from hpcrl.rows_reference import RowsReference
+from hpcrl.storage.msgspec_types import decode_json, decode_msgpack
 
 __all__ = ["AnswerPart", "AnswerReader", "EngineError", "EngineProtocolError", "Generation", "OnPart", "SamplingParams"]
 
 OnPart = Callable[[NDArray[np.int32], NDArray[np.float32], Rows | None], None]
-"""Told of tokens, log-probabilities, and rows of experts where these come in parts, too."""
+"""Called with tokens, log-probabilities, and rows of experts where these come in parts as well."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample. All that shapes the distribution is said, so that no server-side default comes in.
+    """Sampling parameters of a request.
+
+    All parameters that shape the distribution are explicit, so that no default of the server applies.
 
     Attributes
     ----------
@@ -38,17 +39,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed:
         In ``[0, 2**63)``.
     top_p, top_k, min_p:
-        Which tokens are left out of the distribution; log-probabilities are those of what is left.
+        Truncation of the distribution; log-probabilities are those of the truncated distribution.
     stop:
-        Texts that end the answer, which has the tokens up to the one that completes such a text.
+        Texts that end the answer, which includes the token that completes such a text.
     skip_special_tokens:
-        Whether the engine looks for these texts in what it has sampled without control tokens.
+        Whether the engine matches these texts against the sampled text without control tokens.
     logprobs:
         1: the log-probability of the sampled token.
     stream_interval:
-        The answer comes in parts of so many tokens (the first has one); not set: as a whole.
+        Number of tokens of each part of the answer (the first part has one); not set: one part.
     routed_experts_prompt_start:
-        First prompt token whose experts are wanted; not set: none are.
+        First prompt token whose routed experts are returned; not set: none are.
     """
 
     temperature: float
@@ -106,7 +107,7 @@ class _FramedChoice(msgspec.Struct, frozen=True):
 
 
 class _FramedEvent(msgspec.Struct, frozen=True):
-    """An event in the frames of `hpcrl.answer_frames`."""
+    """Event in the frames of `hpcrl.network.generate_frames`."""
 
     request_id: _Label = ""
     choices: list[_FramedChoice] = []
@@ -114,16 +115,16 @@ class _FramedEvent(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(NamedTuple):
-    """A decoded answer, or a part of one: new tokens, and their log-probabilities and rows as far as there are any.
+    """Decoded answer or part of one: new tokens, and their log-probabilities and routed experts where there are any.
 
     Attributes
     ----------
     versions:
-        Of all tokens of the answer, with its end.
+        Versions of all tokens of the answer; present in its last part.
     error:
-        None, or what the engine ended the request with; the rest means nothing then.
+        Error with which the engine ended the request; the other fields are meaningless then. None without an error.
     kept:
-        Where its rows are, as long as they were not fetched.
+        Reference to the routed experts while they were not fetched.
     """
 
     token_ids: NDArray[np.int32]
@@ -147,7 +148,7 @@ class Generation(msgspec.Struct, frozen=True):
         ``[rows, layers, experts_per_token]``: of the last tokens, the very last excluded, which has not gone into the
         model; None where they were not asked for, and where an engine had kept them and does not give them.
     request_id:
-        What the engine calls the request.
+        Engine's id of the request.
     """
 
     token_ids: NDArray[np.int32]
@@ -159,7 +160,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 _GIVEN_UP = frozenset({"abort", "error"})
-"""How an engine ends a request that it gives up."""
+"""Finish reasons of requests that the engine gave up."""
 _SHOWN = 500
 """Maximum number of characters of an engine's error that a message shows."""
 _NO_LIMITS = AnswerLimits()
@@ -167,7 +168,7 @@ _NO_IDS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 def _rows_in(text: msgspec.Raw) -> EncodedRows | RowsReference | None:
-    """Rows of experts out of JSON: null, where they are, or a string of base64 that nobody has decoded yet."""
+    """Return the routed experts in a JSON value: null, a reference, or base64, which is not decoded here."""
     quoted = memoryview(text)
     if bytes(quoted[:1]) != b'"':
         return decode_json(quoted, RowsReference | None) if quoted else None
@@ -185,18 +186,18 @@ class AnswerReader:
         on_part: OnPart,
         limits: AnswerLimits = _NO_LIMITS,
     ) -> None:
-        """Begin.
+        """Initialise without parts.
 
         Parameters
         ----------
         engine:
             Name of the engine, for messages.
         prompt_length, params:
-            Of the request.
+            Length of the prompt and parameters of the request.
         on_part:
             Called with each part but the last one.
         limits:
-            What the model allows.
+            Limits by the model.
         """
         self._limits, self._max_tokens = limits, params.max_tokens
         self._engine, self._prompt_length, self._on_part = engine, prompt_length, on_part
@@ -207,7 +208,7 @@ class AnswerReader:
         self._last: AnswerPart | None = None
 
     def read(self, data: bytes | Pieces | memoryview) -> AnswerPart:
-        """Decode an answer, or an event of one: JSON, whole or in pieces, or what is in a frame (a memoryview).
+        """Decode an answer, or an event of one: JSON, whole or in pieces, or the content of a frame (a memoryview).
 
         Nothing is changed, so that a thread may do it.
 
@@ -265,27 +266,28 @@ class AnswerReader:
         )
 
     def take(self, part: AnswerPart) -> None:
-        """The next part.
+        """Append the next part of the answer.
 
-        Where its rows could not be fetched, those of later parts are left out, too: all are known by their number.
+        Where the routed experts of a part could not be fetched, those of later parts are skipped as well: rows are
+        identified by their position.
 
         Raises
         ------
         EngineError
             The engine ended the request with an error.
         EngineProtocolError
-            The answer has had its end, or has more tokens than were asked for.
+            The answer had ended already, or has more tokens than requested.
         """
         if part.error is not None:
             raise EngineError(f"{self._engine}: the engine ended a request with {_shown(part.error)}")
         if self._last is not None:
-            raise EngineProtocolError(f"{self._engine}: an answer has more behind its end")
+            raise EngineProtocolError(f"{self._engine}: an answer continues after its end")
         if len(self._tokens) + len(part.token_ids) > self._max_tokens:
             raise EngineProtocolError(
                 f"{self._engine}: an answer has more tokens than the {self._max_tokens} asked for"
             )
         complete = len(part.logprobs) == len(part.token_ids)
-        # of an answer with a part that has not all of them there is nothing but an error, and nothing behind it is kept
+        # a part without all log-probabilities makes the whole answer an error, so later parts are not kept
         self._tokens.append_sampled(part.token_ids, part.logprobs if complete else 0.0, 0)
         self._scored, self._complete = self._scored + len(part.logprobs), self._complete and complete
         self._lost |= part.kept is not None
@@ -298,28 +300,28 @@ class AnswerReader:
 
     @property
     def last(self) -> AnswerPart | None:
-        """The part that has the end; None before it has come."""
+        """Return the part that ends the answer; None before it has arrived."""
         return self._last
 
     @property
     def lost(self) -> bool:
-        """Whether rows of a part could not be fetched: those of later parts are of no use."""
+        """Return whether the routed experts of a part could not be fetched; those of later parts are then useless."""
         return self._lost
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes of rows `generation` has to go through."""
+        """Return how many bytes of routed experts `generation` has to decode."""
         return rows_bytes(self._experts)
 
     def generation(self, last: AnswerPart) -> Generation:
-        """What was read, with its end; a thread may do it when all parts were taken.
+        """Return the whole answer; callable from a thread after all parts were taken.
 
         Raises
         ------
         EngineError
-            The engine gave the request up, or samples with weights that are not ours.
+            The engine gave up the request, or samples with weights of another run.
         EngineProtocolError
-            Counts do not fit each other, or rows of experts cannot be read.
+            The numbers of tokens, log-probabilities and versions differ, or the routed experts cannot be read.
         """
         token_ids, _, logprobs, _ = self._tokens.arrays(len(self._tokens))
         if last.finish_reason not in ("stop", "length"):
@@ -338,17 +340,18 @@ class AnswerReader:
         )
 
     def _all_experts(self) -> NDArray[Any] | None:
-        """Rows from where they were asked for to the last token but one, and no others; None where some were lost."""
+        """Return the rows from the first requested one to the last token but one; None where some were lost."""
         start, prompt = self._experts_start, self._prompt_length
         if start is msgspec.UNSET or self._lost:
             return None
         wanted, found = prompt + len(self._tokens) - 1 - start, sum(len(rows) for rows in self._experts)
         if found != wanted or len({rows.shape[1:] for rows in self._experts}) != 1:
             # another alignment would give each token the experts of a neighbour
-            what = f"{found} rows of experts for {wanted} tokens, from token {start} of {prompt} of the prompt on"
+            what = f"routed experts of {found}, not {wanted} tokens, from token {start} of {prompt} of the prompt on"
             raise EngineProtocolError(
                 f"{self._engine}: an answer has {what}\n"
-                "    hint: engine.return_routed_experts and trainer.router_replay: false, where its engines cannot say"
+                "    hint: engine.return_routed_experts and trainer.router_replay: false, if its engines cannot "
+                "return them"
             )
         try:
             rows = join_rows(self._experts)
@@ -362,11 +365,11 @@ class AnswerReader:
         versions, known = np.empty(count, np.int32), 0
         for span in spans:
             if not (span.version.isascii() and span.version.isdecimal()):
-                what = f"an answer is of weights {span.version!r}, which it was not given"
+                what = f"an answer is of weights {span.version!r}, which the engine was not given"
                 raise EngineError(f"{self._engine}: {what}", forgot=True)
             if len(span.version) > len(str(MAX_VERSION)) or int(span.version) > MAX_VERSION:
                 raise EngineProtocolError(
-                    f"{self._engine}: an answer is of version {_shown(span.version)}, which is none"
+                    f"{self._engine}: an answer has version {_shown(span.version)}, which is not a version"
                 )
             if span.start != known or not span.start <= span.end <= count:
                 known = -1
@@ -379,9 +382,9 @@ class AnswerReader:
 
 
 def _shown(said: object) -> str:
-    """Return the beginning of what an engine said, for a message."""
+    """Return the beginning of an engine's statement, for a message."""
     try:
         text = str(said)
     except (RecursionError, MemoryError):
-        return "something that is nested too deep to be shown"
+        return "a value that is nested too deeply to show"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

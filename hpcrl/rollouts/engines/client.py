@@ -1,7 +1,7 @@
-"""The orchestrator's side of one engine: vLLM's HTTP API, typed.
+"""Typed client of one engine: vLLM's HTTP API.
 
 Generation is ``POST /inference/v1/generate`` (token ids in and out); weight updates are the calls of vLLM's
-RL router. Field names are vLLM's. Only what we read is decoded.
+RL router. Field names are vLLM's. Only used fields are decoded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, FrameSplitter, encode_frame
-from hpcrl.decoding import decode_json
+from hpcrl.network.generate_frames import MEDIA_TYPE, REQUEST_TYPE, FrameSplitter, encode_frame
+from hpcrl.network.routed_experts_reference import PATH as ROWS_PATH
+from hpcrl.network.routed_experts_reference import RowsReference, digest_of
+from hpcrl.rollouts.core.prompts import EncodedTokens, PromptTokens, binary_ids
 from hpcrl.rollouts.engines.answers import (
     AnswerPart,
     AnswerReader,
@@ -31,18 +33,18 @@ from hpcrl.rollouts.engines.answers import (
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.http import EngineHttp
 from hpcrl.rollouts.engines.limits import AnswerLimits, check_logprobs
-from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens, binary_ids
 from hpcrl.rollouts.engines.rows import beside_loop, read_rows
 from hpcrl.rollouts.engines.sse import EventSplitter, Pieces
-from hpcrl.rows_reference import PATH as ROWS_PATH
-from hpcrl.rows_reference import RowsReference, digest_of
+from hpcrl.storage.msgspec_types import decode_json
 
-__all__ = ["EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
+__all__ = ["HEALTH_S", "EngineClient", "EngineError", "EngineProtocolError", "Generation", "SamplingParams"]
 
 _log = logging.getLogger(__name__)
 
+HEALTH_S = 5.0
+"""Timeout in seconds of a question whether an engine is healthy."""
 _FREEZE_S = 2.0
-"""How long a pause may take to be answered before the engine is asked whether it stands."""
+"""Timeout in seconds of a pause request, after which the engine is asked whether it is paused."""
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +74,9 @@ class _PromptAnswer(msgspec.Struct, frozen=True):
 
 _GENERATE = "/inference/v1/generate"
 _ROWS_S = 60.0
-"""For rows of one answer: 79 MB of the longest."""
+"""Timeout in seconds for the rows of one answer, which have up to 79 MB."""
 _PROMPT_ROWS_BYTES = 1 << 30
-"""Maximum size of the rows of one request that an engine has kept; engines keep no more of all requests together."""
+"""Maximum size in bytes of the rows that an engine has kept for one request; engines keep no more for all requests."""
 _LONGEST_NAME = 256
 """Maximum length of a name of rows, which becomes part of a URL."""
 _encoder = msgspec.json.Encoder()
@@ -86,10 +88,10 @@ class EngineClient(EngineHttp):
     accepts: str = f"{MEDIA_TYPE}, application/json, text/event-stream"
     """Forms of an answer, the ``Accept`` of a request."""
     alone_reads_requests = True
-    """Whether nobody but the engine reads what is sent to it: one that has answered in frames takes these, too."""
+    """Whether only the engine reads requests: an engine that has answered in frames accepts requests in frames, too."""
 
     limits = AnswerLimits()
-    """What its answers may be."""
+    """Limits of its answers."""
 
     def __init__(
         self, session: aiohttp.ClientSession, *, name: str, url: str, limits: AnswerLimits | None = None
@@ -105,7 +107,7 @@ class EngineClient(EngineHttp):
         url:
             ``http://host:port``.
         limits:
-            Of its model; None: only what holds for every model is refused.
+            Limits of its model; None: only those that apply to every model.
         """
         super().__init__(session, name=name, url=url)
         self.limits = limits or self.limits
@@ -113,11 +115,11 @@ class EngineClient(EngineHttp):
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
-        """The servers that requests may be sent to, in the order of ranks; an engine of one rank is its own."""
+        """Return the servers that accept requests, in the order of ranks; an engine of one rank is its own server."""
         return (self,)
 
     def server_at(self, address: str) -> EngineClient | None:
-        """The server that requests reach by this ``host:port``; None where it is none of those behind this client."""
+        """Return the server of this client at the address ``host:port``; None where there is none."""
         return next((s for s in self.servers if urlsplit(s.url).netloc.lower() == address.lower()), None)
 
     async def generate(
@@ -167,20 +169,21 @@ class EngineClient(EngineHttp):
                 part = await self._read(reader, data)
                 reader.take(part)
                 return await _generation(reader, part)
-            # to the end, so that the connection can be used again
+            # read to the end, so that the connection can be reused
             splitter = FrameSplitter(max_bytes) if framed else EventSplitter()
             async for piece in self._pieces(path, answer, max_bytes):
                 for event in self._events(splitter, piece):
                     reader.take(await self._read(reader, event))
         if reader.last is None:
-            # what arrived of it is whole. The engine may be gone, or cuts every answer: it is looked at, and counted
+            # the parts that arrived are complete. The engine may be gone, or cut every answer: it is probed, and this
+            # is counted
             raise EngineProtocolError(f"{self.name}: {path} ended before the answer did", unreachable=True)
         return await _generation(reader, reader.last)
 
     def _encoded(
         self, token_ids: PromptTokens, params: SamplingParams, cache_salt: str, *, streams: bool, rows: bool
     ) -> tuple[str, bytes | bytearray]:
-        """A request for tokens, and its content type."""
+        """Return the content type and the body of a generation request."""
         returned = params.routed_experts_prompt_start is not msgspec.UNSET
         request = _Request(
             token_ids=b"",
@@ -196,7 +199,7 @@ class EngineClient(EngineHttp):
         return "application/json", _encoder.encode(msgspec.structs.replace(request, token_ids=text))
 
     async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str, timeout_s: float) -> list[float]:
-        """Log-probability of each token of a prompt but the first, at temperature 1.
+        """Return the log-probability of each token of a prompt but the first, at temperature 1.
 
         Raises
         ------
@@ -221,7 +224,7 @@ class EngineClient(EngineHttp):
         return found
 
     async def prompt_rows(self, request_id: str, *, timeout_s: float) -> NDArray[Any] | None:
-        """Rows of experts of the prompt that this engine computed for a request that another one answers.
+        """Return the routed experts of a prompt that this engine computed for a request that another engine answers.
 
         Returns
         -------
@@ -243,33 +246,35 @@ class EngineClient(EngineHttp):
             if rows is not None:
                 await beside_loop(partial(self.limits.check_rows, rows), rows.nbytes)
         except ValueError as error:
-            raise EngineProtocolError(f"{self.name}: rows of a prompt cannot be read: {error}") from error
+            raise EngineProtocolError(f"{self.name}: routed experts of a prompt cannot be read: {error}") from error
         return rows
 
     async def kept_rows(self, kept: RowsReference, *, timeout_s: float) -> NDArray[Any]:
-        """Rows of experts that this engine has kept, in place of which an answer had ``kept``.
+        """Return routed experts that this engine has kept, to which an answer refers by ``kept``.
 
         Raises
         ------
         EngineError
-            It does not give them, or others: it was started anew, they have made room, or were fetched already.
+            It does not return these rows: it was restarted, or they were evicted or fetched already.
         """
         if not 0 <= kept.num_bytes <= _PROMPT_ROWS_BYTES or len(kept.name) > _LONGEST_NAME:
-            raise EngineProtocolError(f"{self.name}: an answer names rows of {kept.num_bytes} bytes, which are none")
+            raise EngineProtocolError(
+                f"{self.name}: an answer names routed experts of {kept.num_bytes} bytes, which is not a valid size"
+            )
         data = await self._kept(kept.name, "", max_bytes=kept.num_bytes, timeout_s=timeout_s)
         if data is None:
-            raise EngineError(f"{self.name}: rows of an answer are not there any more")
+            raise EngineError(f"{self.name}: routed experts of an answer are gone")
         digest = await beside_loop(partial(digest_of, data), len(data))
         if len(data) != kept.num_bytes or digest != kept.digest:
             what = f"{len(data)} bytes ({digest}) where {kept.num_bytes} ({kept.digest}) were kept"
-            raise EngineError(f"{self.name}: rows of an answer are others: {what}")
+            raise EngineError(f"{self.name}: routed experts of an answer have changed: {what}")
         try:
             return read_rows(data)
         except ValueError as error:
-            raise EngineError(f"{self.name}: rows of an answer cannot be read: {error}") from error
+            raise EngineError(f"{self.name}: routed experts of an answer cannot be read: {error}") from error
 
     async def _kept(self, name: str, more: str, *, max_bytes: int, timeout_s: float) -> bytes | None:
-        """What an engine has kept under a name; None where there is nothing."""
+        """Return the routed experts that the engine keeps under ``name``; None where it has none."""
         path = f"{ROWS_PATH}?name={quote(name, safe='')}{more}"
         try:
             return await self._request("GET", path, max_bytes=max_bytes, timeout_s=timeout_s)
@@ -279,11 +284,11 @@ class EngineClient(EngineHttp):
             raise
 
     async def healthy(self, *, timeout_s: float) -> bool:
-        """Whether ``GET /health`` answers 200."""
+        """Return whether ``GET /health`` answers 200."""
         return await self.problem(timeout_s=timeout_s) is None
 
     async def problem(self, *, timeout_s: float) -> EngineError | None:
-        """What ``GET /health`` failed with; None where it answered 200."""
+        """Return the error of ``GET /health``; None where it answered 200."""
         try:
             await self._request("GET", "/health", timeout_s=timeout_s)
         except EngineError as error:
@@ -291,7 +296,7 @@ class EngineClient(EngineHttp):
         return None
 
     async def weight_version(self, *, timeout_s: float) -> str | None:
-        """The label of the weights that it serves now; None where it does not say."""
+        """Return the label of the weights that the engine serves now; None where it reports none."""
         try:
             data = await self._request("GET", "/weight_info", timeout_s=timeout_s)
             label: str | None = decode_json(data, _WeightInfo).weight_version
@@ -300,11 +305,11 @@ class EngineClient(EngineHttp):
         return label
 
     async def weight_labels(self, *, timeout_s: float) -> list[str | None]:
-        """The labels of the weights that each of its servers has now; None for one that does not say."""
+        """Return the label of the weights of each server; None for a server that reports none."""
         return [await self.weight_version(timeout_s=timeout_s)]
 
     async def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether it says that requests are frozen; False where it does not say."""
+        """Return whether the engine reports that requests are frozen; False where it does not answer."""
         try:
             data = await self._request("GET", "/is_paused", timeout_s=timeout_s)
             return bool(decode_json(data, _Paused).is_paused)
@@ -330,7 +335,7 @@ class EngineClient(EngineHttp):
         return None
 
     async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """``POST`` a control call; returns the answer where it is an object (`EngineError` where it is not 200)."""
+        """``POST`` a control call; return the answer where it is an object (EngineError unless status 200)."""
         body = _encoder.encode(value or {})
         headers = {"content-type": "application/json"}
         data = await self._request("POST", path, body=body, headers=headers, timeout_s=timeout_s)
@@ -347,23 +352,26 @@ class EngineClient(EngineHttp):
             raise EngineProtocolError(f"{self.name}: an answer cannot be read: {error}") from error
 
     async def _read(self, reader: AnswerReader, data: bytes | Pieces | memoryview) -> AnswerPart:
-        """Decode what arrived, beside the event loop where that takes milliseconds, and fetch rows that it tells of.
+        """Decode a part of an answer, in a thread where that takes milliseconds, and fetch the rows that it refers to.
 
-        The part of those that cannot be had still says where they were: nobody guesses them. The next turn asks for
-        them again; in the end the trainer routes their tokens itself, and they are counted. Those of later parts are
-        left where they are.
+        Where rows cannot be fetched, the part still has their positions, so that they are not guessed. The next turn
+        requests them again; otherwise the trainer routes their tokens itself, and they are counted. Rows of later parts
+        are not fetched.
         """
         part = await beside_loop(partial(reader.read, data), len(data))
         if part.kept is None or reader.lost:
             return part
         try:
-            # a stranger would be sent the run's token
+            # the address is not one of the run's servers, and must not get the run's token
             server = self.server_at(part.kept.engine)
             if server is None:
-                raise EngineError(f"{self.name}: {part.kept.engine}, which has rows of an answer, is no engine of ours")
+                raise EngineError(
+                    f"{self.name}: {part.kept.engine}, which has routed experts of an answer, is not an engine of this "
+                    "run"
+                )
             rows = await server.kept_rows(part.kept, timeout_s=_ROWS_S)
         except EngineError as error:
-            _log.warning("experts of an answer are unknown: %s", error)
+            _log.warning("routed experts of an answer are unknown: %s", error)
             return part
         return part._replace(rows=rows, kept=None)
 

@@ -1,12 +1,13 @@
-"""How many rollouts engines can take: a window for each, grown by addition and cut by multiplication.
+"""Adaptive limit of rollouts in flight: a window per engine, with additive increase and multiplicative decrease.
 
-Too few in flight leave an engine idle; too many make it queue, or take KV from requests that run and compute it again
-(preemption). The knee moves with the length of rollouts, so it is looked for while the run goes on. The sum of the
-windows is the limit of rollouts in flight. What staleness allows is not touched: the scheduler takes the lower of both.
+With too few in flight an engine is idle; with too many it queues requests, or takes the KV cache of running requests
+and recomputes it (preemption). The optimum changes with the length of rollouts, so the search continues during the run.
+The sum of the windows is the limit of rollouts in flight. The bound of staleness is independent of it: the scheduler
+uses the lower of both.
 
 A cut takes effect when rollouts have ended, which may take minutes. Until then nothing is cut or grown again, so that
-one congestion is answered once. A window grows only where the limit is what holds rollouts back, and only below
-``kv_low``; between ``kv_low`` and ``kv_high`` it rests.
+one congestion causes one cut. A window grows only where it limits the rollouts in flight, and only below ``kv_low``;
+between ``kv_low`` and ``kv_high`` it is unchanged.
 """
 
 from __future__ import annotations
@@ -16,27 +17,25 @@ from typing import NamedTuple
 
 from hpcrl.config.recipe import AdaptiveConcurrencyConfig
 
-__all__ = ["AdaptiveLimit", "Cut", "Pressure"]
-
 _GROWTH = 1 / 16
-"""What is added with each look, as a share of the window that the last cut left: the knee is somewhere there."""
+"""Growth of a window at each look, as a share of its size after the last cut, which is close to the optimum."""
 _QUEUE = 0.25
-"""Waiting requests for each running one that are a queue ..."""
+"""Minimum ratio of waiting to running requests that counts as a queue."""
 _QUEUE_LOOKS = 3
-"""... where they are seen so often in a row: a group that just came waits for a moment too."""
+"""Number of consecutive looks with a queue that count as congestion: a new group waits for a moment, too."""
 
 
 class Pressure(NamedTuple):
-    """What an engine says about its load.
+    """Load of an engine, as its metrics report it.
 
     Attributes
     ----------
     running, waiting:
         Requests in its batch, and in its queue.
     kv_usage:
-        Share of KV in use.
+        Fraction of the KV cache in use.
     preemptions:
-        Requests that had to give their KV back, since its start.
+        Requests whose KV cache was taken away (preempted) since the engine started.
     """
 
     running: int
@@ -46,16 +45,16 @@ class Pressure(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A window was cut.
+    """Reduction of a window.
 
     Attributes
     ----------
     engine:
-        Whose.
+        The engine.
     window:
-        What it is now, in rollouts.
+        New size in rollouts.
     why:
-        In words.
+        Reason in words.
     """
 
     engine: Hashable
@@ -64,12 +63,12 @@ class Cut(NamedTuple):
 
 
 class AdaptiveLimit:
-    """The windows of all engines that serve.
+    """Windows of all engines that serve.
 
     Attributes
     ----------
     windows:
-        Rollouts by engine.
+        Maximum number of rollouts by engine.
     """
 
     def __init__(self, config: AdaptiveConcurrencyConfig, *, least: int, most: int) -> None:
@@ -80,7 +79,7 @@ class AdaptiveLimit:
         least:
             One group: below it nothing could start.
         most:
-            What the recipe and the bound of staleness allow.
+            Maximum limit by the recipe and the bound of staleness.
         """
         self._config, self._least, self._most = config, least, max(least, most)
         self.windows: dict[Hashable, float] = {}
@@ -90,13 +89,13 @@ class AdaptiveLimit:
 
     @property
     def limit(self) -> int:
-        """Rollouts that may be in flight."""
+        """Return how many rollouts may be in flight."""
         if not self.windows:
             return self._most
         return min(self._most, max(self._least, int(sum(self.windows.values()))))
 
     def look(self, engines: Mapping[Hashable, Pressure | None], in_flight: int) -> list[Cut]:
-        """Take in what the engines say, every two seconds or so.
+        """Update the windows with the pressure of engines; called about every two seconds.
 
         Parameters
         ----------
@@ -108,7 +107,7 @@ class AdaptiveLimit:
         self._admit(engines)
         settled = in_flight <= self.limit
         held_back = in_flight + self._least > self.limit
-        # what is in flight fills the limit up to whole groups
+        # rollouts in flight fill the limit up to whole groups
         share = (in_flight + self._least - 1) / max(1, len(engines))
         cuts = []
         for engine, pressure in engines.items():
@@ -126,7 +125,7 @@ class AdaptiveLimit:
         return cuts
 
     def _admit(self, engines: Mapping[Hashable, Pressure | None]) -> None:
-        """Engines come with the window of the others, and leave with theirs."""
+        """Add new engines with the window of the others, and remove the windows of engines that left."""
         for known in (self.windows, self._left, self._preemptions, self._queued):
             for gone in known.keys() - engines.keys():
                 del known[gone]
@@ -136,14 +135,14 @@ class AdaptiveLimit:
             self.windows[engine] = min(even, usual)
 
     def _congestion(self, engine: Hashable, pressure: Pressure) -> str:
-        """Why the engine has too much, in words; empty where it has not."""
+        """Return why the engine is overloaded, as text; empty where it is not."""
         before = self._preemptions.get(engine, pressure.preemptions)
         self._preemptions[engine] = pressure.preemptions
         queues = pressure.waiting > _QUEUE * max(1, pressure.running)
         self._queued[engine] = self._queued.get(engine, 0) + 1 if queues else 0
-        # a lower count is that of a process that was started anew
+        # a lower count is that of a restarted process
         if pressure.preemptions > before:
-            return f"{pressure.preemptions - before} requests gave their KV back"
+            return f"{pressure.preemptions - before} requests lost their KV to others (preemption)"
         if pressure.kv_usage >= self._config.kv_high:
             return f"KV is {pressure.kv_usage:.0%} full"
         if self._queued[engine] >= _QUEUE_LOOKS:

@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
 
-__all__ = ["Engine"]
-
 _T = TypeVar("_T")
 
 
 class Engine:
-    """One engine and what is known of it. Others read; what happens to it is told by the methods.
+    """State of one engine. Other parts read it; methods are the only way to change it.
 
     ::
 
@@ -24,14 +22,14 @@ class Engine:
               │                         │
               └──────────lose───────────┴──> away ──answered──> there, without a version ──serve──> serves
 
-    Weights change between `begin_exchange` and `end_exchange`; who starts something new waits meanwhile (`opened`).
+    Weights change between `begin_exchange` and `end_exchange`; new rollouts wait meanwhile (`opened`).
 
     Parameters
     ----------
     client:
-        How it is reached.
+        Client of the engine.
     away:
-        Whether it is gone from the beginning.
+        Whether it is away at the beginning.
     """
 
     def __init__(self, client: EngineClient, *, away: bool = False) -> None:
@@ -52,42 +50,45 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Policy version that it serves; -1 before the first, and after it went away."""
+        """Return the policy version that it serves; -1 before the first, and after it went away."""
         return self._version
 
     @property
     def load(self) -> int:
-        """Rollouts assigned to it."""
+        """Return the number of rollouts assigned to it."""
         return self._load
 
     @property
     def incarnation(self) -> int:
-        """Counts how often it went away, and was found to be another process."""
+        """Return how often it went away or was found to be another process."""
         return self._incarnation
 
     @property
     def away(self) -> bool:
-        """It is gone or does not answer; what it was given is forgotten."""
+        """Return whether it is gone or does not answer; its requests are forgotten then."""
         return self._away
 
     @property
     def answers(self) -> bool:
-        """Whether nothing is known against it: it is not away, and its last request or look was answered."""
+        """Return whether the engine is not away and answered its last request or probe."""
         return not self._away and not self.suspected
 
     @property
     def suspected(self) -> bool:
-        """Whether a request or a look was not answered, and no look was since."""
+        """Return whether a request or probe was not answered and no later probe was."""
         return self._silent_since_s is not None
 
     @property
     def serving(self) -> bool:
-        """Whether something may be sent to it."""
+        """Return whether requests may be sent to the engine."""
         return self._version >= 0 and self.answers
 
     @property
     def open_for_new(self) -> bool:
-        """Whether its weights do not change just now: who starts while they do could not say whose cache it may use."""
+        """Return whether the engine accepts new rollouts, because its weights are not changing.
+
+        A rollout that starts while weights change could not know which version's prefix cache it may use.
+        """
         return self._open_for_new.is_set()
 
     @property
@@ -97,35 +98,35 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
-        """It has requests and samples nothing: nothing new is sent there while another engine serves."""
+        """Return whether it has requests and samples nothing: it gets nothing new while another engine serves."""
         return self._stuck
 
     @property
     def why(self) -> str:
-        """What was wrong with it last."""
+        """Return the reason for which the engine was last lost."""
         return self._why
 
     @property
     def proved_s(self) -> float:
-        """When it was seen last with the weights that we gave it, by the monotonic clock."""
+        """Return when the engine last proved that it runs the published weights, in seconds of the monotonic clock."""
         return self._proved_s
 
     async def opened(self) -> None:
-        """Wait until its weights do not change. It may be gone by then."""
+        """Wait until its weights are not changing. It may be gone by then."""
         await self._open_for_new.wait()
 
     # -- what it is given
 
     def assign(self, rollouts: int) -> None:
-        """So many rollouts more are on it (fewer where negative)."""
+        """Add ``rollouts`` (negative: remove) to the number assigned to it."""
         self._load += rollouts
 
     def measured(self, load: int) -> None:
-        """A router has counted what is on it."""
+        """Set the load that a router has counted for this engine."""
         self._load = load
 
     async def call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do something with the engine, for as long as it does not go away.
+        """Await ``work`` with the engine, unless the engine goes away first.
 
         Raises
         ------
@@ -141,41 +142,41 @@ class Engine:
             current = asyncio.current_task()
             if incarnation == self._incarnation or (current is not None and current.cancelling()):
                 raise
-            raise EngineError(f"{self.name}: went away during a request", unreachable=True) from None
+            raise EngineError(f"{self.name}: the engine was lost during a request", unreachable=True) from None
 
     # -- what happens to it
 
     def serve(self, version: int, *, proved_s: float) -> None:
-        """It has a version, and had it at ``proved_s`` at the latest."""
+        """Set the version that the engine serves; it was proved at ``proved_s`` (monotonic seconds)."""
         self._version, self._proved_s, self._why = version, proved_s, ""
 
     def follow(self, version: int) -> None:
-        """It stands for other engines, and so serves what they do (-1 where they serve nothing)."""
+        """Set the version of an engine that represents others to what they serve; -1 where they serve nothing."""
         self._version = version
 
     def proved(self, at_s: float) -> None:
-        """It was asked at ``at_s``, and has the weights that we gave it."""
+        """Record that at ``at_s`` (monotonic seconds) the engine had the published weights."""
         self._proved_s = at_s
 
     def begin_exchange(self) -> None:
-        """Its weights change from now on."""
+        """Note that its weights change from now on."""
         self._open_for_new.clear()
 
     def end_exchange(self) -> None:
-        """They do not change any more, whether it has the new ones or not."""
+        """Note that the weights do not change any more, whether the engine has the new ones or not."""
         self._open_for_new.set()
 
     def suspect(self) -> None:
-        """A request failed there: nothing more is sent before it was looked at."""
+        """Suspect the engine after a failed request: nothing more is sent to it before the next probe."""
         self._silent_since_s = time.monotonic()
 
     def silent(self, *, refused: bool) -> float:
-        """It did not answer when it was looked at; for how many seconds so far.
+        """Record that a probe was not answered; return for how many seconds the engine has been silent.
 
         Parameters
         ----------
         refused:
-            Nobody listened: whoever does next is another process.
+            The connection was refused: the process that listens next is another one.
         """
         now = time.monotonic()
         self._silent_since_s = self._silent_since_s or now
@@ -183,12 +184,12 @@ class Engine:
         return now - self._silent_since_s
 
     def absent(self) -> bool:
-        """It does not answer, and loses nothing by it; whether that is news."""
+        """Mark the engine as away without changing its weights; return whether it was not away before."""
         news, self._away = not self._away, True
         return news
 
     def answered(self) -> bool:
-        """It answered when it was looked at; whether it had been away, and is back."""
+        """Record that a probe was answered; return whether the engine was away before."""
         self._silent_since_s, back = None, self._away
         if back:
             self._away = False
@@ -197,31 +198,31 @@ class Engine:
         return back
 
     def lose(self, why: str) -> None:
-        """It is not there, or has lost its weights: its calls are cut, and it serves nothing until it has a version."""
+        """Mark the engine as lost: cancel its calls; it serves nothing until it has a version again."""
         self._why = why
         self.leave()
         self.cut()
 
     def shun(self, seconds: float) -> None:
-        """Do not take it back for so long, whatever it says of its health."""
+        """Avoid the engine for some seconds, whatever its health endpoint reports."""
         self._shunned_until_s = time.monotonic() + seconds
 
     def leave(self) -> None:
-        """It gets nothing new; what it works on may still end there."""
+        """Stop sending new requests to the engine; requests in flight may still end there."""
         self._away, self._version = True, -1
         self._incarnation += 1
-        self._open_for_new.set()  # who waits for it looks again, and goes elsewhere
+        self._open_for_new.set()  # waiting rollouts check again and move to another engine
 
     def cut(self) -> None:
-        """Cut its calls."""
+        """Cancel its calls."""
         for task in list(self._work):
             task.cancel()
 
     def forget(self) -> None:
-        """What it works on is worth nothing any more: calls are cut, and answers are not of who was asked."""
+        """Discard the work in flight: cancel calls, and treat later answers as those of another incarnation."""
         self._incarnation += 1
         self.cut()
 
     def note_stuck(self, stuck: bool) -> None:
-        """Whether it samples nothing although it has requests."""
+        """Set whether the engine samples nothing although it has requests."""
         self._stuck = stuck

@@ -1,14 +1,12 @@
-"""What goes wrong with a request to an engine."""
+"""Errors of requests to an engine."""
 
 from __future__ import annotations
 
 from hpcrl.errors import HpcrlError
 
-__all__ = ["EngineError", "EngineProtocolError"]
-
 
 class EngineError(Exception):
-    """An engine did not answer a request, or answered with an error.
+    """Raised where an engine did not answer a request, or answered with an error.
 
     Attributes
     ----------
@@ -17,15 +15,15 @@ class EngineError(Exception):
     unreachable:
         Whether there was no answer, or not the end of one.
     refused:
-        Whether nobody listens there: the process is gone, or not ready yet.
+        Whether the connection was refused: the process is gone, or not ready yet.
     forgot:
-        Whether the engine answered with weights that it was not given by us: it was started anew.
+        Whether the engine answered with weights that this run did not load into it: it was restarted.
     untaken:
-        Whether a router says that none of its engines takes requests now: nobody has worked on it.
+        Whether a router reports that none of its engines accepts requests now: the request was not processed.
     timed_out:
-        Whether the time for an answer ran out: the engine may live, and hang.
+        Whether the request timed out: the engine may be running and hang.
     status:
-        Of the answer; None where there was none.
+        Status of the answer; None where there was none.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class EngineError(Exception):
 
 
 class EngineProtocolError(EngineError, HpcrlError):
-    """An engine answers in a way that training cannot use: damaged, no version, no log-probabilities, wrong counts.
+    """Raised where training cannot use an answer: damaged, no version, no log-probabilities, wrong counts.
 
-    The request is made elsewhere, and the answer counts against the engine (`hpcrl.rollouts.engines.pool`).
+    The request is repeated on another engine, and the answer counts against the engine (`hpcrl.rollouts.engines.pool`).
     """

@@ -11,11 +11,9 @@ import aiohttp
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.limits import CONTROL_BYTES
 
-__all__ = ["EngineHttp"]
-
 
 class EngineHttp:
-    """The address of a server, and calls of it that fail with an `EngineError`."""
+    """Address of a server, and calls of it that fail with an `EngineError`."""
 
     def __init__(self, session: aiohttp.ClientSession, *, name: str, url: str) -> None:
         """Remember the address; nothing is sent."""
@@ -34,9 +32,9 @@ class EngineHttp:
     ) -> bytes:
         """Send a request and read its answer whole.
 
-        What is not a GET has a connection of its own. vLLM's server hangs up after it has answered 500, to this
-        request or to any before it, and a request on such a connection fails as if the engine were gone. A GET is sent
-        again by aiohttp.
+        A request that is not a GET has its own connection. vLLM's server closes a connection after an answer 500, to
+        this request or to an earlier one, and a request on such a connection fails as if the engine were gone. aiohttp
+        repeats a GET by itself.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with contextlib.AsyncExitStack() as stack:
@@ -64,7 +62,7 @@ class EngineHttp:
         *,
         session: aiohttp.ClientSession | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer while it arrives; whatever goes wrong on the way is an `EngineError`."""
+        """Yield the response while it arrives; convert every failure to `EngineError`."""
         try:
             async with (session or self._session).request(
                 method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
@@ -89,11 +87,11 @@ class EngineHttp:
         async for piece in answer.content.iter_any():
             left -= len(piece)
             if left < 0:
-                raise EngineProtocolError(f"{self.name}: {path} answered more bytes than such an answer can have")
+                raise EngineProtocolError(f"{self.name}: {path} answered with more bytes than the maximum")
             yield piece
 
     def _refusal(self, path: str, status: int, data: bytes) -> EngineError:
         text = data[:500].decode(errors="replace").strip()
-        # 429 and 5xx may pass; other refusals are about the request itself
+        # 429 and 5xx may be transient; other refusals concern the request itself
         retryable = status == 429 or status >= 500
         return EngineError(f"{self.name}: {path} answered {status}: {text}", retryable=retryable, status=status)

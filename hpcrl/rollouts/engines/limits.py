@@ -1,6 +1,6 @@
-"""What an answer of an engine may be at most: its size, its tokens, its log-probabilities, its rows of experts.
+"""Maximum values of an engine's answer: its size, its tokens, its log-probabilities, its rows of experts.
 
-An engine, a proxy before it or damaged memory may send anything. Each number is compared with its bounds before it is
+A faulty engine, a proxy or damaged memory may send anything. Each number is compared with its bounds before it is
 used to allocate memory, and before it is trained on.
 """
 
@@ -12,21 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CONTROL_BYTES", "MAX_VERSION", "AnswerLimits", "check_logprobs"]
-
 CONTROL_BYTES = 64 << 20
 """Maximum size of an answer that has neither tokens nor rows of experts."""
 MAX_VERSION = 2**31 - 1
 """Maximum number of a policy version: versions of tokens are int32."""
 _LOWEST_LOGPROB = -9999.0
-"""Engines write this number for minus infinity, which JSON does not have. No token of probability 0 is sampled."""
+"""Number that engines write for minus infinity, which JSON cannot represent. Tokens of probability 0 are never sampled.
+"""
 _HIGHEST_LOGPROB = 1e-3
-"""A probability is at most 1; this is more than the rounding of a log-softmax in float32."""
+"""Maximum log-probability: a probability is at most 1, and the margin exceeds the rounding of a float32 log-softmax."""
 _FIXED_BYTES = 1 << 20
 _TOKEN_BYTES = 4096
 """Maximum size of one token with its log-probability as text; JSON of vLLM takes some hundred bytes."""
 _ROW_BYTES = 1 << 16
-"""Maximum size of a token's row of experts where the model is not known."""
+"""Maximum size in bytes of a token's row of experts where the model is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class AnswerLimits:
     Attributes
     ----------
     vocab_size:
-        Of the model; None where it is not known.
+        Vocabulary size of the model; None where it is unknown.
     routes:
         ``(layers, experts per token, experts to choose from)`` of the model; None where they are not known.
     """
@@ -45,11 +44,11 @@ class AnswerLimits:
     routes: tuple[int, int, int] | None = None
 
     def answer_bytes(self, *, tokens: int, rows: int) -> int:
-        """Return the maximum size of an answer with so many tokens and rows of experts, in any encoding."""
+        """Return the maximum size of an answer with ``tokens`` tokens and ``rows`` rows of experts, in any encoding."""
         return _FIXED_BYTES + tokens * _TOKEN_BYTES + self.rows_bytes(rows)
 
     def rows_bytes(self, rows: int) -> int:
-        """Return the maximum size of so many rows of experts, as base64 of eight-byte numbers."""
+        """Return the maximum size of ``rows`` rows of experts, as base64 of eight-byte numbers."""
         row = _ROW_BYTES if self.routes is None else self.routes[0] * self.routes[1] * 11
         return _FIXED_BYTES + rows * row
 
@@ -77,10 +76,12 @@ class AnswerLimits:
         layers, width, experts = self.routes
         if rows.shape[1:] != (layers, width):
             found = "x".join(map(str, rows.shape[1:]))
-            raise ValueError(f"rows have {found} experts (layers x experts per token), the model has {layers}x{width}")
+            raise ValueError(
+                f"routed experts are of {found} (layers x experts per token), the model has {layers}x{width}"
+            )
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < experts:
             wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-            raise ValueError(f"expert {wrong} is none of the model's {experts}")
+            raise ValueError(f"expert {wrong} is not one of the model's {experts}")
 
 
 def check_logprobs(logprobs: NDArray[np.float64]) -> None:

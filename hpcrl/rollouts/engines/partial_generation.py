@@ -1,4 +1,4 @@
-"""An answer on its way: what was sampled before its engine was lost stays, and another engine goes on from there."""
+"""Answer in progress: tokens sampled before an engine was lost are kept, and another engine continues from them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcrl.rollouts.core.prompts import EncodedTokens, PromptTokens
+from hpcrl.rollouts.core.seeding import stable_hash
+from hpcrl.rollouts.core.token_sequence import TokenSequence
 from hpcrl.rollouts.engines.client import EngineProtocolError, Generation, SamplingParams
-from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.engines.rows import Rows, join_rows, rows_bytes
-from hpcrl.rollouts.sampling.seeding import stable_hash
-from hpcrl.rollouts.sampling.sequence import TokenSequence
-
-__all__ = ["PartialGeneration"]
 
 
 class PartialGeneration:
-    """One answer over all attempts to get it.
+    """Answer collected over all attempts to get it.
 
-    An engine says with the end of an answer alone which versions sampled it. Of an answer without an end each token
-    is given the version that was served when the tokens before it arrived: the oldest that it can be of.
+    An engine reports only at the end of an answer which versions sampled it. In an answer without an end each token
+    gets the version that was served when the tokens before it arrived: the oldest possible one.
 
-    Experts of kept tokens are those of the engine that sampled them, where it sent them along. Where it did not, the
-    next engine says which it chose when it computed these tokens anew.
+    Experts of kept tokens are those of the engine that sampled them, where it sent them. Otherwise the next engine
+    returns those that it chose when it recomputed these tokens.
 
     Attributes
     ----------
     tokens:
-        Those that were kept of attempts that failed.
+        Tokens kept of failed attempts.
     wants_rows:
         Whether rows of experts are wanted, where the parameters ask for them.
     """
@@ -45,7 +43,7 @@ class PartialGeneration:
         self._version = 0
 
     def request(self, served: Callable[[], int]) -> tuple[PromptTokens, SamplingParams]:
-        """Tokens and parameters of the next attempt.
+        """Return the tokens and parameters of the next attempt.
 
         It has a seed of its own: the same one would sample with noise that the kept tokens depend on.
 
@@ -72,22 +70,22 @@ class PartialGeneration:
         return [*self._prompt, *token_ids], params
 
     def wanted_rows(self, sampled: int) -> int:
-        """How many rows of experts the attempt has asked for, with an answer of ``sampled`` tokens; 0: none."""
+        """Return how many rows of routed experts this attempt requested for ``sampled`` tokens; 0: none."""
         start = self._next_row()
         if not self.wants_rows or start is msgspec.UNSET:
             return 0
         return len(self._prompt) + len(self.tokens) + sampled - 1 - start
 
     def receive(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], experts: Rows | None = None) -> None:
-        """Tokens that arrived before the end of the answer, and rows of experts where they came along."""
+        """Record tokens that arrived before the end of the answer, and their routed experts where included."""
         self._part.append_sampled(token_ids, logprobs, self._version)
         if experts is not None:
             self._rows.append(experts)
         self._version = max(self._version, self._served())
 
     def keep(self) -> int:
-        """Go on from what arrived in the attempt that has failed; returns how many tokens that is."""
-        # one token at least is asked for: the end of an answer comes with its last token
+        """Continue from what arrived in the failed attempt; return the number of these tokens."""
+        # at least one token is requested, because the end of an answer comes with its last token
         count = min(len(self._part), self._params.max_tokens - 1 - len(self.tokens))
         token_ids, _, logprobs, versions = self._part.arrays(count)
         self.tokens.append_sampled(token_ids, logprobs, versions)
@@ -97,11 +95,17 @@ class PartialGeneration:
         return count
 
     def row_bytes(self, rest: Generation) -> int:
-        """How many bytes of rows `whole` has to go through."""
+        """Return how many bytes of routed experts `whole` has to decode."""
         return rows_bytes([*self._kept, rest.experts]) if self._kept else 0
 
     def whole(self, rest: Generation) -> Generation:
-        """The answer, of which an engine has sampled the rest (EngineProtocolError where rows cannot be read)."""
+        """Return the whole answer, of which the last engine has sampled ``rest``.
+
+        Raises
+        ------
+        EngineProtocolError
+            The routed experts cannot be read.
+        """
         if not len(self.tokens):
             return rest
         token_ids, _, logprobs, versions = self.tokens.arrays(len(self.tokens))
@@ -110,19 +114,19 @@ class PartialGeneration:
             logprobs=np.concatenate([logprobs, rest.logprobs]),
             versions=np.concatenate([versions, rest.versions]),
             finish_reason=rest.finish_reason,
-            # without those of the rest nobody could say which tokens the kept ones are of
+            # without the rows of the rest, the tokens of the kept rows are undefined
             experts=None if rest.experts is None else _joined([*self._kept, rest.experts]),
         )
 
     def _next_row(self) -> int | msgspec.UnsetType:
-        """First token of the next request whose experts are wanted."""
+        """Return the first token of the next request whose routed experts are wanted."""
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET:
             return start
         return start + sum(map(len, self._kept))
 
     def _keep_experts(self) -> None:
-        """Rows up to the last kept token, which the next engine computes in any case."""
+        """Keep the rows up to the last kept token, which the next engine computes in any case."""
         start = self._params.routed_experts_prompt_start
         if start is msgspec.UNSET or not len(self.tokens):
             return
@@ -141,4 +145,4 @@ def _joined(parts: Sequence[Rows | None]) -> NDArray[Any] | None:
     try:
         return join_rows(parts)
     except ValueError as error:
-        raise EngineProtocolError(f"rows of experts of an engine that was lost cannot be read: {error}") from error
+        raise EngineProtocolError(f"routed experts of an engine that was lost cannot be read: {error}") from error

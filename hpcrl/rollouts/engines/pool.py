@@ -1,9 +1,8 @@
-"""All engines as one: who serves a group, where a failed request goes next, and what an engine that went away needs.
+"""Pool of engines: assignment of groups, retries of failed requests, and handling of engines that went away.
 
-An engine that is gone does not end the run: the supervisor starts it again in its place, or ends the run itself. Until
-then its rollouts go on elsewhere from the tokens that have arrived, and with no other engine they wait. It gets
-nothing to do before it has the newest weights: one that was started anew serves the start model, and shows that by the
-label of its weights, which we compare with what we gave it.
+A lost engine does not end the run: the supervisor restarts it, or ends the run itself. Until then its rollouts continue
+on other engines from the tokens that have arrived, and without another engine they wait. It gets no requests before it
+has the newest weights: a restarted engine serves the start model, which the label of its weights shows.
 """
 
 from __future__ import annotations
@@ -16,33 +15,32 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NotRequired, TypedDict
 
 from hpcrl.errors import DeadlineError, PeerLostError
-from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.prompts import PromptTokens
+from hpcrl.rollouts.engines.client import HEALTH_S, EngineClient, Generation, SamplingParams
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
-from hpcrl.rollouts.engines.prompts import PromptTokens
 from hpcrl.rollouts.engines.rows import beside_loop
 from hpcrl.rollouts.engines.sessions import EngineSession
 from hpcrl.rollouts.engines.unusable import SHUN_S, Patience, UnusableAnswers
 from hpcrl.rollouts.engines.weight_labels import changed_weights
-from hpcrl.rollouts.telemetry.counters import Counters
 
 __all__ = ["LOST_AFTER_S", "WATCH_S", "EnginePool", "EngineSession", "PoolLimits", "PoolSettings"]
 
 _log = logging.getLogger(__name__)
 
 CacheSalt = Callable[[], Awaitable[str]]
-"""Gives the salt for a request that goes to the session's engine as soon as it returns."""
+"""Returns the salt for a request that is sent to the session's engine immediately afterwards."""
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_BACKOFF_S = 5.0
 WATCH_S = 2.0
-"""Between two looks at engines."""
-_HEALTH_S = 5.0
+"""Seconds between two probes of the engines."""
 _SILENT_S = 15.0
-"""How long an engine may not answer before its requests are sent elsewhere; one that refuses connections is gone."""
+"""Time in seconds without an answer after which requests move to other engines; a refused connection counts at once."""
 LOST_AFTER_S = 30.0
-"""How long the run may be without any engine where nobody would start one again."""
+"""Maximum time in seconds without any engine, where no supervisor would restart one."""
 
 
 class PoolLimits(TypedDict):
@@ -56,20 +54,21 @@ class PoolLimits(TypedDict):
 
 
 class PoolSettings(PoolLimits):
-    """All keywords of `EnginePool`."""
+    """Keyword arguments of `EnginePool`."""
 
     on_change: NotRequired[Callable[[bool, Engine, str], None]]
 
 
 class EnginePool:
-    """The engines of an attempt.
+    """Engines of an attempt.
 
     Attributes
     ----------
     changed:
         Notified when an engine goes away, comes back, or serves another version.
     newest:
-        Newest version that engines were told of; None where that is not known. An answer of a later one is damaged.
+        Newest version that engines were asked to load; None where it is unknown. An answer of a later version is
+        damaged.
     """
 
     newest: int | None = None
@@ -94,60 +93,59 @@ class EnginePool:
         counters:
             ``engine_requests`` and ``engine_retries`` are counted there.
         request_timeout_s:
-            Longest time without an answer to a generation request.
+            Timeout in seconds of a generation request that gives no answer.
         max_retries:
-            Attempts after the first for a generation request.
+            Maximum number of attempts after the first for a generation request.
         lost_after_s:
-            How long there may be no engine at all: longer than it takes to notice that one hangs and to start it
-            again.
+            Maximum time in seconds without any engine: longer than it takes to detect a hang and to restart an engine.
         on_change:
-            Told of engines that went away (True), and why, or serve again (False).
+            Called for engines that went away (True), with the reason, or serve again (False).
         on_unusable:
-            Told of an engine that gave several answers which cannot be used: somebody should start it anew.
+            Called for an engine that gave several unusable answers and should be restarted.
         """
         self.engines = [Engine(client) for client in clients]
         self.changed = asyncio.Condition()
         self._counters, self._timeout_s, self._max_retries = counters, request_timeout_s, max_retries
         self._lost_after_s, self._on_change, self._on_unusable = lost_after_s, on_change, on_unusable
         self._unusable = UnusableAnswers()
-        #: where sessions wait while there is no engine at all; nothing is ever sent to it
+        #: placeholder for sessions that wait while there is no engine at all; it gets no requests
         self._nobody = Engine(_Nowhere(), away=True)
-        #: that went away and have served nothing since: one that answers and cannot load what others serve is tried
-        #: again and again, which is one absence
+        #: engines that went away and have served nothing since: repeated attempts to load a version count as one
+        #: absence
         self._missed: set[Engine] = set()
         self._some_serve = asyncio.Event()
         self._look = asyncio.Event()
 
     @property
     def version(self) -> int:
-        """Policy version that all engines serve that are there (the lowest); -1 before all have one."""
+        """Return the lowest policy version of all engines that are not away; -1 before all have one."""
         return min((engine.version for engine in self.engines if not engine.away), default=-1)
 
     def session(self, key: str, *, rollouts: int = 1) -> EngineSession:
-        """A session of ``rollouts`` rollouts on the engine with the least load."""
+        """Return a session of ``rollouts`` rollouts on the engine with the least load."""
         return EngineSession(self.least_loaded, key, rollouts)
 
     def least_loaded(self, failed: Engine | None) -> Engine:
-        """The best engine for something new: serving, not stuck, not ``failed``, little loaded."""
+        """Return the best engine for new work: serving, not stuck, not ``failed``, lowest load."""
         if not self.engines:
             return self._nobody
         return min(self.engines, key=lambda e: (not e.serving, e.stuck, e is failed, e.load))
 
     async def settle(self, session: EngineSession) -> Engine:
-        """Wait until the session's engine serves; another one where its own does not."""
+        """Wait until an engine serves the session, which moves from one that does not; return the engine."""
         if session.engine.stuck:
             session.move_from(session.engine)
         while not session.engine.serving:
             session.move_from(session.engine)
             if not session.engine.serving:
-                # what is known may have changed since the event was set: without a wait here nobody else would come on
+                # the state may have changed since the event was set; without a wait here other tasks would not run
                 self._note_serving()
                 # bounded by `watch`, which ends the run when there is no engine for too long
                 await self._some_serve.wait()
         return session.engine
 
     async def wait_open(self, session: EngineSession) -> Engine:
-        """The session's engine when it serves and its weights do not change just now."""
+        """Wait until the session's engine serves and its weights are not changing; return it."""
         while True:
             engine = await self.settle(session)
             await engine.opened()
@@ -165,14 +163,15 @@ class EnginePool:
     ) -> Generation:
         """Generate on the session's engine; after a failure again, with a growing pause, and elsewhere if possible.
 
-        To wait until an engine is there costs no attempt, to lose one during a request does: what kills engines must
-        not do so for ever. An answer that cannot be used costs none for a while (`Patience`), and neither does a router
-        without an engine that takes requests: when all are busy for seconds, it takes them all for broken.
+        Waiting for an engine does not count as an attempt. Losing one during a request does, so that a request which
+        crashes engines is not repeated without limit. An unusable answer does not count for a while (`Patience`), and
+        neither does a router without an available engine: it considers all engines broken when all are busy for
+        seconds.
 
         Parameters
         ----------
         cache_salt:
-            Says for each attempt under which salt its engine may cache.
+            Returns for each attempt the salt under which its engine may cache.
         rows:
             Whether rows of experts are wanted where ``params`` ask for them.
 
@@ -207,7 +206,7 @@ class EnginePool:
                     raise
                 attempt += not excused
                 damaged = error.forgot or (unusable and not error.unreachable)
-                # one that was seen since with the right weights had them when it sampled
+                # an engine that has proved its weights since then had them when it sampled
                 if not damaged and all(candidate.proved_s >= asked_s for candidate in candidates):
                     self._counters.tokens_kept += partial.keep()
                 _log.warning("attempt %d failed: %s", pauses + 1, error)
@@ -222,19 +221,19 @@ class EnginePool:
         """Refuse an answer of versions that the engine cannot have (EngineError)."""
         first, last = int(generation.versions.min()), int(generation.versions.max())
         if first < oldest:
-            raise EngineError(f"{engine.name}: an answer is of version {first}, it had {oldest}", forgot=True)
+            raise EngineError(f"{engine.name}: an answer is of version {first}, the engine had {oldest}", forgot=True)
         if self.newest is not None and last > self.newest:
-            what = f"an answer is of version {last}, and there is none above {self.newest}"
+            what = f"an answer is of version {last}, the newest is {self.newest}"
             raise EngineProtocolError(f"{engine.name}: {what}")
 
     async def _note_unusable(self, engine: Engine, prompt: str, error: EngineError) -> None:
-        """Count an answer that cannot be used. After several of them the engine is left, and restarted by others."""
+        """Count an unusable answer. After several of them the engine is avoided, and the supervisor restarts it."""
         self._counters.unusable_answers += 1
         if count := self._unusable.note(engine, prompt):
-            await self._give_up(engine, f"answered {count} prompts in a way that cannot be used, the last: {error}")
+            await self._give_up(engine, f"gave {count} unusable answers, the last: {error}")
 
     async def _give_up(self, engine: Engine, why: str) -> None:
-        """An engine is broken, although it looks healthy: use others until it was started anew."""
+        """Lose and avoid an engine that gives unusable answers although it is healthy, until it was restarted."""
         self._on_unusable(engine, why)
         engine.shun(SHUN_S)
         await self.lose(engine, why)
@@ -252,31 +251,31 @@ class EnginePool:
         )
 
     def _behind(self, engine: Engine) -> list[Engine]:
-        """Engines that may compute what is sent to ``engine``."""
+        """Return the engines that may compute a request which is sent to ``engine``."""
         return [engine]
 
     # -- for who shows the fleet
 
     @property
     def router_answers(self) -> bool | None:
-        """Whether the router answers; None where there is none."""
+        """Return whether the router answers; None where there is none."""
         return None
 
     def routed(self, engine: Engine) -> bool | None:
-        """Whether a router may choose the engine; None where there is none."""
+        """Return whether a router may choose the engine; None where there is none."""
         return None
 
     # -- coming and going
 
     async def add(self, client: EngineClient) -> Engine:
-        """An engine that came while the run goes on. It gets nothing before it has loaded a version."""
+        """Add an engine that joins during the run. It gets no requests before it has loaded a version."""
         engine = Engine(client)
         self.engines.append(engine)
         await self.notify()
         return engine
 
     async def remove(self, engine: Engine) -> None:
-        """An engine was lost, or leaves: it gets nothing new, and what it is working on may still end there."""
+        """Remove an engine that was lost or leaves. It gets nothing new; requests in flight may still end there."""
         self.engines.remove(engine)
         self._missed.discard(engine)
         self._unusable.forget(engine)
@@ -284,8 +283,10 @@ class EnginePool:
         await self.notify()
 
     async def lose(self, engine: Engine, why: str) -> None:
-        """An engine is not there, or has lost its weights: its calls are cut, and it serves nothing until it is back
-        with the newest version."""
+        """Mark an engine as gone, or without weights.
+
+        Its calls are cancelled, and it serves nothing until it is back with the newest version.
+        """
         if engine.away:
             return
         _log.warning("%s went away: %s", engine.name, why)
@@ -296,7 +297,7 @@ class EnginePool:
         await self.notify()
 
     async def notify(self) -> None:
-        """Something about an engine is different now."""
+        """Notify waiting tasks that the state of an engine has changed."""
         self._note_serving()
         async with self.changed:
             self.changed.notify_all()
@@ -305,7 +306,7 @@ class EnginePool:
         return any(engine.serving for engine in self.engines)
 
     def _note_serving(self) -> None:
-        """At each change of `Engine.serving`: who waits for the event goes on only when somebody serves."""
+        """Update the event of waiting tasks at each change of `Engine.serving`: it is set while an engine serves."""
         for engine in [engine for engine in self._missed if engine.serving]:
             self._missed.remove(engine)
             self._on_change(False, engine, "")
@@ -315,7 +316,7 @@ class EnginePool:
             self._some_serve.clear()
 
     def _suspect(self, engine: Engine) -> None:
-        """A request failed there: send nothing more before it was looked at."""
+        """Suspect an engine whose request failed: send nothing more before it was probed."""
         engine.suspect()
         self._note_serving()
         self._look.set()
@@ -331,7 +332,7 @@ class EnginePool:
         deadline = time.monotonic() + timeout_s
         waiting = list(self.engines)
         while waiting:
-            healthy = await asyncio.gather(*(engine.client.healthy(timeout_s=_HEALTH_S) for engine in waiting))
+            healthy = await asyncio.gather(*(engine.client.healthy(timeout_s=HEALTH_S) for engine in waiting))
             waiting = [engine for engine, ok in zip(waiting, healthy, strict=True) if not ok]
             waiting = [engine for engine in waiting if engine in self.engines]
             if waiting and time.monotonic() > deadline:
@@ -341,12 +342,12 @@ class EnginePool:
                 await asyncio.sleep(0.1)
 
     async def watch(self) -> None:
-        """Ask engines again and again whether they live. Runs for ever.
+        """Probe the engines at intervals; never return.
 
         Raises
         ------
         PeerLostError
-            None has been there for longer than ``lost_after_s``.
+            No engine has been available for longer than ``lost_after_s`` seconds.
         """
         there = time.monotonic()
         while True:
@@ -363,12 +364,13 @@ class EnginePool:
                     await self._look.wait()
             except TimeoutError:
                 continue
-            await asyncio.sleep(_FIRST_BACKOFF_S)  # many requests may fail at once
+            # requests often fail together: one look serves all of them
+            await asyncio.sleep(_FIRST_BACKOFF_S)
 
     async def _check(self, engine: Engine) -> None:
         if engine.shunned:
             return
-        problem = await engine.client.problem(timeout_s=_HEALTH_S)
+        problem = await engine.client.problem(timeout_s=HEALTH_S)
         if problem is not None:
             silent_s = engine.silent(refused=problem.refused)
             self._note_serving()
@@ -382,13 +384,13 @@ class EnginePool:
             await self.notify()
 
     async def check_weights(self, engine: Engine) -> None:
-        """Find out whether the engine still has the weights that it was given, as far as it says."""
-        if changed := await changed_weights(engine, timeout_s=_HEALTH_S):
+        """Check that the engine still has the weights that it was given, as far as it reports them."""
+        if changed := await changed_weights(engine, timeout_s=HEALTH_S):
             await self.lose(engine, changed)
 
 
 class _Nowhere(EngineClient):
-    """The client of no engine."""
+    """Client that represents the absence of engines."""
 
     def __init__(self) -> None:
         self.name, self.url = "no engine", ""

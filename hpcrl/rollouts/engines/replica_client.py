@@ -1,9 +1,9 @@
-"""The orchestrator's side of a wide replica: several ranks with an API server each, which live and change as one.
+"""Client of a wide replica: several ranks with an API server each, which are used and updated as one engine.
 
-Its ranks share their experts, so that every step of the model is one of all ranks. None of them may compute with
-other weights than the rest, and a call that stops ranks, or lets them go on, is answered when all have got it: vLLM's
-ranks agree on a pause among themselves, and wait for each other before they go on. So each call that changes something
-goes to all servers at once, and what is sent after it waits for the answers of all.
+Its ranks share their experts, so that every step of the model is one of all ranks. All ranks must compute with the same
+weights, and a call that pauses or resumes ranks is answered when all have received it: vLLM's ranks agree on a pause
+among themselves, and wait for each other before they resume. So each call that changes state goes to all servers at
+once, and later calls wait for the answers of all.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from hpcrl.rollouts.core.prompts import PromptTokens
 from hpcrl.rollouts.engines.answers import OnPart
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
 from hpcrl.rollouts.engines.limits import AnswerLimits
-from hpcrl.rollouts.engines.prompts import PromptTokens
-
-__all__ = ["ReplicaClient", "client_of"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _SESSIONS = 4096
-"""How many sessions are remembered; one that is forgotten may find its prefix on another rank no more."""
+"""Maximum number of remembered sessions; a forgotten one may miss the prefix that another rank has cached."""
 
 
 def client_of(
@@ -38,7 +36,7 @@ def client_of(
     servers: Sequence[str],
     limits: AnswerLimits | None = None,
 ) -> EngineClient:
-    """The client of a replica: of its one server, or of all of them.
+    """Return the client of a replica, for its one server or for all of them.
 
     Parameters
     ----------
@@ -47,11 +45,11 @@ def client_of(
     name:
         ``<role>-<replica>``, for messages.
     url:
-        Of its first server.
+        URL of the first server.
     servers:
-        URLs of all of its servers in the order of ranks; may be empty where there is one.
+        URLs of all servers in the order of ranks; may be empty where there is one.
     limits:
-        Of the answers of its model.
+        Limits of the answers of the model.
     """
     if len(servers) < 2:
         return EngineClient(session, name=name, url=url, limits=limits)
@@ -75,9 +73,9 @@ class ReplicaClient(EngineClient):
         urls:
             At least two, in the order of ranks.
         limits:
-            Of the answers of its model.
+            Limits of the answers of its model.
         """
-        assert len(urls) > 1, "a replica of one server is an EngineClient"
+        assert len(urls) > 1, "use EngineClient for a replica of one server"
         super().__init__(session, name=name, url=urls[0], limits=limits)
         self._servers = tuple(
             EngineClient(session, name=f"{name} rank {rank}", url=url, limits=limits) for rank, url in enumerate(urls)
@@ -89,7 +87,7 @@ class ReplicaClient(EngineClient):
 
     @property
     def servers(self) -> tuple[EngineClient, ...]:
-        """See `EngineClient.servers`."""
+        """Return the servers (see `EngineClient.servers`)."""
         return self._servers
 
     async def generate(
@@ -132,13 +130,15 @@ class ReplicaClient(EngineClient):
         return rank
 
     async def problem(self, *, timeout_s: float) -> EngineError | None:
-        """What is wrong with the servers that do not answer 200; None where all do. One is enough: without it no
-        other can compute."""
+        """Return the combined error of the servers that do not answer 200; None where all do.
+
+        One such server is enough: without it no other rank can compute.
+        """
         found = await asyncio.gather(*(server.problem(timeout_s=timeout_s) for server in self._servers))
         problems = [problem for problem in found if problem is not None]
         if not problems:
             return None
-        # the one that leaves the least hope: nobody listens, then an answer that is none, then silence
+        # the most serious one: connection refused, then an invalid answer, then a timeout
         worst = min(problems, key=lambda problem: (not problem.refused, problem.unreachable))
         message = f"{len(problems)} of {len(self._servers)} servers are not healthy: {worst}"
         return EngineError(message, unreachable=worst.unreachable, refused=worst.refused, timed_out=worst.timed_out)
@@ -148,8 +148,10 @@ class ReplicaClient(EngineClient):
         return list(await asyncio.gather(*(server.weight_version(timeout_s=timeout_s) for server in self._servers)))
 
     async def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether all servers say that requests are frozen. A rank says so before it stands: it goes on with empty
-        steps until the others have been asked, too."""
+        """Return whether all servers report that requests are frozen.
+
+        A rank reports this before it has stopped: it runs empty steps until the other ranks have been asked as well.
+        """
         return all(await asyncio.gather(*(server.is_paused(timeout_s=timeout_s) for server in self._servers)))
 
     async def freeze(self, *, timeout_s: float) -> asyncio.Task[Any] | None:
@@ -161,7 +163,7 @@ class ReplicaClient(EngineClient):
         return None
 
     async def control(self, path: str, value: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
-        """``POST`` a control call to all servers at once; returns their common answer.
+        """Send a control call to all servers at once with ``POST``; return their common answer.
 
         Raises
         ------
@@ -172,7 +174,7 @@ class ReplicaClient(EngineClient):
         return self._common(path, answers)
 
     def _common(self, path: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-        """One answer; what workers were asked for is listed rank after rank."""
+        """Return one combined answer; values of workers are listed rank after rank."""
         common, *rest = [{key: value for key, value in answer.items() if key != "results"} for answer in answers]
         for rank, other in enumerate(rest, 1):
             if other != common:
@@ -182,7 +184,7 @@ class ReplicaClient(EngineClient):
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results of all; the first failure ends the others, which may be waiting for the one that failed."""
+    """Return the results of all calls; the first failure cancels the others, which may wait for the failed one."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -192,5 +194,5 @@ async def _all(calls: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     finally:
         for task in tasks:
             task.cancel()
-        # each is looked at: an error that nobody reads would be logged as lost
+        # each result is retrieved, because asyncio logs exceptions that are never retrieved
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,11 @@
-"""All engines behind a router: it chooses the engine of each request, and we say which engines it may choose from.
+"""Pool of engines behind a router, which chooses the engine of each request among those that the pool permits.
 
-An engine is given to the router when it serves a version, and taken away when it is gone, or left behind by the others.
-So one that was started anew is asked nothing before it has the newest weights, and a router that was started anew
-learns its engines again. Weights are updated at the engines themselves. Of a replica with several servers it gets all,
-or none.
+An engine is added to the router when it serves a version, and removed when it is gone, or lags behind the others. So a
+restarted engine gets no requests before it has the newest weights, and a restarted router gets its engines again.
+Weights are updated at the engines themselves. Of a replica with several servers the router gets all, or none.
 
-Who does not know where its request goes cannot know which version will compute its prompt. New rollouts therefore wait
-until all engines of the router serve one version and none is about to change: all of them then carry the same salt.
+Where the engine of a request is unknown, so is the version that will compute its prompt. New rollouts therefore wait
+until all engines of the router serve one version and none is about to change: all of them then have the same salt.
 """
 
 from __future__ import annotations
@@ -29,19 +28,18 @@ from hpcrl.rollouts.engines.router_client import RouterClient, Worker
 from hpcrl.rollouts.engines.sessions import EngineSession
 from hpcrl.runs.events import EventWriter
 
-__all__ = ["RoutedPool", "RoutedPoolSettings", "make_pool"]
-
 _log = logging.getLogger(__name__)
 
 _ADMIN_S = 5.0
 _ADD_S = 15.0
-"""The router asks an engine for its health before it takes it."""
+"""Timeout in seconds for adding an engine; the router probes its health first."""
 _PROBES = 4
-"""Requests by which an engine shows whether its answers can be used."""
+"""Number of requests by which an engine shows that its answers are usable."""
 _PROBE_TOKEN = 1
 _BEHIND_S = 5.0
-"""How long an engine that is not being updated may serve an older version than another one, and new rollouts wait for
-it; then the router goes on without it. One that could not load a version would stop them until the next."""
+"""Time in seconds for which an engine that is not being updated may serve an older version than another one, while new
+rollouts wait for it. After that the router continues without it: an engine that could not load a version would block
+new rollouts until the next version."""
 
 
 def make_pool(
@@ -52,14 +50,14 @@ def make_pool(
     routed: Callable[..., RoutedPool] | None = None,
     **settings: Unpack[PoolLimits],
 ) -> EnginePool:
-    """The engines of a run, behind its router where it has one; what comes and goes is written down.
+    """Return the pool of engines of a run, behind its router where it has one; changes are written as events.
 
     Parameters
     ----------
     routed:
         Makes the pool behind a router; None: `RoutedPool`.
     settings:
-        Of `EnginePool`.
+        Settings of `EnginePool`.
     """
 
     def engine_changed(away: bool, engine: Engine, why: str) -> None:
@@ -74,7 +72,7 @@ def make_pool(
 
 
 class RoutedPoolSettings(PoolSettings):
-    """All keywords of `RoutedPool`."""
+    """Keyword arguments of `RoutedPool`."""
 
     router: RouterClient
     events: EventWriter
@@ -102,9 +100,9 @@ class RoutedPool(EnginePool):
         Parameters
         ----------
         events:
-            What the router was given, and when it was away, is written there.
+            Writer of events about the router and its engines.
         settings:
-            Of `EnginePool`.
+            Settings of `EnginePool`.
         """
         super().__init__(clients, **settings)
         self.front = Engine(router)
@@ -116,11 +114,11 @@ class RoutedPool(EnginePool):
         self._due = asyncio.Event()
 
     def least_loaded(self, failed: Engine | None) -> Engine:
-        """Give the router, which chooses among its engines."""
+        """Return the router, which chooses among its engines."""
         return self.front
 
     async def wait_open(self, session: EngineSession) -> Engine:
-        """The router, when all of its engines serve one version and none is about to change."""
+        """Wait until all engines of the router serve one version that is not about to change; return the router."""
         while True:
             await self.settle(session)
             if self._one_version():
@@ -129,14 +127,20 @@ class RoutedPool(EnginePool):
                 await self.changed.wait_for(lambda: self._one_version() or not self.front.serving)
 
     async def lose(self, engine: Engine, why: str) -> None:
-        """See `EnginePool.lose`. Of an answer with wrong weights we do not know whose it was: all are looked at."""
+        """Lose an engine (see `EnginePool.lose`).
+
+        The source of an answer with wrong weights is unknown, so all engines are probed.
+        """
         if engine is self.front:
             self._suspect(engine)
         else:
             await super().lose(engine, why)
 
     async def _give_up(self, engine: Engine, why: str) -> None:
-        """See `EnginePool._give_up`. Whose the unusable answers were is not known: each engine is asked."""
+        """Give up an engine (see `EnginePool._give_up`).
+
+        The source of unusable answers is unknown, so each engine is asked.
+        """
         if engine is not self.front:
             await super()._give_up(engine, why)
             return
@@ -144,12 +148,12 @@ class RoutedPool(EnginePool):
         problems = await asyncio.gather(*(self._unusable_answer_of(candidate) for candidate in asked))
         broken = [(candidate, problem) for candidate, problem in zip(asked, problems, strict=True) if problem]
         for candidate, problem in broken:
-            await super()._give_up(candidate, f"gives answers that cannot be used: {problem}")
+            await super()._give_up(candidate, f"gives unusable answers: {problem}")
         if not broken:
             self._on_unusable(self.front, why)
 
     async def _unusable_answer_of(self, engine: Engine) -> EngineProtocolError | None:
-        """Ask each server of an engine for some tokens; return what is wrong with its answers, None: nothing.
+        """Ask each server of an engine for some tokens; return the problem of its answers, None without one.
 
         Every other answer is asked for in parts: an engine may give these alone in a way that cannot be used.
         """
@@ -167,7 +171,7 @@ class RoutedPool(EnginePool):
                 except EngineProtocolError as error:
                     return error
                 except EngineError:
-                    break  # whether it answers at all is looked at elsewhere
+                    break  # whether it answers at all is checked elsewhere
         return None
 
     async def notify(self) -> None:
@@ -184,7 +188,7 @@ class RoutedPool(EnginePool):
 
     @property
     def router_answers(self) -> bool:
-        """See `EnginePool.router_answers`."""
+        """Return whether the router answers (see `EnginePool.router_answers`)."""
         return not self.front.away
 
     def routed(self, engine: Engine) -> bool:
@@ -217,14 +221,17 @@ class RoutedPool(EnginePool):
     # -- keeping the router right
 
     async def _tend(self) -> None:
-        """Whenever something changed, and now and then. Runs for ever; the supervisor starts a dead router anew."""
+        """Reconcile with the router after each change and at intervals; never return.
+
+        The supervisor restarts a dead router.
+        """
         while True:
             self._due.clear()
             try:
                 changed = await self._reconcile()
             except EngineError as error:
                 if changed := self.front.absent():
-                    _log.warning("the router went away: %s", error)
+                    _log.warning("the router is unreachable: %s", error)
                     self._events.emit("router.away", why=str(error))
             else:
                 if self.front.answered():
@@ -241,7 +248,7 @@ class RoutedPool(EnginePool):
                 await asyncio.sleep(0.05)  # many requests may fail at once
 
     async def _reconcile(self) -> bool:
-        """Give the router the engines that it may choose from; whether that is something new.
+        """Set the engines that the router may choose from; return whether they changed.
 
         Raises
         ------
@@ -263,7 +270,10 @@ class RoutedPool(EnginePool):
         return changed
 
     async def _enter(self, engine: Engine, known: Collection[str]) -> bool:
-        """Whether the router has all servers of an engine now; it is left none of one that it does not take whole."""
+        """Add an engine to the router; return whether the router now has all of its servers.
+
+        Where the router rejects one server of an engine, the others are removed from it again.
+        """
         taken = [server for server in engine.client.servers if server.url in known]
         for server in engine.client.servers:
             if server.url in known:
@@ -276,18 +286,26 @@ class RoutedPool(EnginePool):
         return True
 
     async def _add(self, server: EngineClient) -> bool:
-        """Whether the router took it; it asks the engine first, and that may have gone away just now."""
+        """Return whether the router accepted the server.
+
+        The router probes the engine first, which may have gone away in the meantime.
+
+        Raises
+        ------
+        EngineError
+            The router refuses connections.
+        """
         try:
             await self._router.add(server.url, timeout_s=_ADD_S)
         except EngineError as error:
             if error.refused:
                 raise
-            _log.warning("the router does not take %s: %s", server.name, error)
+            _log.warning("the router does not accept %s: %s", server.name, error)
             return False
         return True
 
     def _eligible(self) -> list[Engine]:
-        """Engines that serve, sample what they are asked for, and are not left behind."""
+        """Return the engines that serve, sample, and do not lag behind in versions."""
         now = time.monotonic()
         serving = [engine for engine in self.engines if engine.serving]
         serving = [engine for engine in serving if not engine.stuck] or serving

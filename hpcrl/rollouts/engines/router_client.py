@@ -1,7 +1,7 @@
-"""The orchestrator's side of a router: requests go to its one address, engines are added to it and removed from it.
+"""Client of a router: requests go to its one address, engines are added to it and removed from it.
 
-The admin calls are vllm-router's. What it does not know, it forwards to any one engine: calls that change an engine
-are never sent here.
+The admin calls are vllm-router's. It forwards unknown calls to an arbitrary engine, so calls that change an engine are
+never sent here.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from hpcrl.decoding import decode_json
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.limits import AnswerLimits
-
-__all__ = ["RouterClient", "Worker"]
+from hpcrl.storage.msgspec_types import decode_json
 
 _UPSTREAM = frozenset({502, 503, 504})
-"""No engine took the request, or one went away with it."""
+"""Statuses that mean that no engine accepted the request, or that one was lost with it."""
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """An engine as the router sees it.
+    """Engine as the router sees it.
 
     Attributes
     ----------
     is_healthy:
-        By its own health checks; it sends nothing to others.
+        Result of the router's health checks; it sends requests only to healthy engines.
     load:
-        Requests that it has sent there and that were not answered yet.
+        Requests that it has sent to the engine and that were not answered yet.
     """
 
     url: str
@@ -46,12 +44,12 @@ class _Workers(msgspec.Struct, frozen=True):
 
 
 class RouterClient(EngineClient):
-    """A router, for requests as an engine would be.
+    """Client of a router, with the interface of an engine for requests.
 
     Attributes
     ----------
     behind:
-        The engines that it leads to, which give the rows of their answers themselves.
+        The engines behind it, from which rows of answers are fetched directly.
     """
 
     # it chooses by the prompt, and reads JSON
@@ -66,15 +64,15 @@ class RouterClient(EngineClient):
         hands_on_content_types: bool = False,
         limits: AnswerLimits | None = None,
     ) -> None:
-        """Remember where the router is; nothing is sent.
+        """Remember the address of the router; nothing is sent.
 
         Parameters
         ----------
         session, name, url, limits:
-            As for `EngineClient`.
+            Same as for `EngineClient`.
         hands_on_content_types:
-            Whether the type of an answer is the engine's. vllm-router calls every stream that it hands on one of
-            events: frames could not be told from these.
+            Whether the content type of an answer is the engine's. vllm-router labels every stream as events, so that
+            frames could not be distinguished from them.
         """
         super().__init__(session, name=name, url=url, limits=limits)
         self.behind: Callable[[], Sequence[EngineClient]] = tuple
@@ -86,7 +84,7 @@ class RouterClient(EngineClient):
         return next((found for client in self.behind() if (found := client.server_at(address)) is not None), None)
 
     async def workers(self, *, timeout_s: float) -> dict[str, Worker]:
-        """Engines that it knows, by URL (EngineError where it does not say)."""
+        """Return the engines that the router knows, by URL (EngineError where it does not answer)."""
         data = await self._request("GET", "/workers", timeout_s=timeout_s)
         try:
             return {worker.url.rstrip("/"): worker for worker in decode_json(data, _Workers).workers}
@@ -98,7 +96,7 @@ class RouterClient(EngineClient):
         await self._request("POST", f"/add_worker?url={quote(url, safe='')}", timeout_s=timeout_s)
 
     async def remove(self, url: str, *, timeout_s: float) -> None:
-        """Send nothing new to an engine; what it works on is still answered."""
+        """Send no new requests to an engine; its running requests are still answered."""
         await self._request("POST", f"/remove_worker?url={quote(url, safe='')}", timeout_s=timeout_s)
 
     def _refusal(self, path: str, status: int, data: bytes) -> EngineError:

@@ -1,9 +1,9 @@
-"""Rows of experts on their way out of an answer: kept as they came, and made one array of beside the event loop.
+"""Routed experts of an answer: kept in their encoded form, and decoded to one array in a thread.
 
-An answer of 131,072 tokens of a large model has 79 MB of rows. Where it is streamed, they come in thousands of parts:
-to decode those of a part takes ten times as long as to decode its tokens, and engines end parts of all their requests
-at the same time. So the event loop looks at the head of a part's rows alone, and all of an answer's are decoded once,
-into their place.
+An answer of 131,072 tokens of a large model has 79 MB of rows. A streamed answer has thousands of parts. Decoding the
+rows of a part takes ten times as long as decoding its tokens, and an engine ends parts of all its requests at the same
+time. So the event loop reads only the header of a part's rows, and all rows of an answer are decoded once, into their
+place.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.daemon_threads import DaemonExecutor
-from hpcrl.decoding import decode_json
-from hpcrl.rows_reference import decoded_base64
-
-__all__ = ["LARGE_BYTES", "EncodedRows", "Rows", "beside_loop", "join_rows", "read_rows", "rows_bytes"]
+from hpcrl.network.routed_experts_reference import decoded_base64
+from hpcrl.processes.daemon_threads import DaemonExecutor
+from hpcrl.storage.msgspec_types import decode_json
 
 _T = TypeVar("_T")
 
 LARGE_BYTES = 1 << 18
-"""What is for a thread to do: routed experts of some hundred tokens of a large model."""
+"""Minimum size in bytes for decoding in a thread: routed experts of some hundred tokens of a large model."""
 _HEAD = 3 << 12
 _MAX_LENGTH = 1 << 31
-"""Of rows, of layers, and of experts of a token."""
+"""Maximum number of rows, of layers, and of experts per token."""
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _thread = DaemonExecutor(1, thread_name_prefix="answers")
 """One thread: several would decode no faster, and the event loop would wait for each of them in turn."""
 
 
 async def beside_loop(call: Callable[[], _T], size: int) -> _T:
-    """What ``call`` returns; it is called in a thread where it has many bytes to go through."""
+    """Call ``call`` and return its result, in a thread where ``size`` (bytes) is large."""
     if size < LARGE_BYTES:
         return call()
     return await asyncio.get_running_loop().run_in_executor(_thread, call)
@@ -52,14 +50,20 @@ class _Header(NamedTuple):
 
 
 def _header(head: bytes) -> _Header:
-    """Of the beginning of an ``.npy`` file (ValueError where it is none, or has no rows of experts)."""
+    """Return the header of an ``.npy`` file.
+
+    Raises
+    ------
+    ValueError
+        The bytes are not an ``.npy`` header, or not one of routed experts.
+    """
     start = 12 if head[6:7] == b"\x02" else 10
     return _parsed(head[: start + int.from_bytes(head[8:start], "little")])
 
 
 @lru_cache(1024)
 def _parsed(head: bytes) -> _Header:
-    """Parts of an answer have the same header, and parsing one takes longer than all else of it."""
+    """Return the parsed header, cached: parts of an answer have the same header, and parsing one is slow."""
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)
@@ -71,33 +75,33 @@ def _parsed(head: bytes) -> _Header:
     except Exception as error:  # numpy reads the header as Python's text, and raises whatever Python's parser does
         raise ValueError(f"the header of an .npy file cannot be read: {type(error).__name__}: {error}") from error
     if len(shape) != 3 or fortran or dtype.kind not in "ui" or not all(0 <= length < _MAX_LENGTH for length in shape):
-        raise ValueError(f"experts are whole numbers [rows, layers, experts a token], not {shape} of {dtype}")
+        raise ValueError(f"routed experts are whole numbers [rows, layers, experts a token], not {shape} of {dtype}")
     return _Header(shape, dtype, stream.tell())
 
 
 def read_rows(payload: bytes | memoryview) -> NDArray[Any]:
-    """Rows ``[rows, layers, experts_per_token]`` of an ``.npy`` file, as a read-only view.
+    """Return the rows ``[rows, layers, experts_per_token]`` of an ``.npy`` file, as a read-only view.
 
     Raises
     ------
     ValueError
-        It is no such file, or has no such rows.
+        The payload is not such a file, or has no such rows.
     """
     header = _header(bytes(payload[:_HEAD]))
     return np.frombuffer(payload, dtype=header.dtype, offset=header.end).reshape(header.shape)
 
 
 class EncodedRows:
-    """Rows as a JSON string of base64, of which the head was looked at.
+    """Rows as a JSON string of base64, of which the head was checked.
 
     Attributes
     ----------
     shape:
         ``[rows, layers, experts_per_token]``.
     dtype:
-        Of the rows.
+        Dtype of the rows.
     nbytes:
-        Of the text.
+        Size of the text in bytes.
     """
 
     def __init__(self, quoted: memoryview) -> None:
@@ -109,7 +113,7 @@ class EncodedRows:
         except ValueError:  # JSON may write a slash with an escape
             header = _header(self._escaped()[:_HEAD])
         self.shape, self.dtype = header.shape, header.dtype
-        # base64 is longer than what it stands for: nobody allocates memory for rows that cannot be there
+        # base64 is longer than its content, so a header that claims more rows is rejected before memory is allocated
         if math.prod(self.shape) * self.dtype.itemsize > self.nbytes:
             raise ValueError(f"{self.nbytes} bytes of base64 are too few for rows {self.shape} of {self.dtype}")
 
@@ -117,7 +121,13 @@ class EncodedRows:
         return self.shape[0]
 
     def decoded(self) -> NDArray[Any]:
-        """The rows, as a read-only view (ValueError where they are damaged)."""
+        """Return the routed experts as a read-only view.
+
+        Raises
+        ------
+        ValueError
+            They are damaged.
+        """
         try:
             return read_rows(decoded_base64(self._quoted[1:-1]))
         except binascii.Error:  # as above
@@ -134,12 +144,12 @@ Rows = NDArray[Any] | EncodedRows
 
 
 def rows_bytes(pieces: Sequence[Rows | None]) -> int:
-    """How many bytes there are to go through."""
+    """Return the total size of ``pieces`` in bytes."""
     return sum(piece.nbytes for piece in pieces if piece is not None)
 
 
 def join_rows(pieces: Sequence[Rows | None]) -> NDArray[Any] | None:
-    """Rows of some parts, in order; None where there are none.
+    """Return the rows of some parts, in order; None where there are none.
 
     Raises
     ------

@@ -6,22 +6,20 @@ import time
 
 from hpcrl.rollouts.engines.engine import Engine
 
-__all__ = ["PATIENCE_S", "SHUN_S", "Patience", "UnusableAnswers"]
-
 _MAX_PROMPTS = 4
 _WINDOW_S = 600.0
-"""An engine that gives unusable answers to so many prompts within this time is started again. Answers to one prompt
-count once: it may be the prompt that no engine can answer."""
+"""Time in seconds within which unusable answers to several prompts cause a restart of an engine. Answers to one prompt
+count once: it may be a prompt that no engine can answer."""
 SHUN_S = 10.0
-"""How long nothing is sent to such an engine in any case: the supervisor needs some seconds to end its process, which
-says until then that it is healthy."""
+"""Minimum time in seconds for which such an engine gets no requests: the supervisor needs some seconds to end its
+process, which reports to be healthy until then."""
 PATIENCE_S = 120.0
-"""How long a request is made again and again where all that it gets cannot be used. Engines are started again
-meanwhile, which may help."""
+"""Maximum time in seconds for which a request is repeated while all its answers are unusable. Restarts of engines in
+this time may help."""
 
 
 class UnusableAnswers:
-    """The unusable answers of the last minutes."""
+    """Unusable answers of the last minutes, by engine."""
 
     def __init__(self) -> None:
         self._times: dict[Engine, dict[str, float]] = {}
@@ -29,7 +27,7 @@ class UnusableAnswers:
     def note(self, engine: Engine, prompt: str) -> int:
         """Count an answer to a prompt; return how many prompts there were when these are too many, else 0.
 
-        The count then begins anew.
+        The count then restarts at 0.
         """
         now = time.monotonic()
         times = {key: at for key, at in self._times.get(engine, {}).items() if at >= now - _WINDOW_S}
@@ -41,12 +39,12 @@ class UnusableAnswers:
         return len(times)
 
     def forget(self, engine: Engine) -> None:
-        """An engine has left."""
+        """Forget the counts of an engine that has left."""
         self._times.pop(engine, None)
 
 
 class Patience:
-    """The time that a request has from its first unusable answer on."""
+    """Time limit of a request, from its first unusable answer on."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None

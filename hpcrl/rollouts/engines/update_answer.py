@@ -1,4 +1,4 @@
-"""What an engine says of a version that it was asked to load, checked before it counts as served."""
+"""Check an engine's answer to a request to load a version, before the version counts as served."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Annotated, Any
 import msgspec
 
 from hpcrl.rollouts.engines.errors import EngineProtocolError
-
-__all__ = ["check_update_answer"]
 
 _MAX_REASON = 1 << 16
 
@@ -29,12 +27,12 @@ def check_update_answer(engine: str, answer: dict[str, Any], *, asked: int) -> d
     Raises
     ------
     EngineProtocolError
-        It is damaged, or names a version that nobody asked for.
+        It is damaged, or names another version than ``asked``.
     """
     try:
         found = msgspec.convert(answer, _UpdateAnswer)
         if found.version is not msgspec.UNSET and found.version > asked:
-            raise ValueError(f"it has loaded version {found.version}, and was asked for {asked}")
+            raise ValueError(f"it has loaded version {found.version} instead of {asked}")
     except (ValueError, RecursionError) as error:
         raise EngineProtocolError(f"{engine}: its answer to a weight update cannot be used: {error}") from error
     return answer

@@ -1,12 +1,10 @@
-"""Whether an engine still has the weights that it was given: it labels them, and a new process has others."""
+"""Check by labels that an engine still has the weights that it was given; a new process has others."""
 
 from __future__ import annotations
 
 import time
 
 from hpcrl.rollouts.engines.engine import Engine
-
-__all__ = ["changed_weights"]
 
 
 async def changed_weights(engine: Engine, *, timeout_s: float) -> str:
@@ -28,7 +26,7 @@ async def changed_weights(engine: Engine, *, timeout_s: float) -> str:
         return ""
     others = [label for label in labels if label not in (None, str(version))]
     if others:
-        return f"it was started anew: it has weights {others[0]!r}, not {version}"
+        return f"it was restarted: it has weights {others[0]!r}, not {version}"
     if None not in labels:
         engine.proved(asked_s)
     return ""

@@ -5,6 +5,7 @@ from hpcrl.rollouts.environments.base import (
     Message,
     Outcome,
     Policy,
+    PolicyEndpoint,
     Prompt,
     Reply,
     Split,
@@ -14,7 +15,7 @@ from hpcrl.rollouts.environments.base import (
     prompt_of,
     tool_message,
 )
-from hpcrl.rollouts.environments.hosted import EnvironmentLostError, EnvironmentRaisedError
+from hpcrl.rollouts.environments.process_calls import EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.environments.registry import build_environments, hosted
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Message",
     "Outcome",
     "Policy",
+    "PolicyEndpoint",
     "Prompt",
     "Reply",
     "Split",

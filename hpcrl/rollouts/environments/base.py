@@ -1,57 +1,43 @@
-"""The protocol of an environment: prompts, a conversation with the policy, a reward with named parts."""
+"""Protocol of an environment: prompts, a conversation with the policy, a reward with named parts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-__all__ = [
-    "CallStatus",
-    "Environment",
-    "Message",
-    "Outcome",
-    "Policy",
-    "Prompt",
-    "RemotePrompts",
-    "Reply",
-    "Split",
-    "Tool",
-    "ToolCall",
-    "malformed_answer",
-    "prompt_of",
-    "tool_message",
-]
-
 Message = Mapping[str, Any]
-"""``{"role": "system" | "user" | "assistant" | "tool", "content": text}``, and what else the chat template reads.
-
-The result of a tool has ``tool_call_id`` and ``name`` of the call; ``tool_message`` makes one.
-"""
+"""``{"role": "system" | "user" | "assistant" | "tool", "content": text}``, and further keys of the chat template. The
+result of a tool has ``tool_call_id`` and ``name`` of the call; ``tool_message`` makes one."""
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI's API has it: ``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``,
 the last one a JSON schema."""
 
 CallStatus = Literal["ok", "invalid_json", "unclosed_block", "missing_name", "malformed_structure", "unknown_tool"]
-"""What came of a tool call: ``ok``, or what is wrong with what the policy wrote."""
+"""Status of a tool call: ``ok``, or the kind of its error."""
 
 Split = Literal["train", "heldout"]
 
 
+class UnrecoverableError(Exception):
+    """Raised where an environment cannot go on: its process ends, and another one is started."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task. Equal ``(split, index)`` give equal prompts in every process.
+    """Task of an environment. Equal ``(split, index)`` give equal prompts in every process.
 
     Attributes
     ----------
     messages:
-        The conversation so far, ending with a user message.
+        Conversation so far, ending with a user message.
     data:
-        What the environment needs to judge the answer.
+        Data that the environment needs to judge the answer.
     tools:
-        What the policy may call.
+        Tools that the policy may call.
     """
 
     split: Split
@@ -63,14 +49,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a rollout.
+    """Outcome of a rollout.
 
     Attributes
     ----------
     reward:
-        What the policy is trained on.
+        Reward that the policy is trained on.
     parts:
-        Named parts of it, for people; the same names for every rollout of an environment.
+        Named parts of the reward, for people; the same names for every rollout of an environment.
     """
 
     reward: float
@@ -79,22 +65,22 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the policy, or its attempt at one.
+    """Tool call of the policy, or a malformed one.
 
     Attributes
     ----------
     name, arguments:
-        Of the tool; empty where they cannot be read.
+        Name and arguments of the tool; empty where they cannot be read.
     id:
-        For the message with the result.
+        Identifier for the message with the result.
     status:
-        Use a call where it is ``ok`` alone; `malformed_answer` makes what to say to others.
+        Run a call only where it is ``ok``; `malformed_answer` makes the reply to others.
     raw:
-        As it was sampled, at most 4,096 characters.
+        Sampled text, at most 4,096 characters.
     span:
         Its tokens, ``[begin, end)`` of the turn; None where the format does not tell.
     error:
-        What is wrong, where ``status`` does not say all.
+        Description of the problem, where ``status`` is not enough.
     """
 
     name: str
@@ -112,7 +98,7 @@ def tool_message(call: ToolCall, content: str) -> Message:
 
 
 _WRONG: Mapping[CallStatus, str] = {
-    "invalid_json": "its arguments are no valid JSON",
+    "invalid_json": "its arguments are not valid JSON",
     "unclosed_block": "it has no end",
     "missing_name": "it names no tool",
     "malformed_structure": "it is not in the format of tool calls",
@@ -121,27 +107,33 @@ _WRONG: Mapping[CallStatus, str] = {
 
 
 def malformed_answer(call: ToolCall) -> Message:
-    """Return what to say to a policy whose call is not ``ok``: what is wrong with it."""
+    """Return a reply to a policy whose call is not ``ok``: a description of its problem."""
     more = f" ({call.error})" if call.error else ""
     return tool_message(call, f"error: the tool call was not run: {_WRONG[call.status]}{more}")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the policy said in one turn.
+    """Reply of the policy in one turn.
 
     Attributes
     ----------
     text:
-        Without special tokens, thinking and tool calls.
+        Text without special tokens, thinking and tool calls.
     finished:
-        False where it was cut at the token limit or the context length; the rollout cannot go on then.
+        False where it was cut at the token limit or the context length; the rollout cannot continue then.
     thinking:
-        Where the model's format has it.
+        Thinking, where the model's format has it.
     calls:
         Tool calls, malformed ones included, where the model's format has them.
     tokens:
-        How many tokens were sampled, the end of the turn included; None where nobody counted them.
+        Number of sampled tokens, the end of the turn included; None where it is unknown.
+    context:
+        Number of tokens of the conversation, this reply included; None where it is unknown.
+    room:
+        Number of tokens that there may still be behind them; None where it is unknown.
+    fits:
+        False where ``within`` forbade the messages: nothing was sampled, and the conversation is as before.
     """
 
     text: str
@@ -149,34 +141,85 @@ class Reply:
     thinking: str = ""
     calls: tuple[ToolCall, ...] = ()
     tokens: int | None = None
+    context: int | None = None
+    room: int | None = None
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEndpoint:
+    """Address at which a program that speaks OpenAI's API reaches the policy of one rollout.
+
+    Attributes
+    ----------
+    url:
+        For ``OPENAI_BASE_URL``: ends with ``/v1``.
+    key:
+        For ``OPENAI_API_KEY``; the secret of this rollout.
+    model:
+        Name of the model.
+    """
+
+    url: str
+    key: str = field(repr=False)
+    model: str = "policy"
 
 
 class Policy(Protocol):
-    """The model as an environment sees it: one conversation, token ids kept out of sight.
+    """Model as an environment sees it: one conversation, without token ids.
 
     Attributes
     ----------
     seed:
-        Number of this rollout in ``[0, 2**63)``, equal in every run of the same recipe, for environments that
-        draw something.
+        Number of this rollout in ``[0, 2**63)``, equal in every run of the same recipe, for environments that make
+        random choices.
     """
 
     @property
     def seed(self) -> int: ...
 
-    async def reply(self, messages: Sequence[Message]) -> Reply:
-        """Say the next turn.
+    async def reply(self, messages: Sequence[Message], *, anew: bool = False, within: int | None = None) -> Reply:
+        """Return the policy's next turn.
 
         Parameters
         ----------
         messages:
-            What was said since the last reply; for the first call, the whole prompt.
+            Messages since the last reply; for the first call, and with ``anew``, the whole prompt.
+        anew:
+            The conversation begins again with these messages: a declared branch of the rollout. Earlier
+            messages are forgotten; what was sampled is trained on nevertheless.
+        within:
+            Maximum number of tokens that the conversation may have with the messages. Where it would have more, it
+            stays as it is, and ``fits`` of the reply is False: other messages may follow. None: the context alone is a
+            bound.
+        """
+        ...
+
+    def endpoint(self) -> AbstractAsyncContextManager[PolicyEndpoint]:
+        """Serve this rollout to a program by OpenAI's API, inside the context; `reply` is not used then.
+
+        What the program samples is recorded, token by token. It may change its history: the rollout branches then.
+
+        Raises
+        ------
+        EngineError
+            When the context is left: no engine answered.
+        NotImplementedError
+            This policy has none.
         """
         ...
 
 
+class WithoutEndpoint:
+    """Part of a policy that has no endpoint for programs."""
+
+    def endpoint(self) -> AbstractAsyncContextManager[PolicyEndpoint]:
+        """Refuse (NotImplementedError)."""
+        raise NotImplementedError("this policy replays given turns, and has no endpoint for programs")
+
+
 class Environment(Protocol):
-    """A source of tasks. Instances are shared by all rollouts and hold no state of any of them.
+    """Source of tasks. Instances are shared by all rollouts and hold no state of a rollout.
 
     Attributes
     ----------
@@ -188,15 +231,15 @@ class Environment(Protocol):
     def name(self) -> str: ...
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Task ``index`` (0, 1, 2 … without end for ``train``). Held-out tasks never occur in training."""
+        """Return task ``index`` (0, 1, 2 …, unlimited for ``train``). Held-out tasks never occur in training."""
         ...
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Talk with the policy until the task is done, and judge."""
+        """Exchange messages with the policy until the task is done; return the outcome."""
         ...
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
-        """A whole conversation for supervised warm-up: right, or wrong in a plausible way.
+        """Return a whole conversation for supervised warm-up: correct, or wrong in a plausible way.
 
         Raises
         ------
@@ -208,15 +251,15 @@ class Environment(Protocol):
 
 @runtime_checkable
 class RemotePrompts(Protocol):
-    """An environment whose prompts come from elsewhere: whoever has an event loop must wait for them."""
+    """Environment whose prompts come from another process: code with an event loop must await them."""
 
     async def fetch_prompt(self, split: Split, index: int) -> Prompt:
-        """As `Environment.prompt`."""
+        """Return a prompt, as `Environment.prompt` does."""
         ...
 
 
 async def prompt_of(environment: Environment, split: Split, index: int) -> Prompt:
-    """A prompt of any environment, without holding up the event loop for one that has a process of its own."""
+    """Return a prompt of an environment, without blocking the event loop for one that runs in its own process."""
     if isinstance(environment, RemotePrompts):
         return await environment.fetch_prompt(split, index)
     return environment.prompt(split, index)

@@ -20,11 +20,9 @@ from itertools import count
 
 from hpcrl.config.recipe import CalculatorEnv
 from hpcrl.errors import ConfigError, Finding
+from hpcrl.rollouts.core.seeding import stable_hash
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
-from hpcrl.rollouts.environments.sandbox import Sandbox, SandboxError
-from hpcrl.rollouts.sampling.seeding import stable_hash
-
-__all__ = ["CalculatorEnvironment", "Question"]
+from hpcrl.rollouts.environments.sandbox import ProgramError, ProgramRunner
 
 _HELDOUT_ONE_IN = 8
 _RUN, _ANSWER = "run ", "answer "
@@ -53,7 +51,7 @@ class CalculatorEnvironment:
         self.name, self._max_turns = config.name, config.max_turns
         # small factors would make guesses right too often
         self._operands = (max(1, (config.max_operand + 1) // 10), config.max_operand)
-        self._sandbox = Sandbox(timeout_s=config.tool_timeout_s)
+        self._sandbox = ProgramRunner(timeout_s=config.tool_timeout_s)
         try:
             self.prompt("train", 0)
             self.prompt("heldout", 0)
@@ -93,7 +91,7 @@ class CalculatorEnvironment:
             calls += 1
             try:
                 result = await self._sandbox.run(text.removeprefix(_RUN).strip())
-            except SandboxError:
+            except ProgramError:
                 errors, result = errors + 1, "error"
             messages = ({"role": "tool", "content": result},)
         correct = float(answer == str(prompt.data.value))
@@ -101,7 +99,7 @@ class CalculatorEnvironment:
         return Outcome(reward=correct, parts=parts)
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
-        """The tool's result as the answer, or a guess of the right order of magnitude without the tool."""
+        """Return a demonstration: the tool's result, or a guess of the right magnitude without the tool."""
         question = prompt.data
         if correct:
             return (

@@ -1,7 +1,7 @@
-"""The process of an environment of one's own: ``python -P -m hpcrl.rollouts.environments.child FD``.
+"""Process of a custom environment: ``python -P -m hpcrl.rollouts.environments.child FD``.
 
-It has what the environment needs, and nothing of the run: no ``HPCRL_*`` in its environment, and of open files only the
-standard streams and the socket to the orchestrator. All rollouts of the environment run in one event loop.
+It contains what the environment needs, and no state of the run: no ``HPCRL_*`` in its environment, and of open files
+only the standard streams and the socket to the orchestrator. All rollouts of the environment run in one event loop.
 """
 
 from __future__ import annotations
@@ -10,38 +10,44 @@ import asyncio
 import collections
 import contextlib
 import faulthandler
-import importlib
 import os
 import random
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal, NoReturn, cast
 
-from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ConfigError
-from hpcrl.procfs import die_with_parent
+from hpcrl.extend import ExtensionError, import_object
+from hpcrl.extend import frames_of as extension_frames
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.processes.procfs import die_with_parent
 from hpcrl.rollouts.environments import wire
-from hpcrl.rollouts.environments.base import Environment, Message, Prompt, Reply, Split
+from hpcrl.rollouts.environments.base import (
+    Environment,
+    Message,
+    PolicyEndpoint,
+    Prompt,
+    Reply,
+    Split,
+    UnrecoverableError,
+)
 from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome, plain_text
 
-__all__ = ["NotBuiltError", "load", "main"]
-
 _KEPT_PROMPTS = 256
-"""The members of a group begin one after the other; their prompt is made once."""
+"""Maximum number of cached prompts: the members of a group begin one after the other and share a prompt."""
 _OURS = os.path.join(os.path.dirname(__file__), "")
-"""Ends with a separator: a directory whose name begins like ours is somebody else's."""
+"""Directory of hpcrl's own code. It ends with a separator, so that names which only begin alike do not match."""
+_UNRECOVERABLE = 75
+"""Exit code of a process whose environment cannot go on."""
 _MESSAGE = 4000
-"""Maximum number of characters of the message of an exception that is told, and of its frames."""
-_FRAMES = 20
-"""Maximum number of frames of an exception that are told: the innermost ones."""
+"""Maximum number of characters that are sent of an exception's message, and of its frames."""
 
 
 class NotBuiltError(Exception):
-    """What is wrong with a factory, and a hint."""
+    """Raised where a factory of an environment is wrong; has a problem and a hint."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what)
@@ -58,20 +64,10 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
     ConfigError
         An environment of hpcrl refuses its settings.
     """
-    module_name, _, attribute = factory.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        hint = "install it, or add its directory to PYTHONPATH"
-        raise NotBuiltError(f"module {module_name!r} cannot be imported: {error}", hint) from error
-    except (Exception, SystemExit) as error:
-        what = f"module {module_name!r} cannot be imported: {_described(error)}"
-        raise NotBuiltError(f"{what}{_indented(frames_of(error))}", "mend it") from error
-    make = getattr(module, attribute, None)
-    if not callable(make):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        hint = f"it has {', '.join(own)}" if own else "name what makes the environment: package.module:Name"
-        raise NotBuiltError(f"{module_name!r} has no callable {attribute!r}", hint)
+        make = import_object(factory, called="callable")
+    except ExtensionError as error:
+        raise NotBuiltError(error.what, error.hint) from error
     try:
         environment = make(**args)
     except ConfigError:
@@ -83,20 +79,17 @@ def load(factory: str, args: dict[str, Any]) -> Environment:
     missing = [name for name in wanted if not callable(getattr(environment, name, None))]
     if missing:
         hint = "see hpcrl.rollouts.environments.Environment"
-        raise NotBuiltError(f"{factory} gave no environment: it lacks {', '.join(missing)}", hint)
+        raise NotBuiltError(f"{factory} returned no environment: it lacks {', '.join(missing)}", hint)
     return cast("Environment", environment)
 
 
 def frames_of(error: BaseException) -> str:
-    """Where it was raised, one frame a line, without frames of ours and of the import machinery."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not each.filename.startswith((_OURS, "<frozen", importlib.__file__ or "?"))]
-    lines = [f"{each.filename}:{each.lineno} in {each.name}: {each.line or ''}".rstrip(": ") for each in own[-_FRAMES:]]
-    return plain_text("\n".join(lines), _MESSAGE)
+    """Return the traceback of ``error``, one frame a line, without frames of hpcrl and of the import machinery."""
+    return plain_text(extension_frames(error, (_OURS,)), _MESSAGE)
 
 
 def failure_of(call: int, error: BaseException) -> wire.Failed:
-    """Describe what foreign code raised; this succeeds for every exception, whatever its text or its methods are."""
+    """Return a description of an exception of custom code; succeeds for every text and method of the exception."""
     kind, _, message = _described(error).partition(": ")
     return wire.Failed(call, kind, message, frames_of(error))
 
@@ -122,23 +115,32 @@ def _indented(frames: str) -> str:
 
 
 class _Policy:
-    """The policy of one rollout, on the other side of the socket."""
+    """Policy of one rollout, on the other side of the socket."""
 
     def __init__(self, host: _Host, call: int, seed: int) -> None:
         self.seed = seed
         self._host, self._call = host, call
-        self.waiting: collections.deque[asyncio.Future[Reply]] = collections.deque()
+        self.waiting: collections.deque[asyncio.Future[Any]] = collections.deque()
 
-    async def reply(self, messages: Sequence[Message]) -> Reply:
+    async def reply(self, messages: Sequence[Message], *, anew: bool = False, within: int | None = None) -> Reply:
         said = plain_messages(messages)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.waiting.append(reply)
-        await self._host.send(wire.Say(self._call, said))
+        await self._host.send(wire.Say(self._call, said, anew, within))
         return await reply
+
+    @contextlib.asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[PolicyEndpoint]:
+        opened: asyncio.Future[PolicyEndpoint] = asyncio.get_running_loop().create_future()
+        self.waiting.append(opened)
+        await self._host.send(wire.Open(self._call))
+        yield await opened
+        # not sent after an error inside the context: the failure of the rollout is reported instead
+        await self._host.send(wire.Close(self._call))
 
 
 class _Host:
-    """Answers what the orchestrator asks."""
+    """Answers the requests of the orchestrator."""
 
     def __init__(self, environment: Environment, writer: asyncio.StreamWriter) -> None:
         self._environment, self._writer = environment, writer
@@ -152,10 +154,12 @@ class _Host:
         await self._writer.drain()
 
     def take(self, message: wire.ToChild) -> None:
-        """One message of the orchestrator's."""
+        """Handle one message of the orchestrator."""
         match message:
             case wire.Said():
                 self._reply(message.call, message.reply)
+            case wire.Opened():
+                self._reply(message.call, PolicyEndpoint(message.url, message.key, message.model))
             case wire.Refused():
                 self._reply(message.call, ValueError(message.message))
             case wire.Cancel():
@@ -171,7 +175,7 @@ class _Host:
         self._calls.pop(call, None)
         self._cancelled.discard(call)
 
-    def _reply(self, call: int, reply: Reply | Exception) -> None:
+    def _reply(self, call: int, reply: Reply | PolicyEndpoint | Exception) -> None:
         policy = self._policies.get(call)
         future = policy.waiting.popleft() if policy is not None and policy.waiting else None
         if future is None or future.done():
@@ -190,6 +194,8 @@ class _Host:
             # sys.exit() and the like, too: they would end the process, and with it the rollouts of all others
             if message.call in self._cancelled:
                 raise
+            if isinstance(error, UnrecoverableError):
+                _give_up(error)
             answer = wire.frame(failure_of(message.call, error))
         self._writer.write(answer)
         await self._writer.drain()
@@ -224,8 +230,14 @@ class _Host:
         return self._prompts[key]
 
 
+def _give_up(error: UnrecoverableError) -> NoReturn:
+    """End this process, so that a new one is started."""
+    print(f"the environment cannot go on: {error}", file=sys.stderr, flush=True)
+    os._exit(_UNRECOVERABLE)
+
+
 def _notes_of(environment: Environment) -> list[str]:
-    """Return what an environment of hpcrl says about itself; one of the user's own says nothing."""
+    """Return the notes of an environment of hpcrl; a custom environment has none."""
     notes = getattr(environment, "notes", ())
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
@@ -262,10 +274,10 @@ async def _serve(connection: socket.socket) -> None:
 def main(fd: int) -> Literal[0]:
     """Serve one environment until the socket is closed."""
     die_with_parent()
-    # the orchestrator ends us; an interrupt of the terminal is its affair
+    # the orchestrator ends this process and handles an interrupt of the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    # programs that the environment starts have no part in the conversation
+    # programs that the environment starts must not inherit the socket
     os.set_inheritable(fd, False)
     run_process(_serve(socket.socket(fileno=fd)))
     return 0

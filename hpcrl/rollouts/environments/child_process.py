@@ -1,4 +1,6 @@
-"""Starts the process of an environment with nothing of the run in it, and speaks to it as long as nobody awaits."""
+"""Start the process of an environment without access to the run, and call it with blocking calls until a task awaits
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,8 @@ import msgspec
 
 from hpcrl.config.environments import CustomEnv, HostedEnv
 from hpcrl.errors import ConfigError, Finding
-from hpcrl.interpreter import module_command, with_safe_path
+from hpcrl.processes.interpreter import module_command, with_safe_path
 from hpcrl.rollouts.environments import wire
-
-__all__ = ["ChildProcess", "LostError", "environment_of_child"]
 
 _OWN_PREFIX = "HPCRL_"
 _STREAM_BYTES = 1 << 20
@@ -26,29 +26,29 @@ _OBITUARY_S = 0.2
 
 
 class LostError(Exception):
-    """The process is gone, or does not answer."""
+    """Raised where the process is gone, or does not answer."""
 
 
 def environment_of_child() -> dict[str, str]:
-    """Our environment without what says where the run is and how to speak to it."""
+    """Return this process's environment without the variables of the run."""
     return with_safe_path({name: value for name, value in os.environ.items() if not name.startswith(_OWN_PREFIX)})
 
 
 class ChildProcess:
-    """One process. It is ended by its number, and never outlives its parent.
+    """Process of an environment. It is ended by its PID, and never outlives its parent.
 
     Attributes
     ----------
     build:
-        What it is told first.
+        First message to the process.
     notes:
-        What is odd about the environment, a sentence each, once it is made.
+        Warnings about the environment, a sentence each, once it is built.
     """
 
     def __init__(self, config: HostedEnv) -> None:
-        """Start it; nothing is said yet."""
+        """Start the process; no message is sent yet."""
         self._config = config
-        # what can be imported here can be imported there
+        # the child has the same import path
         factory, args = config.call()
         self.build = wire.Build(factory, args, [path for path in sys.path if path])
         self.notes: list[str] = []
@@ -58,7 +58,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 module_command(sys.executable, "hpcrl.rollouts.environments.child", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
-                # what it prints belongs into the log of who started it, and not among results
+                # its standard output goes into the log of the parent, and not among results
                 stdout=2,
                 env={**environment_of_child(), **config.variables()},
                 pass_fds=(theirs.fileno(),),
@@ -69,8 +69,15 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Return whether the process has not ended."""
+        if self._process.returncode is not None:
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
     def build_blocking(self) -> None:
-        """Let it make the environment.
+        """Let the process build the environment; blocks.
 
         Raises
         ------
@@ -83,7 +90,7 @@ class ChildProcess:
             built = self.ask_blocking(self.build, timeout_s=timeout_s)
         except LostError as error:
             self.kill()
-            raise ConfigError([Finding("recipe", key, f"its process {error}", "its log says more")]) from None
+            raise ConfigError([Finding("recipe", key, f"its process {error}", "its log has details")]) from None
         if isinstance(built, wire.NotBuilt):
             self.kill()
             settings = built.settings or [(key, built.what, built.hint)]
@@ -103,9 +110,9 @@ class ChildProcess:
             self.dump_stacks()
             raise LostError(f"gave no answer within {timeout_s:g} s") from None
         except (OSError, EOFError) as error:
-            raise LostError(self.obituary() or str(error)) from None
+            raise LostError(self.exit_description() or str(error)) from None
         except (ValueError, msgspec.DecodeError) as error:
-            raise LostError(f"sent what is no message: {error}") from error
+            raise LostError(f"sent an invalid message: {error}") from error
 
     def _read(self, count: int, deadline: float) -> bytes:
         data = bytearray()
@@ -118,12 +125,12 @@ class ChildProcess:
         return bytes(data)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The connection, from now on in the hands of the event loop."""
+        """Return the connection as asyncio streams; from now on it belongs to the event loop."""
         self._connected = True
         return await asyncio.open_connection(sock=self._socket, limit=_STREAM_BYTES)
 
-    def obituary(self) -> str:
-        """How it ended; empty while it lives. Its number stays its own until `kill`."""
+    def exit_description(self) -> str:
+        """Return how the process ended; empty while it runs. Its PID is not reused until `kill`."""
         deadline = time.monotonic() + _OBITUARY_S
         while self._process.returncode is None:
             end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -137,12 +144,12 @@ class ChildProcess:
         return ""
 
     def dump_stacks(self) -> None:
-        """Let it write the stacks of its threads into the log."""
+        """Let the process write the stacks of its threads into the log."""
         if self._process.returncode is None:
             os.kill(self.pid, signal.SIGUSR1)
 
     def kill(self) -> None:
-        """End it and what it has started; without effect where that has happened."""
+        """End the process and all that it started; without effect where it has ended."""
         if self._process.returncode is None:
             # it has not been waited for, so its number, dead or alive, is still that of its group
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""An environment of one's own, in a process of its own.
+"""Custom environment in its own process.
 
-Foreign code is kept out of the orchestrator: what it blocks, breaks or leaks is its own process, which knows neither
-the run's directory nor its token. To the rest of the orchestrator it is an `Environment` like any other.
+Custom code is kept out of the orchestrator: it can block, crash or leak only its own process, which knows neither the
+run's directory nor its token. For the rest of the orchestrator it is an `Environment` like any other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -22,87 +21,69 @@ from hpcrl.config.environments import HostedEnv
 from hpcrl.rollouts.environments import wire
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
 from hpcrl.rollouts.environments.child_process import ChildProcess, LostError
-from hpcrl.rollouts.environments.outcomes import CheckedOutcome, OutcomeError, checked_outcome
-
-__all__ = ["EnvironmentLostError", "EnvironmentRaisedError", "HostedEnvironment"]
+from hpcrl.rollouts.environments.process_calls import EnvironmentCalls, EnvironmentLostError, made_prompt, raised_error
 
 _log = logging.getLogger(__name__)
 
 _RESTART_S = 1.0
-"""Starts are at least so far apart."""
-_STACKS_S = 0.5
-"""How long a process that is about to be killed may take to write its stacks into the log."""
-_PINGS = 4
-"""Questions whether it lives, in the time in which it must answer."""
+"""Minimum time in seconds between two starts."""
 
 
-class EnvironmentRaisedError(Exception):
-    """The environment's code raised: its type, its message, and its own frames.
+class _Connection:
+    """Connection to a child process; an `hpcrl.rollouts.environments.process_calls.EnvironmentProcess`."""
 
-    Attributes
-    ----------
-    cause:
-        ``raised``; ``unusable``: it gave a reward that cannot be used; ``timeout``: it gave no answer in time.
-    what:
-        The exception and its message, without the name of the environment and without frames.
-    where:
-        The innermost of its own frames; empty where there is none.
-    """
+    def __init__(self, child: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._child, self._reader, self._writer = child, reader, writer
+        self.exit_description, self.dump_stacks = child.exit_description, child.dump_stacks
 
-    def __init__(self, message: str, *, cause: str = "raised", what: str = "", where: str = "") -> None:
-        super().__init__(message)
-        self.cause, self.what, self.where = cause, what or message.partition("\n")[0], where
+    @property
+    def closing(self) -> bool:
+        return self._writer.is_closing()
 
+    def post(self, message: wire.ToChild) -> None:
+        self._writer.write(wire.frame(message))
 
-class EnvironmentLostError(Exception):
-    """The process of an environment is gone, or was ended because it hung.
+    async def send(self, message: wire.ToChild) -> None:
+        self._writer.write(wire.frame(message))
+        with contextlib.suppress(OSError):  # the reading task sees the end of the stream and reports why
+            await self._writer.drain()
 
-    Attributes
-    ----------
-    death:
-        Name of the environment and number of the process: rollouts that one death ended are one failure.
-    """
+    async def receive(self) -> wire.FromChild:
+        length = wire.length_of(await self._reader.readexactly(wire.HEADER_BYTES))
+        return wire.decode_from_child(await self._reader.readexactly(length))
 
-    def __init__(self, message: str, death: tuple[str, int]) -> None:
-        super().__init__(message)
-        self.death = death
+    def end(self) -> None:
+        self._child.kill()
+        self._writer.close()
 
-
-class _Taken(NamedTuple):
-    """A living process with the tasks that read from it and watch it."""
-
-    number: int
-    child: ChildProcess
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    calls: dict[int, asyncio.Queue[wire.FromChild | Exception]]
-    tasks: list[asyncio.Task[None]]
+    async def wait_closed(self) -> None:
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
 
 class HostedEnvironment:
-    """The orchestrator's side of one process.
+    """Orchestrator's side of one environment process.
 
-    Before the first ``await`` it is asked by blocking calls (the warm-up has no event loop), afterwards by messages
-    that wait for nobody.
+    Before the first ``await`` it uses blocking calls (the warm-up has no event loop), afterwards asynchronous messages.
 
     Attributes
     ----------
     notes:
-        What is odd about it, a sentence each.
+        Warnings about the environment, a sentence each.
     """
 
     def __init__(self, config: HostedEnv, *, on_lost: Callable[[str, str], None] = lambda name, why: None) -> None:
-        """Start the process and let it make the environment.
+        """Start the process and let it build the environment.
 
         Parameters
         ----------
         on_lost:
-            Told the environment's name and why its process is gone; the next call starts it again.
+            Called with the environment's name and the reason when its process is gone; the next call restarts it.
 
         Raises
         ------
         ConfigError
-            It cannot be made.
+            The environment cannot be built.
         """
         self.name, self._config, self._on_lost = config.name, config, on_lost
         self._numbers = itertools.count(1)
@@ -112,13 +93,13 @@ class HostedEnvironment:
         self.notes = self._child.notes
         for note in self.notes:
             _log.warning("environment %r: %s", self.name, note)
-        self._taken: _Taken | None = None
+        self._calls: EnvironmentCalls | None = None
         self._starting: asyncio.Lock | None = None
         self._started_s = time.monotonic()
 
     def _spawn(self) -> ChildProcess:
         child = ChildProcess(self._config)
-        # also where nobody closes it: the process does not outlive this object
+        # also without a call of `close`, the process does not outlive this object
         weakref.finalize(self, child.kill)
         return child
 
@@ -135,7 +116,7 @@ class HostedEnvironment:
             Its process died or hung (also of `demonstration`).
         """
         answer = self._ask_blocking(wire.AskPrompt(next(self._numbers), split, index))
-        return _prompt(split, index, *answer.value)
+        return made_prompt(split, index, *answer.value)
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
         """See `hpcrl.rollouts.environments.Environment`; ``rng`` is as far as there."""
@@ -145,52 +126,30 @@ class HostedEnvironment:
         return tuple(said)
 
     def _ask_blocking(self, question: wire.AskPrompt | wire.AskDemonstration) -> wire.Answer:
-        assert self._taken is None, "an event loop talks to this process: await prompt_of(...)"
+        assert self._calls is None, "an event loop owns this process: use await prompt_of(...)"
         try:
             answer = self._child.ask_blocking(question, timeout_s=self._config.answer_timeout_s)
         except LostError as error:
             self._child.kill()
             raise EnvironmentLostError(f"environment {self.name!r}: {error}", (self.name, 1)) from None
         if isinstance(answer, wire.Failed):
-            raise self._raised(answer)
+            raise raised_error(self.name, answer)
         assert isinstance(answer, wire.Answer)
         return answer
-
-    def _raised(self, failed: wire.Failed) -> Exception:
-        lines = failed.frames.splitlines()
-        frames = "".join(f"\n  {line}" for line in lines)
-        what = f"{failed.kind}: {failed.message}"
-        text = f"environment {self.name!r} raised {what}{frames}"
-        if failed.kind == "NotImplementedError":
-            return NotImplementedError(text)
-        return EnvironmentRaisedError(text, what=what, where=lines[-1] if lines else "")
-
-    def _unusable(self, message: str, place: str) -> EnvironmentRaisedError:
-        text = f"environment {self.name!r} ended a rollout that cannot be used: {message}"
-        text += f"\n  {place}" if place else ""
-        return EnvironmentRaisedError(text, cause="unusable", what=message, where=place)
 
     # -- with one
 
     async def fetch_prompt(self, split: Split, index: int) -> Prompt:
-        """As `prompt`, while others go on.
+        """Return a prompt, as `prompt` does, without blocking the event loop.
 
         Raises
         ------
         EnvironmentRaisedError
-            Its code raised, or gave no answer within ``answer_timeout_s``.
+            Its code raised, or did not answer within ``answer_timeout_s`` seconds.
         EnvironmentLostError
             Its process died or hung.
         """
-        taken = await self._living()
-        call, queue = self._open(taken)
-        try:
-            await _send(taken, wire.AskPrompt(call, split, index))
-            answer = await self._next(queue, "answer_timeout_s", "a prompt")
-        finally:
-            del taken.calls[call]
-        assert isinstance(answer, wire.Answer)
-        return _prompt(split, index, *answer.value)
+        return await (await self._living()).fetch_prompt(split, index)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:
         """See `hpcrl.rollouts.environments.Environment`.
@@ -204,186 +163,60 @@ class HostedEnvironment:
         Exception
             What the policy raised, but for ValueError, which the environment sees.
         """
-        taken = await self._living()
-        call, queue = self._open(taken)
-        ended = False
-        try:
-            await _send(taken, wire.Begin(call, prompt.split, prompt.index, policy.seed))
-            while True:
-                message = await self._next(queue, "turn_timeout_s", "the next turn of a rollout")
-                if isinstance(message, wire.Ended):
-                    ended = True
-                    try:
-                        return checked_outcome(CheckedOutcome(message.reward, message.parts, message.refused))
-                    except OutcomeError as error:  # the process is foreign, whatever its own checks say
-                        raise self._unusable(str(error), "") from None
-                assert isinstance(message, wire.Say)
-                try:
-                    reply = await policy.reply(message.messages)
-                except ValueError as error:
-                    await _send(taken, wire.Refused(call, str(error)))
-                else:
-                    await _send(taken, wire.Said.of(call, reply))
-        finally:
-            del taken.calls[call]
-            # nothing to do there for one that has failed
-            if not ended and not taken.writer.is_closing():
-                taken.writer.write(wire.frame(wire.Cancel(call)))
+        return await (await self._living()).rollout(prompt, policy)
 
-    def _open(self, taken: _Taken) -> tuple[int, asyncio.Queue[wire.FromChild | Exception]]:
-        call = next(self._numbers)
-        queue: asyncio.Queue[wire.FromChild | Exception] = asyncio.Queue()
-        taken.calls[call] = queue
-        return call, queue
-
-    async def _next(self, queue: asyncio.Queue[wire.FromChild | Exception], setting: str, what: str) -> wire.FromChild:
-        timeout_s: float = getattr(self._config, setting)
-        try:
-            async with asyncio.timeout(timeout_s):
-                message = await queue.get()
-        except TimeoutError:
-            raise EnvironmentRaisedError(
-                f"environment {self.name!r} gave no answer within {timeout_s:g} s, asked for {what}\n"
-                f"    hint: a longer environments.{self.name}.{setting}, where it needs that time",
-                cause="timeout",
-                what=f"no answer within {timeout_s:g} s, asked for {what}",
-            ) from None
-        if isinstance(message, Exception):
-            raise message
-        if isinstance(message, wire.Unusable):
-            raise self._unusable(message.message, message.place)
-        if isinstance(message, wire.Failed):
-            error = self._raised(message)
-            raise error if isinstance(error, EnvironmentRaisedError) else EnvironmentRaisedError(str(error))
-        return message
-
-    async def _living(self) -> _Taken:
-        """The process, started again where the one before is gone."""
-        if self._taken is not None:
-            return self._taken
+    async def _living(self) -> EnvironmentCalls:
+        """Return the calls of the process, restarted where the previous one has ended."""
+        if self._calls is not None:
+            return self._calls
         self._starting = self._starting or asyncio.Lock()
         async with self._starting:
-            if self._taken is None:
-                self._taken = await self._take()
-            return self._taken
+            if self._calls is None:
+                self._calls = await self._take()
+            return self._calls
 
-    async def _take(self) -> _Taken:
+    async def _take(self) -> EnvironmentCalls:
         number = next(self._starts)
         if number > 1:
             await asyncio.sleep(max(0.0, self._started_s + _RESTART_S - time.monotonic()))
             self._started_s = time.monotonic()
             self._child = self._spawn()
-        reader, writer = await self._child.connect()
-        taken = _Taken(number, self._child, reader, writer, {}, [])
+        connection = _Connection(self._child, *await self._child.connect())
         if number > 1:
-            await self._build_again(taken)
-        taken.tasks.append(asyncio.create_task(self._read(taken)))
-        taken.tasks.append(asyncio.create_task(self._watch(taken)))
-        return taken
+            await self._build_again(connection, number)
+        death = (self.name, number)
+        return EnvironmentCalls(self._config, connection, death=death, on_lost=self._lost, numbers=self._numbers)
 
-    async def _build_again(self, taken: _Taken) -> None:
+    async def _build_again(self, connection: _Connection, number: int) -> None:
         problem = f"it was not ready within {self._config.start_timeout_s:g} s"
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                await _send(taken, taken.child.build)
-                built = await _receive(taken)
+                await connection.send(self._child.build)
+                built = await connection.receive()
             if isinstance(built, wire.Built):
-                _log.warning("environment %r has a new process, %d", self.name, taken.child.pid)
+                _log.warning("environment %r has a new process, %d", self.name, self._child.pid)
                 return
             problem = built.what if isinstance(built, wire.NotBuilt) else f"it answered {type(built).__name__}"
         except TimeoutError:
             pass
         except (OSError, EOFError, ValueError, msgspec.DecodeError) as error:
-            problem = taken.child.obituary() or str(error)
-        taken.child.kill()
-        message = f"environment {self.name!r} could not be started again: {problem}"
-        raise EnvironmentLostError(message, (self.name, taken.number))
+            problem = self._child.exit_description() or str(error)
+        self._child.kill()
+        message = f"environment {self.name!r} could not be restarted: {problem}"
+        raise EnvironmentLostError(message, (self.name, number))
 
-    async def _read(self, taken: _Taken) -> None:
-        """Hand on what arrives, to the end of the process."""
-        why = ""
-        try:
-            while True:
-                message = await _receive(taken)
-                assert not isinstance(message, wire.Built | wire.NotBuilt)
-                # a call that nobody waits for any more is forgotten
-                if (queue := taken.calls.get(message.call)) is not None:
-                    queue.put_nowait(message)
-        except (OSError, EOFError):
-            pass
-        except (ValueError, AssertionError, msgspec.DecodeError) as error:
-            why = f"its process sent what is no message: {error}"
-        self._lose(taken, why)
-
-    async def _watch(self, taken: _Taken) -> None:
-        """End a process whose event loop does not turn."""
-        timeout_s = self._config.answer_timeout_s
-        while True:
-            await asyncio.sleep(timeout_s / _PINGS)
-            call, queue = self._open(taken)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await _send(taken, wire.Ping(call))
-                    await queue.get()
-            except TimeoutError:
-                # where we were stopped ourselves (a suspended job), the answer is there and was not read yet
-                await asyncio.sleep(_STACKS_S)
-                if queue.empty():
-                    break
-            finally:
-                del taken.calls[call]
-        why = (
-            f"its process did not answer for {timeout_s:g} s: its event loop is blocked (its stacks are in the log)\n"
-            f"    hint: await what waits, and compute in a thread or a process; or a longer "
-            f"environments.{self.name}.answer_timeout_s"
-        )
-        taken.child.dump_stacks()
-        await asyncio.sleep(_STACKS_S)
-        self._lose(taken, why)
-
-    def _lose(self, taken: _Taken, why: str) -> None:
-        """All calls of a process fail with why it is gone."""
-        if self._taken is not taken:
-            return
-        self._taken = None
-        why = why or taken.child.obituary() or "its process closed the connection"
-        taken.child.kill()
-        taken.writer.close()
-        _log.warning("environment %r is lost with %d calls: %s", self.name, len(taken.calls), why)
-        for queue in taken.calls.values():
-            queue.put_nowait(EnvironmentLostError(f"environment {self.name!r}: {why}", (self.name, taken.number)))
-        self._on_lost(self.name, why)
-        for task in taken.tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
+    def _lost(self, calls: EnvironmentCalls, why: str) -> None:
+        if self._calls is calls:
+            self._calls = None
+            self._on_lost(self.name, why)
 
     async def aclose(self) -> None:
         """End the process."""
-        taken, self._taken = self._taken, None
+        calls, self._calls = self._calls, None
         self._child.kill()
-        if taken is not None:
-            for task in taken.tasks:
-                task.cancel()
-            await asyncio.gather(*taken.tasks, return_exceptions=True)
-            taken.writer.close()
-            with contextlib.suppress(OSError):
-                await taken.writer.wait_closed()
+        if calls is not None:
+            await calls.aclose()
 
     def close(self) -> None:
         """End the process, where no event loop talks to it."""
         self._child.kill()
-
-
-def _prompt(split: Split, index: int, messages: wire.Messages, tools: wire.Messages) -> Prompt:
-    return Prompt(split=split, index=index, messages=tuple(messages), tools=tuple(tools))
-
-
-async def _send(taken: _Taken, message: wire.ToChild) -> None:
-    taken.writer.write(wire.frame(message))
-    with contextlib.suppress(OSError):  # who reads sees the end, and says why
-        await taken.writer.drain()
-
-
-async def _receive(taken: _Taken) -> wire.FromChild:
-    length = wire.length_of(await taken.reader.readexactly(wire.HEADER_BYTES))
-    return wire.decode_from_child(await taken.reader.readexactly(length))

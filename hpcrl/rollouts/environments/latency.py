@@ -7,10 +7,8 @@ import random
 from collections.abc import Sequence
 
 from hpcrl.config.recipe import LatencyConfig
+from hpcrl.rollouts.core.seeding import stable_fraction
 from hpcrl.rollouts.environments.base import Environment, Message, Outcome, Policy, Prompt, Split, prompt_of
-from hpcrl.rollouts.sampling.seeding import stable_fraction
-
-__all__ = ["DelayedEnvironment"]
 
 
 class DelayedEnvironment:
@@ -29,7 +27,7 @@ class DelayedEnvironment:
         self.name, self.inner, self._latency = name, inner, latency
 
     def wait_s(self, seed: int) -> float:
-        """Seconds that the rollout of ``seed`` waits: 0.5 to 1.5 medians, times ``tail_factor`` in the tail."""
+        """Return the delay of the rollout of ``seed``: 0.5 to 1.5 medians in s, times ``tail_factor`` in the tail."""
         wait = self._latency.median_s * (0.5 + stable_fraction("latency", seed))
         in_tail = stable_fraction("tail", seed) < self._latency.tail_share
         return wait * self._latency.tail_factor if in_tail else wait
@@ -38,7 +36,7 @@ class DelayedEnvironment:
         return self.inner.prompt(split, index)
 
     async def fetch_prompt(self, split: Split, index: int) -> Prompt:
-        """As `prompt`, from wherever the environment is."""
+        """Return a prompt, as `prompt` does, from a local or remote environment."""
         return await prompt_of(self.inner, split, index)
 
     async def rollout(self, prompt: Prompt, policy: Policy) -> Outcome:

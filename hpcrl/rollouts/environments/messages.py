@@ -9,8 +9,6 @@ import msgspec
 
 from hpcrl.rollouts.environments.base import Message, Tool
 
-__all__ = ["plain_messages", "plain_tools"]
-
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -20,7 +18,7 @@ def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
     Raises
     ------
     TypeError, ValueError
-        One is no message; the text says which, and what is wrong with it.
+        One is not a message; the text says which, and what is wrong with it.
     """
     return [_plain(message, f"message {i}", _message_problem) for i, message in enumerate(messages)]
 
@@ -31,22 +29,22 @@ def plain_tools(tools: Iterable[Tool]) -> list[dict[str, Any]]:
     Raises
     ------
     TypeError, ValueError
-        One is no tool; the text says which, and what is wrong with it.
+        One is not a tool; the text says which, and what is wrong with it.
     """
     return [_plain(tool, f"tool {i}", _tool_problem) for i, tool in enumerate(tools)]
 
 
 def _plain(given: Any, what: str, problem_of: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise TypeError(f"{what} is {type(given).__name__}, no mapping")
+        raise TypeError(f"{what} is {type(given).__name__}, not a mapping")
     found = dict(given)
     if problem := problem_of(found):
         raise ValueError(f"{what}: {problem}")
     try:
-        # what cannot be written cannot be read by a template either; numbers beyond 64 bits are among it
+        # values that cannot be encoded, such as integers beyond 64 bits, are unusable for a template as well
         msgspec.msgpack.encode(found)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{what} is no plain data: {error}") from None
+        raise ValueError(f"{what} is not plain data: {error}") from None
     return found
 
 

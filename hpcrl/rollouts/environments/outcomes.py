@@ -1,7 +1,7 @@
-"""Check what an environment says at the end of a rollout: numbers of foreign code are looked at where they come in.
+"""Check the outcome that an environment returns, because numbers of custom code are validated where they enter.
 
-A reward that is no finite number costs its rollout. A part that is none is left out, and its rollout counts: parts are
-for people alone.
+A rollout whose reward is not a finite number is dropped. A part that is not finite is left out, and its rollout counts:
+parts are only for people.
 """
 
 from __future__ import annotations
@@ -15,24 +15,16 @@ from typing import Any
 
 from hpcrl.rollouts.environments.base import Outcome
 
-__all__ = [
-    "MAX_PARTS",
-    "MAX_PART_NAME",
-    "MAX_REWARD",
-    "CheckedOutcome",
-    "OutcomeError",
-    "checked_outcome",
-    "plain_text",
-]
-
+TAMPERED = "judge_tampered"
+"""Part that is above 0 where the policy interfered with its judge: such rollouts are counted and shown."""
 MAX_REWARD = 1e9
-"""Maximum size of a reward. Squares of gradients, which grow with advantages, stay finite in float32."""
+"""Maximum absolute value of a reward. Squares of gradients, which grow with advantages, stay finite in float32."""
 _MAX_PART = 1e100
-"""Maximum size of a part: the sum over a batch is finite."""
+"""Maximum absolute value of a part, with which the sum over a batch is finite."""
 MAX_PARTS = 64
 """Maximum number of parts of a rollout; the others are left out."""
 MAX_PART_NAME = 200
-"""Maximum number of characters of the name of a part; it is cut there."""
+"""Maximum number of characters of the name of a part; longer names are cut."""
 _SHOWN = 60
 """Maximum number of characters of a value that a message shows."""
 _repr = reprlib.Repr()
@@ -40,20 +32,25 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
 
 
 class OutcomeError(ValueError):
-    """A rollout ended with a reward that cannot be used; the message says what it was."""
+    """Raised where a rollout ended with an unusable reward; the message shows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedOutcome(Outcome):
-    """An outcome of finite numbers.
+    """Outcome of finite numbers.
 
     Attributes
     ----------
     refused:
-        Parts that were left out, by name, with what they were.
+        Parts that were left out, by name, with their original values.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tampered(self) -> bool:
+        """Return whether the environment says that the policy interfered with its judge."""
+        return self.parts.get(TAMPERED, 0.0) > 0
 
 
 def checked_outcome(outcome: Any) -> CheckedOutcome:
@@ -64,12 +61,12 @@ def checked_outcome(outcome: Any) -> CheckedOutcome:
     Raises
     ------
     OutcomeError
-        It is no outcome, or its reward is no finite number of at most ``MAX_REWARD``.
+        It is not an outcome, or its reward is not finite, or exceeds ``MAX_REWARD``.
     """
     try:
         reward, parts = outcome.reward, outcome.parts
     except Exception:  # noqa: BLE001 - foreign code: any object may have been returned
-        raise OutcomeError(f"rollout() returned {_shown(outcome)}, which is no Outcome") from None
+        raise OutcomeError(f"rollout() returned {_shown(outcome)}, which is not an Outcome") from None
     checked = _number(reward, MAX_REWARD)
     if isinstance(checked, str):
         raise OutcomeError(f"its reward is {checked}")
@@ -79,13 +76,13 @@ def checked_outcome(outcome: Any) -> CheckedOutcome:
 
 
 def _checked_parts(parts: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """Split parts into those that are finite numbers, and what the others are."""
+    """Split parts into finite numbers, and the original values of the others."""
     kept: dict[str, float] = {}
     refused: dict[str, str] = {}
     try:
         items = [(name, value) for name, value in parts.items()]
     except Exception:  # noqa: BLE001 - foreign code: any object may stand there
-        return {}, {} if parts is None else {"parts": f"{_shown(parts)}, which is no mapping"}
+        return {}, {} if parts is None else {"parts": f"{_shown(parts)}, which is not a mapping"}
     for name, value in items:
         key = plain_text(_text_of(name), MAX_PART_NAME)
         number = _number(value, _MAX_PART)
@@ -101,15 +98,15 @@ def _checked_parts(parts: Any) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def _number(value: Any, largest: float) -> float | str:
-    """Return a finite float, or what is wrong with the value as the end of a sentence."""
+    """Return a finite float, or the problem of the value as the end of a sentence."""
     try:
         if not _is_number(value):
-            return f"{_shown(value)}, which is no number"
+            return f"{_shown(value)}, which is not a number"
         number = float(value)
     except OverflowError:
         return f"{_shown(value)}, which is too large"
     except Exception:  # noqa: BLE001 - foreign code: __float__ may raise anything
-        return f"{_shown(value)}, which is no number"
+        return f"{_shown(value)}, which is not a number"
     if not math.isfinite(number):
         return f"{number}, which is not finite"
     if abs(number) > largest:

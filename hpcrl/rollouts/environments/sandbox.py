@@ -20,14 +20,12 @@ import subprocess
 import sys
 import threading
 
-from hpcrl.daemon_threads import DaemonExecutor
-
-__all__ = ["Sandbox", "SandboxError"]
+from hpcrl.processes.daemon_threads import DaemonExecutor
 
 _MAX_PROGRAM_CHARACTERS = 512
 _MAX_OUTPUT_CHARACTERS = 64
 
-# The program of the child. It sees nothing of us but standard input and output.
+# The program of the child. It has only standard input and output.
 _CHILD = r"""
 import _ast, resource, sys
 for name, limit in (("CPU", 2), ("AS", 256 << 20), ("FSIZE", 0), ("NPROC", 0), ("CORE", 0), ("NOFILE", 0)):
@@ -82,12 +80,12 @@ sys.stdout.write(output)
 """
 
 
-class SandboxError(Exception):
-    """The program gave no result: it is wrong, too big, or took too long. Not a failure of ours."""
+class ProgramError(Exception):
+    """The program gave no result: it is wrong, too big, or took too long. The sandbox itself did not fail."""
 
 
 class _Call:
-    """One program in one child process. `run` blocks in a thread; `kill` may come from another at any time."""
+    """One program in one child process. `run` blocks in a thread; `kill` may be called from another at any time."""
 
     def __init__(self, program: str, timeout_s: float) -> None:
         self._program, self._timeout_s = program, timeout_s
@@ -98,7 +96,7 @@ class _Call:
     def run(self) -> str:
         with self._lock:
             if self._killed:
-                raise SandboxError("cancelled")
+                raise ProgramError("cancelled")
             self._child = child = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _CHILD],
                 stdin=subprocess.PIPE,
@@ -112,11 +110,11 @@ class _Call:
             try:
                 output, _ = child.communicate(self._program.encode(), timeout=self._timeout_s)
             except subprocess.TimeoutExpired:
-                raise SandboxError(f"no result within {self._timeout_s:g} s") from None
+                raise ProgramError(f"no result within {self._timeout_s:g} s") from None
             finally:
                 self.kill()
         if child.returncode != 0:
-            raise SandboxError(f"the program failed (exit code {child.returncode})")
+            raise ProgramError(f"the program failed (exit code {child.returncode})")
         return output.decode()[:_MAX_OUTPUT_CHARACTERS]
 
     def kill(self) -> None:
@@ -128,7 +126,7 @@ class _Call:
                     os.killpg(self._child.pid, signal.SIGKILL)
 
 
-class Sandbox:
+class ProgramRunner:
     """Runs programs, a few at a time."""
 
     def __init__(self, *, timeout_s: float, max_processes: int | None = None) -> None:
@@ -144,20 +142,20 @@ class Sandbox:
         """
         self._timeout_s = timeout_s
         # Threads, not asyncio's subprocesses: creating one of these cannot be cancelled safely (the cancelled
-        # creation waits for ever for pipes that were never connected; seen with Python 3.11).
+        # creation waits without end for pipes that were never connected; observed with Python 3.11).
         workers = max_processes or len(os.sched_getaffinity(0))
         self._threads = DaemonExecutor(workers, thread_name_prefix="sandbox")
 
     async def run(self, program: str) -> str:
-        """The value of the last statement of ``program`` as text, at most 64 characters.
+        """Return the value of the last statement of ``program`` as text of at most 64 characters.
 
         Raises
         ------
-        SandboxError
+        ProgramError
             There is none.
         """
         if not program.isascii() or len(program) > _MAX_PROGRAM_CHARACTERS:
-            raise SandboxError("not a program: too long or not ASCII")
+            raise ProgramError("not a program: too long or not ASCII")
         call = _Call(program, self._timeout_s)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call.run)

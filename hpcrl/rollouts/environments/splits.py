@@ -1,4 +1,7 @@
-"""Whether held-out tasks of an environment are tasks of its training: then a held-out reward says nothing new."""
+"""Check that held-out tasks of an environment are not among its training tasks.
+
+Otherwise held-out rewards would be meaningless.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,16 @@ import msgspec
 
 from hpcrl.rollouts.environments.base import Environment, Split
 
-__all__ = ["shared_tasks"]
-
 _LOOKED_AT = 32
-"""Tasks of each split that are compared."""
+"""Number of compared tasks of each split."""
 _LONGEST_S = 5.0
-"""Prompts that take longer are not looked at: this is a note, and no reason to wait."""
+"""Maximum time in seconds for prompts to be compared; the result is only a note."""
 
 
 def shared_tasks(environment: Environment) -> str:
-    """Say that held-out prompts are training prompts as well; empty where they are not, or where that is not seen."""
+    """Return a note that held-out prompts are training prompts as well; empty where that is not found."""
     seen: dict[Split, list[bytes]] = {"train": [], "heldout": []}
-    # a prompt may take as long as it likes, and a thread can be left behind
+    # in a thread, which can be abandoned: a prompt may take arbitrarily long
     looking = threading.Thread(target=_look, args=(environment, seen), daemon=True)
     looking.start()
     looking.join(_LONGEST_S)

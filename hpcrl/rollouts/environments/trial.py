@@ -2,7 +2,7 @@
 
 ``python -m hpcrl.rollouts.environments.trial WHAT < request.json`` prints one JSON document. ``check`` makes each
 environment that has a process of its own. ``try`` also makes a prompt and a demonstration of one environment, and two
-rollouts: with a policy that says nothing, and with one that says the turns of the demonstration, so that the code
+rollouts: with a policy with empty replies, and with one that says the turns of the demonstration, so that the code
 behind a reply runs as well. `hpcrl.jobplan.environment_trial` calls it with the interpreter of the orchestrator.
 """
 
@@ -11,23 +11,24 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 
-from hpcrl.config.environments import HostedEnv
+from hpcrl.config.environments import HostedEnv, TaskFileEnv
 from hpcrl.config.recipe import Recipe
-from hpcrl.daemon_threads import run_process
 from hpcrl.errors import ConfigError
-from hpcrl.rollouts.environments.base import Environment, Message, Reply, prompt_of
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.rollouts.environments.base import Environment, Message, PolicyEndpoint, Reply, prompt_of
+from hpcrl.rollouts.environments.dataset.partition import trained_elsewhere
 from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.environments.registry import build_environments, hosted
+from hpcrl.rollouts.environments.scripted_endpoint import scripted_endpoint
 from hpcrl.rollouts.environments.splits import shared_tasks
 
-__all__ = ["NullPolicy", "ScriptedPolicy", "check", "try_environment"]
-
 _MAX_TURNS = 64
-"""A rollout with a policy that says nothing ends after so many turns at the latest."""
+"""Maximum number of turns of a rollout with an empty policy."""
 
 
 class NullPolicy:
@@ -39,20 +40,29 @@ class NullPolicy:
         self.said: list[Message] = []
         self.turns = 0
 
-    async def reply(self, messages: Sequence[Message]) -> Reply:
-        """An empty turn; the last one that is allowed counts as cut off at a limit."""
+    async def reply(self, messages: Sequence[Message], *, anew: bool = False, within: int | None = None) -> Reply:
+        """Return an empty turn; the last permitted one counts as cut at a limit."""
         self.turns += 1
         self.said += [*messages, {"role": "assistant", "content": ""}]
         return Reply(text="", finished=self.turns < _MAX_TURNS)
 
+    def endpoint(self) -> AbstractAsyncContextManager[PolicyEndpoint]:
+        """Serve a program, which gets the same turns."""
+        return scripted_endpoint(self._reply_to_all)
+
+    async def _reply_to_all(self, messages: list[Message]) -> Reply:
+        """Say the next turn to a program, which sends its whole history each time."""
+        self.said = []
+        return await self.reply(messages)
+
 
 class ScriptedPolicy(NullPolicy):
-    """Says given turns one after the other, and remembers the conversation.
+    """Policy that gives predefined turns one after the other, and records the conversation.
 
     Attributes
     ----------
     missing:
-        How often it was asked for another turn when it had said them all; it is cut off then, as at a limit.
+        Number of further turns requested after the last one; the policy is cut off then, as at a limit.
     """
 
     def __init__(self, turns: Sequence[str]) -> None:
@@ -62,11 +72,11 @@ class ScriptedPolicy(NullPolicy):
 
     @property
     def unsaid(self) -> int:
-        """Turns that the environment did not ask for."""
+        """Return how many turns the environment did not ask for."""
         return len(self._turns_to_say) - min(self.turns, len(self._turns_to_say))
 
-    async def reply(self, messages: Sequence[Message]) -> Reply:
-        """Say the next turn."""
+    async def reply(self, messages: Sequence[Message], *, anew: bool = False, within: int | None = None) -> Reply:
+        """Return the next turn."""
         known = self.turns < len(self._turns_to_say)
         text = self._turns_to_say[self.turns] if known else ""
         self.turns += 1
@@ -76,7 +86,7 @@ class ScriptedPolicy(NullPolicy):
 
 
 def check(recipe: Recipe) -> dict[str, Any]:
-    """Make the environments of one's own, all of them also where one fails.
+    """Build the custom environments of a recipe, all of them even where one fails.
 
     Returns
     -------
@@ -95,25 +105,28 @@ def check(recipe: Recipe) -> dict[str, Any]:
         for environment in hosted(made):
             notes += [f"environment {config.name}: {note}" for note in environment.notes]
             environment.close()
+    files = [each for each in wanted if isinstance(each, TaskFileEnv)]
+    if len(files) > 1 and not findings:
+        notes += trained_elsewhere(files)
     return {"findings": findings, "notes": notes}
 
 
 def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
-    """One prompt, one demonstration and two rollouts of the environment ``name``.
+    """Return one prompt, one demonstration and two rollouts of the environment ``name``.
 
     Returns
     -------
     dict
         ``prompt`` and ``demonstration`` (messages; null where there is none); ``conversation``, ``reward`` and
-        ``parts`` of the rollout with a policy that says nothing; ``demonstrated``: the same of the one that says the
-        turns of the demonstration, and ``notes``. ``errors``: ``stage`` and ``error`` of each stage that failed, whose
-        results are not there; ``failed`` and ``error`` are those of the first. ``refused``: parts of rewards that are
-        no finite numbers, by name.
+        ``parts`` of the rollout with a policy whose turns are empty; ``demonstrated``: the same with a policy that
+        gives the turns of the demonstration, and ``notes``. ``errors``: ``stage`` and ``error`` of each stage that
+        failed, whose results are missing; ``failed`` and ``error`` are those of the first. ``refused``: parts of
+        rewards that are not finite numbers, by name.
 
     Raises
     ------
     ConfigError
-        The environment cannot be made.
+        The environment cannot be built.
     """
     (config,) = (each for each in recipe.environments if each.name == name)
     (environment,) = build_environments(recipe.model_copy(update={"environments": (config,)}))
@@ -129,7 +142,7 @@ def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
         # the blocking calls come first: then the event loop has the process
         try:
             found["prompt"] = [dict(message) for message in environment.prompt("train", task).messages]
-        except Exception as error:  # noqa: BLE001 - foreign code: whoever tries it is told
+        except Exception as error:  # noqa: BLE001 - custom code: its error is part of the result
             failed("prompt", error)
             return found
         try:
@@ -155,7 +168,7 @@ def _demonstration(environment: Environment, task: int) -> list[dict[str, Any]] 
 async def _roll_out(
     environment: Environment, task: int, found: dict[str, Any], failed: Callable[[str, Exception], None]
 ) -> None:
-    """Play both rollouts; one that fails does not keep the other from being played."""
+    """Run both rollouts; the failure of one does not prevent the other."""
     scripted = ScriptedPolicy(_turns(found))
     plays: list[tuple[str, NullPolicy]] = [("rollout", NullPolicy())]
     if found.get("demonstration"):
@@ -165,7 +178,7 @@ async def _roll_out(
             try:
                 prompt = await prompt_of(environment, "train", task)
                 outcome = checked_outcome(await environment.rollout(prompt, policy))
-            except Exception as error:  # noqa: BLE001 - foreign code: whoever tries it is told
+            except Exception as error:  # noqa: BLE001 - custom code: its error is part of the result
                 failed(stage, error)
                 continue
             found["refused"] |= outcome.refused
@@ -180,7 +193,7 @@ async def _roll_out(
 
 
 def _turns(found: dict[str, Any]) -> list[str]:
-    """What the policy says in the demonstration, behind the prompt."""
+    """Return the policy's turns of the demonstration, without those of the prompt."""
     asked, said = (
         [message["content"] for message in messages or () if message.get("role") == "assistant"]
         for messages in (found["prompt"], found.get("demonstration"))

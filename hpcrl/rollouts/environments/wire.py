@@ -1,7 +1,8 @@
-"""What the orchestrator and the process of an environment say to each other: msgpack, each message behind its length.
+"""Protocol of the orchestrator and the process of an environment: msgpack messages, each preceded by its length.
 
-A call has a number. A rollout is a call, too: between its begin and its end the environment speaks to the policy. What
-a `Prompt` carries in ``data`` stays in the process that made it: a rollout is begun by the number of its prompt.
+A call has a number. A rollout is a call as well: between its begin and its end the environment exchanges messages with
+the policy. The ``data`` of a `Prompt` stays in the process that made it: a rollout is started by the number of its
+prompt.
 """
 
 from __future__ import annotations
@@ -11,34 +12,6 @@ from typing import Any
 import msgspec
 
 from hpcrl.rollouts.environments.base import CallStatus, Reply, ToolCall
-
-__all__ = [
-    "HEADER_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "Answer",
-    "AskDemonstration",
-    "AskPrompt",
-    "Begin",
-    "Build",
-    "Built",
-    "Call",
-    "Cancel",
-    "Ended",
-    "Failed",
-    "FromChild",
-    "Messages",
-    "NotBuilt",
-    "Ping",
-    "Refused",
-    "Said",
-    "Say",
-    "ToChild",
-    "Unusable",
-    "decode_from_child",
-    "decode_to_child",
-    "frame",
-    "length_of",
-]
 
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 28
@@ -51,7 +24,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Build(_Message, frozen=True):
-    """The first message: make the environment; ``path`` is where modules are looked for."""
+    """First message: build the environment; ``path`` is the search path of modules."""
 
     factory: str
     args: dict[str, Any]
@@ -59,7 +32,7 @@ class Build(_Message, frozen=True):
 
 
 class AskPrompt(_Message, frozen=True):
-    """The messages and the tools of a prompt."""
+    """Request for the messages and the tools of a prompt."""
 
     call: int
     split: str
@@ -67,7 +40,7 @@ class AskPrompt(_Message, frozen=True):
 
 
 class AskDemonstration(_Message, frozen=True):
-    """A conversation for the warm-up, and the state of the random generator after it."""
+    """Request for a conversation for the warm-up, and the state of the random generator after it."""
 
     call: int
     split: str
@@ -98,7 +71,7 @@ class Call(_Message, frozen=True):
 
 
 class Said(_Message, frozen=True):
-    """What the policy replied."""
+    """Reply of the policy."""
 
     call: int
     text: str
@@ -106,29 +79,43 @@ class Said(_Message, frozen=True):
     thinking: str = ""
     calls: tuple[Call, ...] = ()
     tokens: int | None = None
+    context: int | None = None
+    room: int | None = None
+    fits: bool = True
 
     @classmethod
     def of(cls, call: int, reply: Reply) -> Said:
         """Make the message of a reply."""
         calls = tuple(Call(c.name, dict(c.arguments), c.id, c.status, c.raw, c.span, c.error) for c in reply.calls)
-        return cls(call, reply.text, reply.finished, reply.thinking, calls, reply.tokens)
+        sizes = reply.tokens, reply.context, reply.room
+        return cls(call, reply.text, reply.finished, reply.thinking, calls, *sizes, reply.fits)
 
     @property
     def reply(self) -> Reply:
-        """The reply that it was made of."""
+        """Return the reply that this message was made of."""
         calls = tuple(ToolCall(c.name, c.arguments, c.id, c.status, c.raw, c.span, c.error) for c in self.calls)
-        return Reply(self.text, self.finished, self.thinking, calls, self.tokens)
+        sizes = self.tokens, self.context, self.room
+        return Reply(self.text, self.finished, self.thinking, calls, *sizes, self.fits)
 
 
 class Refused(_Message, frozen=True):
-    """The policy cannot reply to that; a ``ValueError`` of the environment's."""
+    """Message that the policy cannot reply; it becomes a ``ValueError`` of the environment."""
 
     call: int
     message: str
 
 
+class Opened(_Message, frozen=True):
+    """The endpoint of a rollout is there: see `hpcrl.rollouts.environments.PolicyEndpoint`."""
+
+    call: int
+    url: str
+    key: str
+    model: str
+
+
 class Cancel(_Message, frozen=True):
-    """Nobody waits for this call any more."""
+    """Message that the result of a call is not needed any more."""
 
     call: int
 
@@ -140,13 +127,13 @@ class Ping(_Message, frozen=True):
 
 
 class Built(_Message, frozen=True):
-    """The environment is there; ``notes`` are sentences on what is odd about it."""
+    """Message that the environment is built; ``notes`` are warnings, a sentence each."""
 
     notes: list[str] = []
 
 
 class NotBuilt(_Message, frozen=True):
-    """It cannot be made: what is wrong, and a hint; of each setting that is wrong, where that is known."""
+    """Message that the environment cannot be built: problem and hint, for each wrong setting where known."""
 
     what: str
     hint: str
@@ -154,21 +141,35 @@ class NotBuilt(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """The answer to a call that is no rollout."""
+    """Answer to a call that is not a rollout."""
 
     call: int
     value: Any
 
 
 class Say(_Message, frozen=True):
-    """The environment says something to the policy, and waits for its reply."""
+    """Messages of the environment to the policy; it waits for the reply (see `Policy.reply`)."""
 
     call: int
     messages: Messages
+    anew: bool = False
+    within: int | None = None
+
+
+class Open(_Message, frozen=True):
+    """A rollout wants an endpoint for a program, and waits for it."""
+
+    call: int
+
+
+class Close(_Message, frozen=True):
+    """The program has ended: the endpoint is not needed any more."""
+
+    call: int
 
 
 class Ended(_Message, frozen=True):
-    """A rollout has ended; parts that are no finite numbers are in ``refused``, with what they were."""
+    """Message that a rollout has ended; ``refused`` has the parts that are not finite numbers, with their values."""
 
     call: int
     reward: float
@@ -177,7 +178,7 @@ class Ended(_Message, frozen=True):
 
 
 class Unusable(_Message, frozen=True):
-    """A rollout has ended with a reward that cannot be used: what it was, and where the rollout is defined."""
+    """Message that a rollout ended with an unusable reward: its value, and where the rollout is defined."""
 
     call: int
     message: str
@@ -185,7 +186,7 @@ class Unusable(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The environment's code raised: type, text, and its own frames, one a line."""
+    """Message that the environment's code raised: type, text, and its own frames, one a line."""
 
     call: int
     kind: str
@@ -193,24 +194,36 @@ class Failed(_Message, frozen=True):
     frames: str
 
 
-ToChild = Build | AskPrompt | AskDemonstration | Begin | Said | Refused | Cancel | Ping
-FromChild = Built | NotBuilt | Answer | Say | Ended | Unusable | Failed
+ToChild = Build | AskPrompt | AskDemonstration | Begin | Said | Opened | Refused | Cancel | Ping
+FromChild = Built | NotBuilt | Answer | Say | Open | Close | Ended | Unusable | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 _from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
 
 
-def frame(message: ToChild | FromChild) -> bytes:
-    """A message behind its length (ValueError where it is larger than any may be)."""
+def encode_message(message: ToChild | FromChild) -> bytes:
+    """Return the encoded message.
+
+    Raises
+    ------
+    ValueError
+        The message is larger than the maximum.
+    """
     data = _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes; {MAX_MESSAGE_BYTES} at most")
+    return data
+
+
+def frame(message: ToChild | FromChild) -> bytes:
+    """Return the encoded message, preceded by its length (ValueError where it is larger than the maximum)."""
+    data = encode_message(message)
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
 def length_of(header: bytes) -> int:
-    """Bytes of the message behind ``header`` (ValueError where no message is that large)."""
+    """Return the length in bytes of the message after ``header`` (ValueError above the maximum)."""
     length = int.from_bytes(header, "big")
     if length > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {length} bytes; {MAX_MESSAGE_BYTES} at most")
@@ -218,10 +231,22 @@ def length_of(header: bytes) -> int:
 
 
 def decode_to_child(data: bytes) -> ToChild:
-    """A message for the environment (msgspec.DecodeError where it is none)."""
+    """Return a message for the environment.
+
+    Raises
+    ------
+    msgspec.DecodeError
+        The data is not such a message.
+    """
     return _to_child.decode(data)
 
 
 def decode_from_child(data: bytes) -> FromChild:
-    """A message of the environment (msgspec.DecodeError where it is none)."""
+    """Return a message of the environment.
+
+    Raises
+    ------
+    msgspec.DecodeError
+        The data is not such a message.
+    """
     return _from_child.decode(data)

@@ -1,12 +1,12 @@
-"""Words: one turn, transform an English word letter by letter.
+"""Environment ``words``: one turn, transform an English word letter by letter.
 
 ::
 
     user:      reverse stone
     assistant: enots
 
-The word list is ours: some two thousand common words of three to nine letters. A word belongs to training or
-to the held-out set for ever, by a hash of the word alone, so that no setting mixes the two.
+The word list is part of hpcrl: some two thousand common words of three to nine letters. A word belongs permanently to
+training or to the held-out set, by a hash of the word alone, so that no setting mixes the two.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from importlib import resources
 
 from hpcrl.config.recipe import WordsEnv
 from hpcrl.errors import ConfigError, Finding
+from hpcrl.rollouts.core.seeding import stable_hash
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
-from hpcrl.rollouts.sampling.seeding import stable_hash
-
-__all__ = ["WordsEnvironment", "transform", "word_list"]
 
 _HELDOUT_ONE_IN = 6
-#: a right answer earns this much; the rest is the share of letters in place, which leads the way to it
+#: reward of a right answer; the rest is the share of letters in place, which guides learning
 _EXACT_WEIGHT = 0.9
 
 
 @cache
 def word_list() -> tuple[str, ...]:
-    """All words, sorted."""
+    """Return all words, sorted."""
     text = resources.files("hpcrl.rollouts.environments").joinpath("words.txt").read_text(encoding="ascii")
     return tuple(text.split())
 
 
 def transform(task: str, word: str) -> str:
-    """The right answer: ``word`` reversed, with its letters sorted, or each shifted by one (``z`` becomes ``a``)."""
+    """Return the right answer: ``word`` reversed, its letters sorted, or each shifted by one (``z`` becomes ``a``)."""
     if task == "reverse":
         return word[::-1]
     if task == "sort":
@@ -62,7 +60,7 @@ class WordsEnvironment:
         self.name, self._task = config.name, config.task
         fitting = [word for word in word_list() if config.min_letters <= len(word) <= config.max_letters]
         self._words: dict[Split, list[str]] = {"train": [], "heldout": []}
-        # in the order of a hash: the first held-out prompts are then no run of words with one initial
+        # ordered by a hash, so that the first held-out prompts do not share an initial
         for word in sorted(fitting, key=lambda word: stable_hash("order", word)):
             heldout = stable_hash("split", word) % _HELDOUT_ONE_IN == 0
             self._words["heldout" if heldout else "train"].append(word)
@@ -81,7 +79,7 @@ class WordsEnvironment:
         return self.judge(prompt, reply.text)
 
     def judge(self, prompt: Prompt, answer: str) -> Outcome:
-        """Reward of an answer.
+        """Return the outcome of an answer.
 
         Parts: ``exact`` is 1 for the right answer, ``letters`` the share of positions with the right letter
         (of the longer of answer and truth).
@@ -97,7 +95,10 @@ class WordsEnvironment:
         )
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
-        """The right answer, or a wrong one: mostly the word as it was, sometimes with a letter lost on the way."""
+        """Return a demonstration with the right answer or a wrong one.
+
+        A wrong answer is mostly the unchanged word, sometimes one with a letter missing.
+        """
         answer = transform(self._task, prompt.data)
         if not correct:
             answer = self._wrong_answer(prompt.data, rng)

@@ -1,1 +1,1 @@
-"""An evaluation by itself: engines, and no trainer."""
+"""Evaluation without training: engines, and no trainer."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 
-from hpcrl.daemon_threads import run_process
-from hpcrl.log_thread import log_in_thread
-from hpcrl.pending_connections import raise_descriptor_limit
+from hpcrl.network.connection_limits import raise_descriptor_limit
+from hpcrl.processes.daemon_threads import run_process
+from hpcrl.processes.signals import stopped_by_signal
+from hpcrl.reporting.log_thread import log_in_thread
 from hpcrl.rollouts.evaluating.evaluation_run import EvaluationRun
 from hpcrl.rollouts.process import first_error, prefer_event_loop
 from hpcrl.runs.role import RoleContext, run_role
-from hpcrl.signals import handle_signals
 
 _log = logging.getLogger(__name__)
 
@@ -26,25 +24,13 @@ def main(context: RoleContext) -> None:
 
 async def _main(context: RoleContext) -> None:
     raise_descriptor_limit()
-    work = asyncio.current_task()
-    assert work is not None
-    stopping = False
-
-    def stop() -> None:
-        nonlocal stopping
-        stopping = True
-        work.cancel()
-
-    handle_signals({signal.SIGTERM: stop, signal.SIGINT: stop})
     try:
-        await EvaluationRun(context).run()
-    except asyncio.CancelledError:
-        if not stopping:
-            raise
-        _log.info("stopped by a signal")
-        raise SystemExit(1) from None  # a clean end would be that of the run
+        stopped = await stopped_by_signal(lambda: EvaluationRun(context).run())
     except BaseExceptionGroup as group:
         raise first_error(group) from None
+    if stopped:
+        _log.info("stopped by a signal")
+        raise SystemExit(1)  # a clean exit would count as the end of the run
 
 
 if __name__ == "__main__":

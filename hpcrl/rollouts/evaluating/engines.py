@@ -10,8 +10,8 @@ import aiohttp
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import DeadlineError
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
-from hpcrl.rollouts.engines.deadlines import engines_lost_after_s
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
@@ -20,14 +20,12 @@ from hpcrl.rollouts.engines.routed_pool import make_pool
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.sampling.routed_experts import answer_limits
 from hpcrl.rollouts.supervised import Supervised
-from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rollouts.telemetry.deadlines import engines_lost_after_s
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.role import Member, RoleContext
 
-__all__ = ["START_VERSION", "label_engines", "pool_of"]
-
 START_VERSION = 0
-"""The policy version of the start model."""
+"""Policy version of the start model."""
 _LOOK_S = 0.5
 _CALL_S = 30.0
 
@@ -66,7 +64,7 @@ def pool_of(context: RoleContext, recipe: Recipe, http: aiohttp.ClientSession, e
 
 
 async def label_engines(pool: EnginePool, *, timeout_s: float) -> None:
-    """Find out that engines serve version 0, and tell those that they do whose start says nothing of versions.
+    """Check that engines serve version 0, and label those whose start sets no label.
 
     Runs until it is cancelled; engines that come back are found as well.
 

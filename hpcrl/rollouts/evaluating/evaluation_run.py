@@ -13,11 +13,14 @@ from typing import Any
 import aiohttp
 
 from hpcrl.errors import ConfigError, EnvironmentFailedError
-from hpcrl.fs import write_json
+from hpcrl.rollouts.core.consumed_files import RolloutFiles
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.environments import build_environments, hosted
+from hpcrl.rollouts.environments.workers.worker_events import workers_of
 from hpcrl.rollouts.evaluating.engines import START_VERSION, label_engines, pool_of
 from hpcrl.rollouts.evaluating.ledger import SampleLedger
-from hpcrl.rollouts.files import RolloutFiles
+from hpcrl.rollouts.gateway import Gateway
+from hpcrl.rollouts.parts import gateway_host
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.evaluation import all_failed
@@ -33,19 +36,19 @@ from hpcrl.rollouts.sampling.held_out import (
 )
 from hpcrl.runs.evaluation_result import result_path
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.refusals import report_of
 from hpcrl.runs.role import RoleContext
-
-__all__ = ["EvaluationRun"]
+from hpcrl.storage.files import write_json
 
 _log = logging.getLogger(__name__)
 
 _BEAT_S = 2.0
 _KEEPALIVE_S = 4.0
-"""Shorter than that of a server (uvicorn's is 5 s)."""
+"""Keep-alive time in seconds, shorter than that of a server (uvicorn's is 5 s)."""
 
 
 class EvaluationRun:
-    """One attempt of an evaluation."""
+    """Attempt of an evaluation."""
 
     def __init__(self, context: RoleContext) -> None:
         """Read the recipe, whose only set of held-out prompts is evaluated, and make its environments.
@@ -58,7 +61,9 @@ class EvaluationRun:
         self._context, self._recipe = context, context.run.recipe()
         (self._config,) = self._recipe.evaluation.sets
         try:
-            self._environments = build_environments(self._recipe)
+            self._events = context.events()
+            self._workers = workers_of(context, self._recipe, self._events)
+            self._environments = build_environments(self._recipe, workers=self._workers)
         except ConfigError as error:
             lines = "\n".join(f"{f.key}: {f.what}\n    hint: {f.hint}" for f in error.findings)
             raise EnvironmentFailedError(lines) from error
@@ -73,16 +78,22 @@ class EvaluationRun:
             With the error of the part that failed.
         """
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._events.close)
             for environment in hosted(self._environments):
                 stack.push_async_callback(environment.aclose)
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
             headers, timeout = self._context.credentials.headers, aiohttp.ClientTimeout(total=None)
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
             http = await stack.enter_async_context(session)
+            if self._workers is not None:
+                stack.push_async_callback(self._workers.aclose)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             self._context.ready()
             beside = [tasks.create_task(self._beat())]
-            pool = pool_of(self._context, self._recipe, http, self._context.events())
+            endpoints = self._context.endpoints()
+            if self._workers is not None:
+                beside += self._workers.start(endpoints.fixed("env"), http, spawn=tasks.create_task)
+            pool = pool_of(self._context, self._recipe, http, self._events)
             wait_s = self._recipe.orchestrator.wait_timeout_s
             await pool.wait_healthy(timeout_s=wait_s)
             beside += [tasks.create_task(pool.watch()), tasks.create_task(label_engines(pool, timeout_s=wait_s))]
@@ -92,6 +103,12 @@ class EvaluationRun:
             )
             held_out = self._config.sampled(self._recipe.evaluation.sampling)
             sampling = held_out.beside(self._recipe.rollouts.sampling)
+            gateway = Gateway(
+                Counters(),
+                report=report_of(self._context, "gateway"),
+                host=gateway_host(self._recipe, endpoints),
+            )
+            stack.push_async_callback(gateway.aclose)
             sampler = Sampler(
                 pool,
                 renderer,
@@ -99,13 +116,15 @@ class EvaluationRun:
                 sampling=sampling,
                 max_model_len=self._recipe.engine.max_model_len,
                 stream_interval=0 if self._recipe.engine.prefill else self._recipe.rollouts.stream_interval,
+                max_branches=self._recipe.rollouts.max_branches,
+                gateway=gateway,
             )
             await self._evaluate(sampler)
             for task in beside:
                 task.cancel()
 
     async def _beat(self) -> None:
-        """Tell the supervisor that the event loop turns, and how many samples are done."""
+        """Report to the supervisor that the event loop runs, and how many samples are done."""
         reporter = self._context.progress()
         while True:
             reporter.beat("running", rollouts=self._done)
@@ -115,7 +134,7 @@ class EvaluationRun:
         began, run = time.monotonic(), self._context.run
         chosen = HeldOutSet(self._config, self._recipe, self._environments, sampler=sampler).tasks
         tasks = [replace(task, seed=self._recipe.seed) for task in chosen]
-        # an attempt before this one that is late must not write into the ledger
+        # a delayed earlier attempt must not write into the ledger
         await asyncio.to_thread(RolloutFiles.claim, run.rollouts_dir, self._context.attempt)
         limit_s = self._recipe.handoff.retry_s
         ledger = await asyncio.to_thread(
@@ -144,9 +163,7 @@ class EvaluationRun:
         if (origin := RunRecord.read(run).origin) is not None:
             about["weights"] = str(origin)
         await asyncio.to_thread(write_json, result_path(run), {**about, **found})
-        events = self._context.events()
-        events.emit("evaluation.set", **found)
-        events.close()
+        self._events.emit("evaluation.set", **found)
 
     async def _samples(
         self, sampler: Sampler, tasks: list[HeldOutTask], ledger: SampleLedger

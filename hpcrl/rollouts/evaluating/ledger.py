@@ -1,4 +1,4 @@
-"""The ledger of an evaluation: a group for each prompt, a member for each of its samples."""
+"""Ledger of an evaluation: a group for each prompt, a member for each of its samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay, State
 from hpcrl.errors import CheckpointError
-from hpcrl.rollouts.records import decode_rollout, encode_rollout, finished_entry
+from hpcrl.rollouts.core.records import decode_rollout, encode_rollout, finished_entry
 from hpcrl.rollouts.sampling.held_out import HeldOutRollout, HeldOutTask
-
-__all__ = ["SampleLedger"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,14 +22,14 @@ class SampleLedger:
     """Samples that are done, of this attempt and of those before it."""
 
     def __init__(self, rollouts_dir: Path, tasks: Sequence[HeldOutTask], *, attempt: int, limit_s: float) -> None:
-        """Read what earlier attempts have done, and begin a file of entries.
+        """Read the samples of earlier attempts, and begin a file of entries.
 
         Parameters
         ----------
         tasks:
             All samples, those of a prompt in a row.
         limit_s:
-            How long a filesystem that refuses for a while is tried again, in seconds.
+            Maximum time in seconds of retries on a filesystem that refuses temporarily.
 
         Raises
         ------
@@ -66,17 +64,17 @@ class SampleLedger:
             try:
                 rollout = decode_rollout(read_payload(self._log.payload_dir, held.entry.payload))
             except (OSError, ValueError) as error:
-                _log.warning("rollout %d/%d is made again: %s", group, task.sample, error)
+                _log.warning("rollout %d/%d is sampled again: %s", group, task.sample, error)
                 again = Dropped(group=group, members=[task.sample], why="its columns cannot be read", again=True)
                 self._log.append(again)
                 continue
-            cut = int(rollout.token_ids[-1]) not in stop_token_ids
+            cut = rollout.last_token not in stop_token_ids
             found[position] = HeldOutRollout(rollout, cut)
             self._left[group] -= 1
         return found
 
     async def finished(self, task: HeldOutTask, result: HeldOutRollout | Exception) -> None:
-        """Write a sample; returns when it is durable. One that failed is not written, and is made again by a resume."""
+        """Write a sample; return when it is durable. A failed one is not written, and a resume repeats it."""
         group = self._group(task)
         if isinstance(result, HeldOutRollout):
             rollout = result.rollout
@@ -97,5 +95,5 @@ class SampleLedger:
             self._log.append(Kept(group=group))
 
     def close(self) -> None:
-        """Write what was begun, and end."""
+        """Finish pending writes and close the files."""
         self._log.close()

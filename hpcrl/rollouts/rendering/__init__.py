@@ -1,6 +1,6 @@
 """From messages to token ids and back, as a model's chat format has it."""
 
 from hpcrl.rollouts.rendering.parsing import Parsed, TurnParser
-from hpcrl.rollouts.rendering.renderer import CUT_THINKING, Renderer
+from hpcrl.rollouts.rendering.renderer import Renderer
 
-__all__ = ["CUT_THINKING", "Parsed", "Renderer", "TurnParser"]
+__all__ = ["Parsed", "Renderer", "TurnParser"]

@@ -7,7 +7,8 @@ that a call which is spelled in text, and not made of the family's control token
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, get_args
@@ -17,8 +18,6 @@ from hpcrl.errors import UsageError
 from hpcrl.models.arch import SAME_TEXT
 from hpcrl.models.configfile import read_config
 from hpcrl.models.tokenizer import ChatTokenizer
-
-__all__ = ["ParseTurn", "find_format", "formats_of", "formats_of_type", "make_parser", "same_ends"]
 
 _BY_MODEL_TYPE: Mapping[str, tuple[ChatFormat, ...]] = MappingProxyType(
     {
@@ -43,10 +42,12 @@ _BY_MODEL_TYPE: Mapping[str, tuple[ChatFormat, ...]] = MappingProxyType(
     }
 )
 """Formats by ``model_type`` of config.json; a model has the first whose control tokens are all in its vocabulary."""
+_MAX_KNOWN = 64
+"""Maximum number of texts whose token ids are kept for parsers."""
 
 
 class ParseTurn(Protocol):
-    """A parser of a format: ``ids`` are those of a turn, with or without the token that ended it."""
+    """Parser of a format: ``ids`` are those of a turn, with or without the token that ended it."""
 
     def __call__(self, ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any: ...
 
@@ -56,7 +57,7 @@ def formats_of(model_dir: Path) -> tuple[ChatFormat, ...]:
     path = model_dir / "config.json"
     config = read_config(path) if path.is_file() else None
     inner = config.get("text_config") if isinstance(config, dict) else None
-    # a model that also sees is called by its wrapper or by its language model
+    # a vision-language model has the type of its wrapper or of its language model
     types = [part.get("model_type") for part in (config, inner) if isinstance(part, dict)]
     return next((found for kind in types if (found := formats_of_type(str(kind)))), ())
 
@@ -85,10 +86,10 @@ def make_parser(
     Parameters
     ----------
     name:
-        Of the format.
+        Name of the format.
     variables:
-        Of the chat template. Those that say in which way the model begins a turn, such as ``enable_thinking``, are the
-        parser's as well.
+        Variables of the chat template. Those that decide how the model begins a turn, such as ``enable_thinking``, are
+        the parser's as well.
 
     Returns
     -------
@@ -102,7 +103,7 @@ def make_parser(
     """
     assert name in get_args(ChatFormat), name
     try:
-        # a second of imports, for models alone whose format is known
+        # imported late: this takes a second, and only models with a known format need it
         from renderers.base import create_renderer, template_field_names  # noqa: PLC0415
         from renderers.configs import config_from_name  # noqa: PLC0415
     except ImportError as error:
@@ -113,7 +114,7 @@ def make_parser(
     vocabulary = _Vocabulary(tokenizer)
     try:
         if name == "qwen2.5":
-            return _hermes(vocabulary), vocabulary.needed("<|im_end|>", "<|endoftext|>")
+            return _hermes(vocabulary, tokenizer), vocabulary.needed("<|im_end|>", "<|endoftext|>")
         if name == "gpt-oss":
             return _harmony(vocabulary), vocabulary.needed("<|return|>", "<|call|>")
         config = config_from_name(name)
@@ -130,8 +131,50 @@ def make_parser(
         ) from error
 
 
+def thinking_splitter(tokenizer: ChatTokenizer) -> Callable[[list[int], list[int]], tuple[str, int]]:
+    """Return a function that finds thinking in ``<think>`` and ``</think>``, where these are tokens of the model.
+
+    It gets the tokens of a turn and those before it, which may have begun the thinking, and returns the thinking, and
+    the number of tokens before the text that follows it: all where it is not closed.
+    """
+    begin, end = (tokenizer.id_of(mark) for mark in ("<think>", "</think>"))
+
+    def split(ids: list[int], before: list[int]) -> tuple[str, int]:
+        if begin is None or end is None:
+            return "", 0
+        opened = next((token == begin for token in reversed(before) if token in (begin, end)), False)
+        first = 0 if opened else -1
+        if begin in ids and not tokenizer.decode(ids[: ids.index(begin)]).strip():
+            first = ids.index(begin) + 1
+        if first < 0:
+            return "", 0
+        close = ids.index(end, first) if end in ids[first:] else len(ids)
+        return tokenizer.decode(ids[first:close]).strip(), min(close + 1, len(ids))
+
+    return split
+
+
+@dataclass(frozen=True, slots=True)
+class _ThoughtAndText:
+    reasoning_content: str
+    content: str
+    tool_calls: tuple[Any, ...] = ()
+
+
+def thinking_parser(tokenizer: ChatTokenizer) -> ParseTurn:
+    """Return the parser of a model whose calls have no known format: thinking, and text."""
+    split = thinking_splitter(tokenizer)
+
+    def parse(ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any:
+        thought, at = split(ids, prompt_ids)
+        text = tokenizer.decode(ids[at:])
+        return _ThoughtAndText(thought, text.strip() if at else text)
+
+    return parse
+
+
 def same_ends(name: ChatFormat | None, tokenizer: ChatTokenizer) -> dict[int, int]:
-    """Return tokens that end sampled turns, and what the chat template of the format writes in their place.
+    """Return tokens that end sampled turns, and what the format's chat template writes in their place.
 
     A turn of gpt-oss is sampled up to ``<|return|>``, and ``<|end|>`` stands there in conversations.
     """
@@ -140,19 +183,25 @@ def same_ends(name: ChatFormat | None, tokenizer: ChatTokenizer) -> dict[int, in
     return {one: other for one, other in ids.items() if one is not None and other is not None}
 
 
-def _hermes(vocabulary: _Vocabulary) -> ParseTurn:
-    """Return the parser of calls as JSON in marks, without thinking (Qwen 2.5)."""
+def _hermes(vocabulary: _Vocabulary, tokenizer: ChatTokenizer) -> ParseTurn:
+    """Return the parser of calls as JSON in marks (Qwen 2.5), and of thinking where the vocabulary has it (QwQ)."""
     from renderers.base import ParsedResponse  # noqa: PLC0415
     from renderers.parsers import get_tool_parser  # noqa: PLC0415
 
     vocabulary.needed("<tool_call>", "</tool_call>")
     ends = vocabulary.needed("<|im_end|>", "<|endoftext|>")
-    calls = get_tool_parser("qwen3", vocabulary)
+    calls, split = get_tool_parser("qwen3", vocabulary), thinking_splitter(tokenizer)
 
     def parse(ids: list[int], *, tools: list[Any] | None, prompt_ids: list[int]) -> Any:
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
-        rest, found = calls.extract(ids[:end])
-        return ParsedResponse(content=vocabulary.decode(rest).strip(), tool_calls=found)
+        thought, begin = split(ids[:end], prompt_ids)
+        rest, found = calls.extract(ids[begin:end])
+        for call in found:
+            if call.token_span is not None:
+                call.token_span = (call.token_span[0] + begin, call.token_span[1] + begin)
+        return ParsedResponse(
+            content=vocabulary.decode(rest).strip(), reasoning_content=thought or None, tool_calls=found
+        )
 
     return parse
 
@@ -189,7 +238,7 @@ def _deepseek(vocabulary: _Vocabulary, parse_v3: ParseTurn) -> ParseTurn:
 
 
 def _harmony(vocabulary: _Vocabulary) -> ParseTurn:
-    """Return the parser of channels (gpt-oss), without the encoder beside it, which loads a vocabulary of its own."""
+    """Return the parser of channels (gpt-oss), without its package's encoder, which loads an own vocabulary."""
     from renderers.parsing import parse_gpt_oss  # noqa: PLC0415
 
     names = ("return", "call", "start", "end", "channel", "message", "constrain")
@@ -211,16 +260,23 @@ def _harmony(vocabulary: _Vocabulary) -> ParseTurn:
 
 
 class _Vocabulary:
-    """A tokenizer as the package ``renderers`` wants it."""
+    """Tokenizer with the interface that the package ``renderers`` expects."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}
         self.name_or_path = ""
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = tokenizer.eos_token_id
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        return self._tokenizer.encode(text)
+        # parsers encode the same few marks at each turn
+        found = self._known.get(text)
+        if found is None:
+            found = self._tokenizer.encode(text)
+            if len(self._known) < _MAX_KNOWN:
+                self._known[text] = found
+        return list(found)
 
     def decode(self, token_ids: Any, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

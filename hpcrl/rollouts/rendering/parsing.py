@@ -1,4 +1,4 @@
-"""What a policy said in a turn: text, thinking and tool calls, from sampled token ids."""
+"""Parse a turn of the policy from its sampled token ids: text, thinking and tool calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.environments.base import CallStatus, Tool, ToolCall
 from hpcrl.rollouts.rendering.formats import ParseTurn
 
-__all__ = ["Parsed", "TurnParser"]
-
 _MAX_RAW = 4096
 """Maximum characters of a call that are kept as they were sampled."""
 _STATUSES = frozenset(get_args(CallStatus))
@@ -22,16 +20,16 @@ _STATUSES = frozenset(get_args(CallStatus))
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """One turn of the policy.
+    """Parsed turn of the policy.
 
     Attributes
     ----------
     text:
-        Outside of thinking and calls, without control tokens.
+        Text outside of thinking and calls, without control tokens.
     thinking:
         Empty where there is none.
     calls:
-        Each attempt, in order, malformed ones included.
+        All calls in order, malformed ones included.
     """
 
     text: str
@@ -40,7 +38,7 @@ class Parsed:
 
 
 class TurnParser:
-    """Parses turns. What a policy writes is foreign text: nothing of it raises, and nothing of it is trusted."""
+    """Parses turns. The text of a policy is untrusted: it never raises, and is validated."""
 
     def __init__(self, tokenizer: ChatTokenizer, parse: ParseTurn | None) -> None:
         """Use ``parse``, the parser of a format; None: turns are text alone."""
@@ -54,11 +52,11 @@ class TurnParser:
         Parameters
         ----------
         token_ids:
-            Of the turn, with the token that ended it.
+            Tokens of the turn, with the token that ended it.
         said:
-            What was said right before it, which may have begun the policy's thinking.
+            Tokens right before it, which may have begun the policy's thinking.
         tools:
-            Which there are; a call of another one is `unknown_tool`. None: every name is good.
+            Existing tools; a call of another one is `unknown_tool`. None: every name is accepted.
         turn:
             Its number, for the identifiers of calls in formats that have none.
         """
@@ -69,7 +67,7 @@ class TurnParser:
             names = {tool["function"]["name"] for tool in tools}
             calls = tuple(_call(call, f"call_{turn}_{i}", names) for i, call in enumerate(found.tool_calls))
             return Parsed(str(found.content or ""), str(found.reasoning_content or ""), calls)
-        except Exception as error:  # noqa: BLE001 - whatever a policy writes, its rollout goes on
+        except Exception as error:  # noqa: BLE001 - any text of a policy is possible, and its rollout continues
             raw = self._tokenizer.decode(token_ids, skip_special_tokens=False)[:_MAX_RAW]
             broken = ToolCall(
                 name="", arguments={}, id=f"call_{turn}_0", status="malformed_structure", raw=raw, error=_words(error)
@@ -82,7 +80,7 @@ def _call(found: Any, own_id: str, names: set[str]) -> ToolCall:
     name, arguments, error = found.name or "", found.arguments, ""
     if status == "ok":
         if not isinstance(arguments, dict):
-            status, error = "malformed_structure", "the arguments are no object"
+            status, error = "malformed_structure", "the arguments are not an object"
         elif problem := _unusable(arguments):
             status, error = "invalid_json", problem
         elif names and name not in names:
@@ -100,7 +98,7 @@ def _call(found: Any, own_id: str, names: set[str]) -> ToolCall:
 
 
 def _unusable(arguments: Mapping[str, Any]) -> str:
-    """Return what is wrong with arguments that Python's JSON reader accepts and others do not; empty: nothing."""
+    """Return the problem of arguments that Python's JSON reader accepts and others do not; empty without one."""
     try:
         msgspec.msgpack.encode(arguments)
     except (OverflowError, RecursionError, TypeError, ValueError, UnicodeEncodeError) as error:

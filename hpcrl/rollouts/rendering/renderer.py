@@ -1,14 +1,15 @@
-"""From messages to token ids, a piece at a time: what was sampled or said before is never tokenized again.
+"""Render messages to token ids incrementally: earlier tokens of a conversation are never tokenized again.
 
-A conversation is rendered by the model's own chat template. Its opening is rendered as it is. An extension, what is
-said between two turns of the policy, is taken from a small conversation in which the turn before it is a mark: it is
-all that the template writes behind the end of that turn. So the token that ended a turn is in the sequence once, as it
-was sampled, also where it is the beginning of the next message, as in GLM's templates, whose turns have no end of
-their own.
+A conversation is rendered by the model's own chat template. Its opening is rendered as it is. An extension, the
+messages between two turns of the policy, is rendered in a small conversation in which the turn before it is a
+placeholder: the extension is all that the template writes after the end of that turn. So the token that ended a turn is
+in the sequence once, as it was sampled, also where it is the beginning of the next message, as in GLM's templates,
+whose turns have no end of their own.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,37 +21,43 @@ from hpcrl.models.chat_template import ChatTemplateError
 from hpcrl.models.generation_config import end_tokens
 from hpcrl.models.tokenizer import ChatTokenizer, Rendered
 from hpcrl.rollouts.environments.base import Message, Tool, ToolCall
-from hpcrl.rollouts.rendering.formats import find_format, make_parser, same_ends
+from hpcrl.rollouts.rendering.formats import find_format, make_parser, same_ends, thinking_parser
 from hpcrl.rollouts.rendering.parsing import Parsed, TurnParser
-
-__all__ = ["CUT_THINKING", "Extension", "Renderer"]
-
-CUT_THINKING = (
-    "the chat template leaves earlier thinking out here, and model.chat.thinking is cut: a rollout is one sequence of "
-    "tokens and cannot go on without a part of them; set model.chat.thinking: kept"
-)
-"""What is wrong where a conversation branches."""
 
 _MARK = "hpcrl-mark-of-a-reply"
 _NAMELESS = "unknown"
-"""Name of a call that has none, where the conversation must have one."""
+"""Name of a call without a name, where the conversation must have one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What is said between two turns.
+    """Tokens between two turns of the policy.
 
     Attributes
     ----------
     token_ids:
         They follow the sampled token that ended the turn before.
     ended_otherwise:
-        The policy has ended that turn by another token than the template would have: ``token_ids`` begin with the
-        template's one.
+        The policy ended that turn by another token than the template would have: ``token_ids`` begin with the
+        template's token.
     """
 
     token_ids: list[int]
     ended_otherwise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole conversation up to where the policy speaks.
+
+    Attributes
+    ----------
+    thinking:
+        Some turn's thinking is in it.
+    """
+
+    token_ids: list[int]
+    thinking: bool
 
 
 class Renderer:
@@ -58,10 +65,12 @@ class Renderer:
 
     Attributes
     ----------
+    cuts_thinking:
+        Earlier thinking is left out where the template does so: a conversation may branch there.
     stop_token_ids:
         Tokens that end a turn: those of the tokenizer, of generation_config.json (else config.json) and of the format.
     format:
-        Of thinking and tool calls; None: turns are text alone.
+        Format of thinking and tool calls; None: turns are text, and thinking in ``<think>`` where that is a token.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Renderer:
         chat_format: ChatFormat | None = None,
         variables: Mapping[str, Any] | None = None,
         thinking: Literal["kept", "cut"] = "kept",
+        finds_thinking: bool = False,
     ) -> None:
         """Prepare a tokenizer.
 
@@ -82,21 +92,25 @@ class Renderer:
         chat_format:
             See `hpcrl.rollouts.rendering.formats`.
         variables:
-            Of the chat template, for example ``enable_thinking``.
+            Variables of the chat template, for example ``enable_thinking``.
         thinking:
             See `hpcrl.config.chat.ChatConfig`.
+        finds_thinking:
+            Without a format, thinking is found by its control tokens.
 
         Raises
         ------
         UsageError
             The model does not have the format.
         """
-        self._cuts = thinking == "cut"
+        self.cuts_thinking = thinking == "cut"
         self._tokenizer, self.format, self._variables = tokenizer, chat_format, dict(variables or {})
         own_ends: tuple[int, ...] = ()
         parse = None
         if chat_format is not None:
             parse, own_ends = make_parser(chat_format, tokenizer, self._variables)
+        elif finds_thinking:
+            parse = thinking_parser(tokenizer)
         self._parser = TurnParser(tokenizer, parse)
         self.stop_token_ids = tuple(dict.fromkeys((tokenizer.eos_token_id, *stop_token_ids, *own_ends)))
         self._same_ends = same_ends(chat_format, tokenizer)
@@ -127,7 +141,14 @@ class Renderer:
         ends = end_tokens(model_dir)
         found = find_format(model_dir, tokenizer) if chat_format == "auto" else chat_format
         known = None if found == "text" else found
-        return cls(tokenizer, stop_token_ids=ends, chat_format=known, variables=variables, thinking=thinking)
+        return cls(
+            tokenizer,
+            stop_token_ids=ends,
+            chat_format=known,
+            variables=variables,
+            thinking=thinking,
+            finds_thinking=found is None,
+        )
 
     def opening(
         self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), now: datetime | None = None
@@ -151,19 +172,19 @@ class Renderer:
         thought: bool = False,
         now: datetime | None = None,
     ) -> Extension | None:
-        """Return what is said from a sampled turn to the next one; None where the conversation cannot go on so.
+        """Return the tokens from a sampled turn to the next one; None where appending cannot continue the conversation.
 
-        None is a branch: thinking is cut, and the template leaves earlier thinking out of what stands before. The next
-        prompt is then no longer this one with something behind it.
+        None is a branch: the template removes earlier thinking from the context, so that this prompt is not a prefix of
+        the next one.
 
         Parameters
         ----------
         messages:
-            They follow the turn.
+            Messages that follow the turn.
         ended_by:
             The token that the turn ended with.
         calls:
-            Of the turn.
+            Calls of the turn.
         thought:
             Whether there is thinking in the turns before.
 
@@ -173,10 +194,10 @@ class Renderer:
             The template does not write replies as they are, ended by a token that ends turns.
         """
         rendered = self._after_turn(messages, calls, tools, now)
-        if self._cuts and thought and self._leaves_thinking_out(messages, calls, tools, now):
+        if self.cuts_thinking and thought and self._leaves_thinking_out(messages, calls, tools, now):
             return None
         before, mark, _ = rendered.text.rpartition(_MARK)
-        # encoded behind the mark: what stands there up to the end of the turn is the template's, and is not used
+        # encoded with the text after the placeholder: the rest of its turn is the template's, and is not used
         ids = self._tokenizer.encode_rendered(rendered[len(before) + len(mark) :]) if mark else []
         at = next((i for i, token in enumerate(ids) if token in self._ends), None)
         if at is None:
@@ -188,11 +209,62 @@ class Renderer:
             return Extension(ids[at + 1 :])
         return Extension(ids[at:], ended_otherwise=True)
 
+    def message_of(self, parsed: Parsed) -> Message:
+        """Return a sampled turn as a message for `whole`.
+
+        A call that cannot be run stands in the content as it was written. It is among the calls as well, without
+        arguments, because templates want a call before a result.
+        """
+        bad = [call.raw for call in parsed.calls if call.status not in ("ok", "unknown_tool")]
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, [parsed.text, *bad]))}
+        if parsed.thinking:
+            message["reasoning_content"] = parsed.thinking
+        if parsed.calls:
+            message["tool_calls"] = [_written(call, dict(call.arguments)) for call in parsed.calls]
+        return message
+
+    def whole(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), now: datetime | None = None) -> Whole:
+        """Render a conversation with turns of the policy in it, as the template writes all of it now.
+
+        Parameters
+        ----------
+        messages:
+            From the first one on; turns of the policy as `message_of` makes them.
+
+        Raises
+        ------
+        ChatTemplateError
+            The template refuses the conversation.
+        """
+        calls = next((message["tool_calls"] for message in messages if message.get("tool_calls")), None)
+        if calls and self._arguments_as_text is None:
+            self._with_calls([], [_call_of({"name": calls[0]["function"]["name"]})], tools, now)
+        if self._arguments_as_text:
+            messages = [_with_text_arguments(message) for message in messages]
+        try:
+            rendered = self._render(messages, tools, now)
+        except ChatTemplateError:
+            # some templates refuse a turn that has a text in addition to thinking and calls
+            messages = [_with_text_in_thinking(message) for message in messages]
+            rendered = self._render(messages, tools, now)
+        thoughts = [str(message.get("reasoning_content") or "").strip() for message in messages]
+        kept = any(thought in rendered.text for thought in thoughts if thought)
+        return Whole(self._tokenizer.encode_rendered(rendered), kept)
+
     def parse(
         self, token_ids: Sequence[int], *, said: Sequence[int] = (), tools: Sequence[Tool] = (), turn: int = 0
     ) -> Parsed:
         """See `hpcrl.rollouts.rendering.parsing.TurnParser`."""
         return self._parser.parse(token_ids, said=said, tools=tools, turn=turn)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the tokenizer."""
+        return self._tokenizer.vocab_size
+
+    def reads(self, name: str) -> bool:
+        """Return whether the chat template mentions a field of messages or a role."""
+        return self._tokenizer.template_reads(name)
 
     def full_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole sequence with its special tokens, for people."""
@@ -215,7 +287,8 @@ class Renderer:
         except ChatTemplateError:
             if not messages or messages[0].get("role") != "tool":
                 raise
-            # a result of what the environment itself has found in the text; some templates want a call before it
+            # a tool result for a call that the environment itself found in the text; some templates require a call
+            # before it
             return self._with_calls(messages, [_call_of(messages[0])], tools, now)
 
     def _leaves_thinking_out(
@@ -227,15 +300,7 @@ class Renderer:
             calls = [_call_of(messages[0])]
         if calls:
             arguments: Any = "{}" if self._arguments_as_text else {}
-            made = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name or _NAMELESS, "arguments": arguments},
-                }
-                for call in calls
-            ]
-            turn |= {"content": "", "tool_calls": made}
+            turn |= {"content": "", "tool_calls": [_written(call, arguments) for call in calls]}
         return _MARK not in self._after(messages, turn, tools, now).text
 
     def _with_calls(
@@ -245,15 +310,11 @@ class Renderer:
         ways = (False, True) if self._arguments_as_text is None else (self._arguments_as_text,)
         for as_text in ways:
             arguments: Any = f'{{"mark": "{_MARK}"}}' if as_text else {"mark": _MARK}
-            made = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name or _NAMELESS, "arguments": arguments},
-                }
-                for call in calls
-            ]
-            turn = {"role": "assistant", "content": "", "tool_calls": made}
+            turn = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [_written(call, arguments) for call in calls],
+            }
             try:
                 rendered = self._after(messages, turn, tools, now)
             except ChatTemplateError:
@@ -280,3 +341,27 @@ def _call_of(result: Message) -> ToolCall:
     """Return a call that a tool's result may belong to."""
     name, number = (str(result.get(key) or _NAMELESS) for key in ("name", "tool_call_id"))
     return ToolCall(name, {}, number)
+
+
+def _written(call: ToolCall, arguments: Any) -> dict[str, Any]:
+    """Return a call as messages have it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name or _NAMELESS, "arguments": arguments}}
+
+
+def _with_text_in_thinking(message: Message) -> Message:
+    """Return a message that has its text behind its thinking, where it has both and calls."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if not (message.get("tool_calls") and thought and content):
+        return message
+    return {**message, "reasoning_content": f"{thought}\n\n{content}", "content": ""}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

@@ -1,4 +1,4 @@
-"""What is what in a stored rollout: control tokens, thinking, tool calls, what tools said.
+"""Kinds of text in a stored rollout: control tokens, thinking, tool calls, outputs of tools.
 
 ``python -m hpcrl.rollouts.rendering.spoken < request.json`` prints one JSON document. `hpcrl rollouts show` calls it
 with the interpreter of the orchestrator, which has the parsers of chat formats.
@@ -17,17 +17,15 @@ from hpcrl.models.token_pieces import TokenPiece, pieces_of
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.rendering.renderer import Renderer
 
-__all__ = ["SpokenTurn", "spoken_turns"]
-
 _TYPED_BY_TOOLS = ("glm-4.5", "glm-5", "minimax-m2", "nemotron-3", "qwen3.5")
-"""Formats whose arguments are text or JSON as the tools say. These are not stored with a rollout."""
+"""Formats whose arguments are text or JSON depending on the tools, which are not stored with a rollout."""
 
 
 class SpokenTurn(msgspec.Struct, frozen=True):
-    """What was said before a turn, and the turn, in pieces of a kind and a text each.
+    """Messages before a turn, and the turn, in pieces of a kind and a text each.
 
-    Kinds are ``control``, ``said`` and ``tool result`` of what was said, ``thinking``, ``text``, ``tool call`` and
-    ``bad call`` of what was sampled, and ``problem``, which says what is wrong with the calls before it.
+    Kinds are ``control``, ``said`` and ``tool result`` for messages, ``thinking``, ``text``, ``tool call`` and
+    ``bad call`` for sampled tokens, and ``problem``, which describes what is wrong with the calls before it.
     """
 
     said: list[TokenPiece]
@@ -42,7 +40,7 @@ def spoken_turns(
     Parameters
     ----------
     turns:
-        Token ids of what was said before each, and of what was sampled.
+        Token ids of the messages before each turn, and of the sampled tokens.
     """
     found, called = [], False
     for number, (said, sampled) in enumerate(turns):
@@ -65,7 +63,7 @@ def spoken_turns(
 
 
 def _with_thinking(piece: TokenPiece, thinking: str) -> Iterator[TokenPiece]:
-    """Divide a text into thinking and other text."""
+    """Yield the parts of a text: thinking and other text."""
     thought, own = thinking.strip(), piece.text.strip()
     if piece.kind != "text" or not thought or not own:
         yield piece

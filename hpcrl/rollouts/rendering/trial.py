@@ -14,15 +14,22 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.config.environments import CalculatorEnv, CustomEnv, DatasetEnv, ReasoningGymEnv
+from hpcrl.config.environments import (
+    CalculatorEnv,
+    CustomEnv,
+    HarnessEnv,
+    ReasoningGymEnv,
+    SweEnv,
+    TaskFileEnv,
+    VerifiersEnv,
+)
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.models import load_arch
 from hpcrl.models.tokenizer import ChatTokenizer, Message
 from hpcrl.rollouts.environments.base import Tool, ToolCall, tool_message
-from hpcrl.rollouts.rendering.renderer import CUT_THINKING, Extension, Renderer
-
-__all__ = ["check_chat"]
+from hpcrl.rollouts.rendering.parsing import Parsed
+from hpcrl.rollouts.rendering.renderer import Renderer
 
 _FORMAT = "model.chat.format"
 _QUESTION: Message = {"role": "user", "content": "What is 2 + 2?"}
@@ -45,7 +52,7 @@ _OTHER_TEMPLATE = (
 
 
 def check_chat(recipe: Recipe, model_dir: Path) -> dict[str, Any]:
-    """Make the renderer of a model, and render what the environments of a recipe may say.
+    """Make the renderer of a model, and render the kinds of messages that the environments of a recipe use.
 
     Returns
     -------
@@ -72,7 +79,7 @@ def check_chat(recipe: Recipe, model_dir: Path) -> dict[str, Any]:
 
 
 class _Trial:
-    """Collects what is wrong."""
+    """Collects problems."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -83,17 +90,22 @@ class _Trial:
         self.findings.append({"key": key, "what": what, "hint": hint})
 
     def render(self, renderer: Renderer) -> list[int]:
-        """Render an opening, and what follows a turn; returns all token ids."""
+        """Render an opening, and an extension after a turn; return all token ids."""
         environments = self._recipe.environments
-        # what the recipe tells the template is the first thing that may be wrong with it
+        # the recipe's template settings are checked first
         key = "model.chat.variables" if self._recipe.model.chat.variables else "model.path"
-        system = next((each.system for each in environments if isinstance(each, DatasetEnv | ReasoningGymEnv)), None)
+        system = next((each.system for each in environments if isinstance(each, TaskFileEnv | ReasoningGymEnv)), None)
         opening: list[Message] = [*([{"role": "system", "content": system}] if system else ()), _QUESTION]
         try:
             ids = renderer.opening(opening)
         except ValueError as error:
             self.find(key, f"no conversation can begin: {error}", _OTHER_TEMPLATE)
             return []
+        calling = [each.name for each in environments if isinstance(each, SweEnv)]
+        if calling and renderer.format is None:
+            what = f"no format of tool calls is known of this model, and environment {calling[0]!r} needs calls"
+            self.find(_FORMAT, what, "choose a model of a known format, or name its format")
+            return ids
         for what, kind, attempt in _ATTEMPTS:
             names = [each.name for each in environments if isinstance(each, kind)]
             if not names:
@@ -101,12 +113,30 @@ class _Trial:
             try:
                 ids += attempt(renderer)
             except ValueError as error:
-                if kind is CalculatorEnv:
+                if kind in (CalculatorEnv, SweEnv):
                     self.find(key, f"{what}, as environment {names[0]!r} needs it: {error}", _OTHER_TEMPLATE)
                 elif renderer.format is not None:
-                    # code of one's own may do it; of a model without calls nobody expects it
+                    # custom environments may use calls; a model without calls cannot
                     self.notes.append(f"{what}; rollouts of environment {names[0]!r} fail where they need it: {error}")
+        self._say_where_it_branches(renderer)
         return ids
+
+    def _say_where_it_branches(self, renderer: Renderer) -> None:
+        names = [
+            each.name for each in self._recipe.environments if isinstance(each, CustomEnv | HarnessEnv | VerifiersEnv)
+        ]
+        if not names or renderer.format is None or not renderer.cuts_thinking:
+            return
+        try:
+            followed = renderer.extension([_QUESTION], ended_by=renderer.stop_token_ids[0], thought=True)
+        except ValueError:
+            return  # this problem is reported already
+        if followed is None:
+            self.notes.append(
+                "the chat template leaves earlier thinking out at a message of the user, and model.chat.thinking is "
+                f"cut: rollouts of environment {names[0]!r} branch at each, and may have "
+                f"{self._recipe.rollouts.max_branches} sequences (rollouts.max_branches)"
+            )
 
     def compare(self, rendered: Sequence[int], ends: Sequence[int], tokenizer: ChatTokenizer, *, size: int) -> None:
         """Compare tokens that are used with the ``size`` rows of the embedding, which may be more than all tokens."""
@@ -120,7 +150,7 @@ class _Trial:
         training, held_out = self._recipe.rollouts.sampling, self._recipe.evaluation.sampling
         for section, named in (("rollouts", training.stop_token_ids), ("evaluation", held_out.stop_token_ids or ())):
             if found := [token for token in named if token >= size]:
-                self.find(f"{section}.sampling.stop_token_ids", f"{found[0]} is no token: {model}", "name others")
+                self.find(f"{section}.sampling.stop_token_ids", f"{found[0]} is not a token: {model}", "name others")
         if above and not wrong:
             first = next(iter(above))
             self.notes.append(
@@ -129,21 +159,20 @@ class _Trial:
             )
 
 
-def _after(renderer: Renderer, message: Message) -> list[int]:
-    return _said(renderer.extension([message], ended_by=renderer.stop_token_ids[0], thought=True))
-
-
-def _said(extension: Extension | None) -> list[int]:
-    if extension is None:
-        raise ValueError(CUT_THINKING)
-    return extension.token_ids
+def _after(
+    renderer: Renderer, message: Message, tools: Sequence[Tool] = (), calls: Sequence[ToolCall] = ()
+) -> list[int]:
+    """Render what follows a turn with thinking: behind it, or the whole conversation where it branches there."""
+    ended_by = renderer.stop_token_ids[0]
+    followed = renderer.extension([message], ended_by=ended_by, calls=calls, tools=tools, thought=True)
+    if followed is not None:
+        return followed.token_ids
+    turn = renderer.message_of(Parsed("" if calls else "4", "2 + 2", tuple(calls)))
+    return renderer.whole([_QUESTION, turn, message], tools=tools).token_ids
 
 
 def _use_tool(renderer: Renderer) -> list[int]:
-    result = tool_message(_CALL, "4")
-    ended_by = renderer.stop_token_ids[0]
-    followed = renderer.extension([result], ended_by=ended_by, calls=[_CALL], tools=[_TOOL], thought=True)
-    return renderer.opening([_QUESTION], tools=[_TOOL]) + _said(followed)
+    return renderer.opening([_QUESTION], tools=[_TOOL]) + _after(renderer, tool_message(_CALL, "4"), [_TOOL], [_CALL])
 
 
 _ATTEMPTS: tuple[tuple[str, type, Callable[[Renderer], list[int]]], ...] = (
@@ -154,8 +183,9 @@ _ATTEMPTS: tuple[tuple[str, type, Callable[[Renderer], list[int]]], ...] = (
     ),
     ("a user's message cannot follow a reply", CustomEnv, lambda renderer: _after(renderer, _QUESTION)),
     ("tools cannot be used", CustomEnv, _use_tool),
+    ("tools cannot be used", SweEnv, _use_tool),
 )
-"""What cannot be done, the environments that do it or may, and how it is tried."""
+"""Unsupported feature, the environments that use it or may use it, and the attempt to use it."""
 
 
 def main() -> None:

@@ -15,11 +15,11 @@ import msgspec
 from pydantic import TypeAdapter
 
 from hpcrl.config.rewards import RewardConfig
-from hpcrl.daemon_threads import run_process
 from hpcrl.dock.ledger.replay import Held
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.evaluation.audit import AuditedReply, audit_rewards
 from hpcrl.evaluation.rescored import RescoredRollout, rescored_steps
+from hpcrl.processes.daemon_threads import run_process
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.rescoring.rescorer import Rescorer
 from hpcrl.rollouts.rescoring.stored import StoredReplies
@@ -27,24 +27,22 @@ from hpcrl.runs.lenient import finite
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import choose_rollouts, read_ledger
 
-__all__ = ["RescoreRequest", "main", "rescore"]
-
 _AT_ONCE = 256
-"""Rollouts whose replies are in memory at the same time."""
+"""Number of rollouts whose replies are in memory at the same time."""
 _MOST_REASONS = 8
 
 
 class RescoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compute.
+    """Request for a computation of rewards.
 
     Attributes
     ----------
     run:
         Directory of the run.
     rewards:
-        Configurations of checkers; empty: as the recipe of the run has them.
+        Configurations of checkers; empty: those of the run's recipe.
     environment, state, step:
-        Only rollouts of these.
+        Filters of rollouts.
     audit:
         Audit the rewards as well.
     """
@@ -116,7 +114,7 @@ def _first_line(text: str) -> str:
 
 
 def main() -> None:
-    """Answer one request; what is wrong with it is part of the answer."""
+    """Answer one request; an error in it is part of the answer."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=RescoreRequest)
     answer: dict[str, Any]
     try:

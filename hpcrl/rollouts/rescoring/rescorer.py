@@ -15,6 +15,7 @@ from hpcrl.config.rewards import RewardConfig
 from hpcrl.dock.ledger.replay import Held
 from hpcrl.evaluation.audit import AuditedReply
 from hpcrl.evaluation.rescored import RescoredRollout
+from hpcrl.rollouts.core.seeding import stable_hash
 from hpcrl.rollouts.environments import (
     Environment,
     EnvironmentLostError,
@@ -28,31 +29,29 @@ from hpcrl.rollouts.environments import (
     hosted,
     prompt_of,
 )
+from hpcrl.rollouts.environments.base import WithoutEndpoint
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
 from hpcrl.rollouts.environments.rewards.answers import AnswerCheck
 from hpcrl.rollouts.environments.rewards.judge import Judge
 from hpcrl.rollouts.environments.rewards.processes import CheckerError
 from hpcrl.rollouts.rescoring.stored import StoredReplies, UnknownRewardError
 from hpcrl.rollouts.sampling.held_out import HeldOutTask
-from hpcrl.rollouts.sampling.seeding import stable_hash
-
-__all__ = ["Rescorer", "StoredPolicy"]
 
 _AT_ONCE = 16
-"""Maximum rollouts that are judged at the same time."""
+"""Maximum number of rollouts that are judged at the same time."""
 _PROMPTS = 1024
-"""Maximum prompts that are kept: the members of a group have one."""
+"""Maximum number of cached prompts: the members of a group share one."""
 _PROCESSES = 4
 
 
-class StoredPolicy:
+class StoredPolicy(WithoutEndpoint):
     """Gives the stored replies of a rollout, whatever the environment says."""
 
     def __init__(self, replies: Sequence[Reply], *, seed: int) -> None:
         self.seed, self._replies, self._given = seed, replies, 0
 
-    async def reply(self, messages: Sequence[Message]) -> Reply:
-        """Give the next one (`UnknownRewardError` where there is none)."""
+    async def reply(self, messages: Sequence[Message], *, anew: bool = False, within: int | None = None) -> Reply:
+        """Return the next stored reply (`UnknownRewardError` where there is none)."""
         if self._given == len(self._replies):
             raise UnknownRewardError("its environment asks for more turns now than are stored")
         self._given += 1
@@ -76,7 +75,7 @@ class Rescorer:
         Parameters
         ----------
         names:
-            Of the environments that are needed.
+            Names of the required environments.
         rewards:
             Take the place of those of the recipe; empty: the environments judge as they are.
 
@@ -96,7 +95,7 @@ class Rescorer:
             self._close_judge()
             raise
         self._environments: dict[str, Environment] = {environment.name: environment for environment in made}
-        # of these the environment itself has the given rewards, and the answers
+        # for these kinds the environment itself has the original rewards, and the answers
         self._own = {config.name for config in configs if isinstance(config, DatasetEnv) or not rewards}
         self.kinds = {config.name: _kinds(config, rewards) for config in configs}
         self._prompts: dict[tuple[str, int], asyncio.Task[Prompt]] = {}

@@ -1,25 +1,26 @@
-"""The replies of a stored rollout, as the policy gave them to the environment."""
+"""Replies of a stored rollout, as the policy gave them to the environment."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
+import msgspec
+
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Held
+from hpcrl.dock.sequences import turn_places
 from hpcrl.rollouts.batches.columns import MAX_TEXT_CHARACTERS
+from hpcrl.rollouts.core.records import Rollout, decode_rollout
 from hpcrl.rollouts.environments.base import Prompt, Reply
-from hpcrl.rollouts.records import Rollout, decode_rollout
 from hpcrl.rollouts.rendering import Parsed, Renderer
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import ConsumedLines
-
-__all__ = ["StoredReplies", "UnknownRewardError"]
 
 _OTHER_PROMPT = "its environment gives another prompt now"
 
 
 class UnknownRewardError(Exception):
-    """A reward cannot be computed again; the message says what is missing."""
+    """Raised where a reward cannot be computed again; the message says what is missing."""
 
 
 class StoredReplies:
@@ -46,16 +47,17 @@ class StoredReplies:
 
     def _of_tokens(self, rollout: Rollout, prompt: Prompt) -> tuple[Reply, ...]:
         ids = rollout.token_ids.tolist()
-        if not rollout.turns or sum(turn.said + turn.sampled for turn in rollout.turns) != len(ids):
+        places = turn_places(map(msgspec.structs.astuple, rollout.turns), rollout.starts)
+        if not places or rollout.repeated_tokens + sum(at.end - at.said for at in places) != len(ids):
             raise UnknownRewardError("its turns are not stored")
-        # a chat template may tell the date
+        # a chat template may contain the date
         began = datetime.fromtimestamp(rollout.ended_s - rollout.seconds)
         if ids[: rollout.turns[0].said] != self._opening(prompt, began):
             raise UnknownRewardError(_OTHER_PROMPT)
-        replies, at = [], 0
-        for number, turn in enumerate(rollout.turns):
-            said, sampled = ids[at : at + turn.said], ids[at + turn.said : at + turn.said + turn.sampled]
-            at += turn.said + turn.sampled
+        replies = []
+        for number, (turn, at) in enumerate(zip(rollout.turns, places, strict=True)):
+            # what has begun the thinking of a branch may be shared
+            said, sampled = ids[at.begin if turn.shared else at.said : at.sampled], ids[at.sampled : at.end]
             last = number == len(rollout.turns) - 1
             finished = not last or self._finished(sampled, rollout.parts.get("unfinished"))
             parsed = self._renderer.parse(sampled, said=said, tools=prompt.tools, turn=number)
@@ -63,7 +65,7 @@ class StoredReplies:
         return tuple(replies)
 
     def _finished(self, sampled: list[int], unfinished: float | None) -> bool:
-        """Return whether a last turn was not cut: it has an end, or its environment was told so."""
+        """Return whether a last turn was not cut: it has an end, or its environment treated it as complete."""
         return unfinished == 0.0 or (bool(sampled) and sampled[-1] in self._renderer.stop_token_ids)
 
     def _of_text(self, held: Held, prompt: Prompt) -> tuple[Reply, ...]:
@@ -71,11 +73,11 @@ class StoredReplies:
         line = self._consumed.of(held)
         text, turns = line.get("text"), line.get("turns")
         if not isinstance(text, str) or not isinstance(turns, list) or not turns:
-            raise UnknownRewardError("its tokens are no longer kept, and no text of it")
+            raise UnknownRewardError("its tokens are no longer kept, and neither is its text")
         if len(turns) > 1:
             raise UnknownRewardError("its tokens are no longer kept, and its text does not tell where turns end")
         if len(text) > MAX_TEXT_CHARACTERS:
-            raise UnknownRewardError("its tokens are no longer kept, and its text has no middle")
+            raise UnknownRewardError("its tokens are no longer kept, and the middle of its text was left out")
         try:
             said, sampled, seconds = int(turns[0][0]), int(turns[0][1]), float(line.get("seconds") or 0.0)
         except (TypeError, ValueError, LookupError, OverflowError):

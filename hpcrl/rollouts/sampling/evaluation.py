@@ -1,4 +1,4 @@
-"""Held-out evaluation during the run: the same prompts each time, with a sampling of its own, beside training."""
+"""Held-out evaluation during training: the same prompts each time, with their own sampling settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.sampling import EvaluationSampling
 from hpcrl.errors import EnvironmentFailedError, HpcrlError
+from hpcrl.rollouts.core.records import Rollout
 from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError
-from hpcrl.rollouts.records import Rollout
+from hpcrl.rollouts.environments.data_order import heldout_shares
 from hpcrl.rollouts.sampling.conversation import Sampler
-from hpcrl.rollouts.sampling.data_order import heldout_shares
 from hpcrl.rollouts.sampling.held_out import (
     DueVersions,
     HeldOutRollout,
@@ -30,22 +30,20 @@ from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Evaluator", "PastEvaluations", "all_failed", "evaluated_sets", "evaluated_versions", "held_out_sets"]
-
 _log = logging.getLogger(__name__)
 _Number = TypeVar("_Number", int, float)
 
 
 class PastEvaluations(NamedTuple):
-    """What earlier attempts evaluated.
+    """Evaluations by earlier attempts.
 
     Attributes
     ----------
     exact:
-        Versions of which every token was.
+        Versions that sampled every token of their evaluation.
     due:
-        Versions that were due, and whose evaluation was made: at this version, or at a later one where engines
-        skipped it.
+        Versions that were due and whose evaluation was made, at this version or at a later one where engines skipped
+        it.
     """
 
     exact: frozenset[int] = frozenset()
@@ -65,9 +63,9 @@ def held_out_sets(
     Parameters
     ----------
     sampler_of:
-        Makes a sampler that draws tokens so.
+        Makes a sampler with these sampling settings.
     up_to:
-        The step that the run goes on after.
+        The step that the run continues after.
     """
     begun = evaluated_sets(run, up_to=up_to)
     return [
@@ -83,7 +81,7 @@ def held_out_sets(
 
 
 def evaluated_sets(run: RunDir, *, up_to: int) -> dict[str, frozenset[int]]:
-    """Versions up to ``up_to`` that were due, and of which earlier attempts evaluated a set, by the name of the set."""
+    """Return the due versions up to ``up_to`` of which earlier attempts evaluated a set, by the name of the set."""
     found: dict[str, set[int]] = defaultdict(set)
     for event in read_events(run, kind="evaluation.set"):
         version, due, name = (event.data.get(key) for key in ("version", "due", "set"))
@@ -93,11 +91,11 @@ def evaluated_sets(run: RunDir, *, up_to: int) -> dict[str, frozenset[int]]:
 
 
 def evaluated_versions(run: RunDir, *, up_to: int) -> PastEvaluations:
-    """Evaluations of versions up to ``up_to`` by earlier attempts; later ones belong to an abandoned past."""
+    """Return the evaluations of versions up to ``up_to`` by earlier attempts; later ones were abandoned."""
     every = (event.data for event in read_events(run, kind="evaluation"))
     data = [d for d in every if isinstance(d.get("version"), int) and d["version"] <= up_to]
     exact = frozenset(d["version"] for d in data if d["version"] == d.get("last_version"))
-    # of the version that engines begin with an inexact one is made again
+    # an inexact evaluation of the version that engines begin with is repeated
     due = frozenset(d.get("due", d["version"]) for d in data if d["version"] in exact or d["version"] < up_to)
     return PastEvaluations(exact, due)
 
@@ -124,7 +122,7 @@ class Evaluator:
         Parameters
         ----------
         sampler:
-            As ``evaluation.sampling`` says; by default with temperature 0.
+            Sampler with ``evaluation.sampling``; by default with temperature 0.
         done:
             By earlier attempts.
         sets:
@@ -148,13 +146,13 @@ class Evaluator:
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation is going on."""
+        """Return whether an evaluation is running."""
         return self._one_at_a_time.locked()
 
     def take(self, version: int) -> int | None:
-        """The version whose evaluation is due now that engines serve ``version``; from then on it counts as begun.
+        """Return the version whose evaluation is due now that engines serve ``version``, and mark it as begun.
 
-        It is ``version``, or an older one that engines skipped; None where the recipe wants none.
+        It is ``version``, or an older one that engines skipped; None where none is due.
         """
         return self._due.take(version)
 
@@ -178,7 +176,7 @@ class Evaluator:
         Parameters
         ----------
         version:
-            What they serve.
+            Version that the engines serve.
         due:
             The version that was to be evaluated (`take`): this one, or one that engines skipped. None: only ``sets``
             are evaluated.
@@ -221,7 +219,7 @@ class Evaluator:
         ]
         told = told_failures([(task.environment.name, error) for task, error in errors])
         if not finished and not self._one_worked:
-            # what never worked is a mistake that people want to hear of before the queue has cost them a night
+            # a first evaluation without a finished rollout is a configuration error, which ends the run at once
             raise all_failed(version, errors)
         self._one_worked = True
         rewards = self._rewards(finished, errors)
@@ -274,7 +272,7 @@ class Evaluator:
 
 
 def all_failed(version: int, errors: Sequence[tuple[HeldOutTask, Exception]]) -> HpcrlError:
-    """What an evaluation in which nothing was finished fails with: the environment's own exception, where it is one."""
+    """Return the error of an evaluation in which no rollout finished: the environment's exception, if there is one."""
     what = f"none of the {len(errors)} rollouts that evaluate version {version} was finished"
     for _, error in errors:
         if isinstance(error, EnvironmentRaisedError | EnvironmentLostError):

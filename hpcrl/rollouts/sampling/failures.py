@@ -14,27 +14,26 @@ import msgspec
 
 from hpcrl.config.rollouts import RolloutFailuresConfig
 from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError, RolloutsFailedError
-from hpcrl.reporting import ReportedFile
+from hpcrl.reporting.reports import ReportedFile
 from hpcrl.rollouts.distillation.teacher import TeacherError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.environments.outcomes import OutcomeError, plain_text
+from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.runs.rollout_failures import EnvironmentFailures, FailureCause, FirstFailure, RolloutFailures
-
-__all__ = ["FailureCount", "FailureReport", "NoRoomError", "RunningRollout", "describe_failure"]
 
 _log = logging.getLogger(__name__)
 
 _MAX_IN_A_ROW = 64
-"""So many rollouts that fail one after the other are no accident."""
+"""Maximum number of consecutive failures, which end the run."""
 _WAVES = 4
-"""The share is that of the newest rollouts, as many as may be in flight so many times."""
+"""Window of the failed share, as a multiple of the maximum number of rollouts in flight."""
 _WHAT = 500
 """Maximum number of characters of an exception that is recorded."""
 
 
 class NoRoomError(ValueError):
-    """The prompt of a rollout leaves no room for an answer."""
+    """Raised where the prompt of a rollout leaves no room for an answer."""
 
     def __init__(self) -> None:
         super().__init__("the prompt leaves no room for an answer (engine.max_model_len)")
@@ -42,7 +41,7 @@ class NoRoomError(ValueError):
 
 @dataclass(slots=True, eq=False)
 class RunningRollout:
-    """A rollout that has begun. ``failed`` where it has failed, and counts in the share that ends a run."""
+    """Rollout that has begun. ``failed`` where it has failed, and counts in the share that ends a run."""
 
     environment: str
     failed: bool = False
@@ -50,7 +49,7 @@ class RunningRollout:
 
 @dataclass(slots=True)
 class _Tally:
-    """What is counted of one environment."""
+    """Counts of one environment."""
 
     started: int = 0
     finished: int = 0
@@ -58,6 +57,7 @@ class _Tally:
     first: dict[str, FirstFailure] = field(default_factory=dict)
     refused_parts: dict[str, int] = field(default_factory=dict)
     first_refused: dict[str, str] = field(default_factory=dict)
+    tampered: int = 0
     newest: collections.deque[RunningRollout] = field(default_factory=collections.deque)
     failed_of_newest: int = 0
     warned: bool = False
@@ -72,6 +72,7 @@ class _Tally:
             first=dict(self.first),
             refused_parts=dict(self.refused_parts),
             first_refused=dict(self.first_refused),
+            tampered=self.tampered,
         )
 
 
@@ -88,11 +89,12 @@ def describe_failure(error: Exception) -> tuple[FailureCause, FirstFailure]:
         kinds = {
             OutcomeError: FailureCause.UNUSABLE,
             NoRoomError: FailureCause.NO_ROOM,
+            TooManyBranchesError: FailureCause.BRANCHES,
             TeacherError: FailureCause.TEACHER,
             TimeoutError: FailureCause.TIMEOUT,
         }
         cause = next((value for kind, value in kinds.items() if isinstance(error, kind)), FailureCause.RAISED)
-        plain = isinstance(error, OutcomeError | NoRoomError | TeacherError)
+        plain = isinstance(error, OutcomeError | NoRoomError | TeacherError | TooManyBranchesError)
         what = str(error) if plain else f"{type(error).__name__}: {error}"
         if cause in (FailureCause.RAISED, FailureCause.TIMEOUT) and error.__traceback__ is not None:
             frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -111,31 +113,31 @@ class FailureCount:
         max_in_flight: int = 0,
         on_failing: Callable[[EnvironmentFailures], None] = lambda failures: None,
     ) -> None:
-        """Begin to count.
+        """Initialise the counts.
 
         Parameters
         ----------
         config:
-            When a share of failed rollouts ends the run; None: never.
+            Share of failed rollouts that ends the run; None: no share does.
         max_in_flight:
             Rollouts that may run at once.
         on_failing:
-            Told once of each environment whose share of failed rollouts reaches that from which people are warned.
+            Called once for each environment whose share of failed rollouts reaches the share for a warning.
         """
         self._end_share = None if config is None else config.end_share
         self._min_rollouts = 0 if config is None else config.min_rollouts
         self._window = max(self._min_rollouts, _WAVES * max_in_flight)
         self._on_failing = on_failing
         self._in_a_row = 0
-        self._last_death: tuple[str, int] | None = None
+        self._deaths: set[tuple[str, int]] = set()
         self._tallies: dict[str, _Tally] = {}
 
     def report(self) -> list[EnvironmentFailures]:
-        """Return what was counted so far of each environment."""
+        """Return the counts of each environment so far."""
         return [tally.of(name) for name, tally in self._tallies.items()]
 
     def begin(self, environment: str) -> RunningRollout:
-        """Count a rollout that begins; the result stands for it in `finished` and `failed`."""
+        """Count a rollout that begins; return its handle for `finished` and `failed`."""
         tally = self._tallies.setdefault(environment, _Tally())
         tally.started += 1
         rollout = RunningRollout(environment)
@@ -144,11 +146,14 @@ class FailureCount:
             tally.failed_of_newest -= tally.newest.popleft().failed
         return rollout
 
-    def finished(self, rollout: RunningRollout, refused: Mapping[str, str]) -> None:
-        """Count a rollout that has a reward, and parts of it that were ``refused``."""
+    def finished(self, rollout: RunningRollout, refused: Mapping[str, str], *, tampered: bool = False) -> None:
+        """Count a rollout that has a reward, parts of it that were ``refused``, and whether it has tampered."""
         self._in_a_row = 0
         tally = self._tallies[rollout.environment]
         tally.finished += 1
+        if tampered and not tally.tampered:
+            _log.warning("environment %r: a rollout interfered with its judge", rollout.environment)
+        tally.tampered += tampered
         for part, what in refused.items():
             if part not in tally.refused_parts:
                 name = rollout.environment
@@ -157,7 +162,7 @@ class FailureCount:
             tally.refused_parts[part] = tally.refused_parts.get(part, 0) + 1
 
     def failed(self, error: Exception, rollout: RunningRollout) -> HpcrlError | None:
-        """Count a rollout that has failed; returns what ends the run, where these are too many."""
+        """Count a rollout that failed; return the error that ends the run where these are too many."""
         tally = self._tallies[rollout.environment]
         cause, first = describe_failure(error)
         tally.failed[cause.value] = tally.failed.get(cause.value, 0) + 1
@@ -167,20 +172,20 @@ class FailureCount:
             tally.warned = True
             self._on_failing(found)
         if isinstance(error, EnvironmentLostError):
-            # the death of one process is one failure, however many rollouts it had
-            if error.death == self._last_death:
+            # the death of one process counts as one failure, however many rollouts it had; several may die together
+            if error.death in self._deaths:
                 return None
-            self._last_death = error.death
+            self._deaths.add(error.death)
         self._in_a_row += 1
         told = isinstance(error, EnvironmentRaisedError | EnvironmentLostError)
         text = str(error) if told else f"{type(error).__name__}: {error}"
         _log.warning(
             "a rollout failed: %s",
             text,
-            exc_info=None if told or isinstance(error, EngineError | TeacherError) else error,
+            exc_info=None if told or isinstance(error, EngineError | TeacherError | TooManyBranchesError) else error,
         )
         if self._in_a_row < _MAX_IN_A_ROW:
-            # engines that fail are restarted, and what becomes of them is decided by others
+            # failed engines are restarted, and other parts decide when they end the run
             return None if cause is FailureCause.ENGINE else self._too_large_a_share(rollout, tally)
         count = f"{self._in_a_row} rollouts failed one after the other"
         if told:
@@ -191,7 +196,7 @@ class FailureCount:
         return kind(f"{count}; the last: {text}")
 
     def _too_large_a_share(self, rollout: RunningRollout, tally: _Tally) -> HpcrlError | None:
-        """Count a failure among the newest rollouts; returns what ends the run, where the share is above the bound."""
+        """Count a failure among the newest rollouts; return the error that ends the run above the maximum share."""
         if rollout in tally.newest:  # by identity; it may have begun long ago
             rollout.failed = True
             tally.failed_of_newest += 1
@@ -210,14 +215,14 @@ class FailureCount:
             place = f"\n      {first.where}" if first.where else ""
             lines.append(f"    {count} {FailureCause(cause).words}; the first: {first.what}{place}")
         lines.append(
-            "    hint: mend the environment (hpcrl env try), then resume; where so many may fail, raise "
+            "    hint: correct the environment (hpcrl env try), then resume; if this share may fail, raise "
             "rollouts.failures.end_share (null: no bound)"
         )
         return RolloutsFailedError("\n".join(lines))
 
 
 class FailureReport:
-    """The file in which an attempt says which rollouts have failed."""
+    """File in which an attempt reports its failed rollouts."""
 
     def __init__(self, path: Path, count: FailureCount) -> None:
         self._file = ReportedFile(path, durable=False)

@@ -16,35 +16,22 @@ from hpcrl.config.evaluation import EvaluationSetConfig
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError
 from hpcrl.evaluation.summary import FailurePolicy, SampleSummary, ScoredSample, summarise, summarise_by_environment
+from hpcrl.rollouts.core.records import Rollout
+from hpcrl.rollouts.core.seeding import stable_hash
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import Environment, EnvironmentLostError, EnvironmentRaisedError, prompt_of
+from hpcrl.rollouts.environments.data_order import heldout_shares
 from hpcrl.rollouts.environments.outcomes import checked_outcome
-from hpcrl.rollouts.records import Rollout
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
-from hpcrl.rollouts.sampling.data_order import heldout_shares
 from hpcrl.rollouts.sampling.failures import NoRoomError, describe_failure
-from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.runs.events import EventWriter
-
-__all__ = [
-    "DueVersions",
-    "HeldOutRollout",
-    "HeldOutSet",
-    "HeldOutTask",
-    "drawn",
-    "roll_out",
-    "roll_out_all",
-    "scored",
-    "summaries",
-    "told_failures",
-]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutTask:
-    """One sample of a held-out prompt; ``seed`` other than 0 gives other draws."""
+    """Sample of a held-out prompt; ``seed`` other than 0 gives other draws."""
 
     environment: Environment
     index: int
@@ -53,14 +40,14 @@ class HeldOutTask:
 
     @property
     def rollout_seed(self) -> int:
-        """The seed of the rollout: of environment, prompt, sample and ``seed`` alone, for every version the same."""
-        # the first sample has the seed that it had when there was one
+        """Return the seed of the rollout, a function of environment, prompt, sample and ``seed`` for every version."""
+        # the first sample keeps the seed from when there was only one sample
         more = (self.sample, self.seed) if self.seed else (self.sample,) if self.sample else ()
         return stable_hash("heldout", self.environment.name, self.index, *more)
 
 
 class HeldOutRollout(NamedTuple):
-    """A held-out rollout that finished; ``truncated``: its last reply was cut at a limit."""
+    """Held-out rollout that finished; ``truncated``: its last reply was cut at a limit."""
 
     rollout: Rollout
     truncated: bool
@@ -72,7 +59,7 @@ async def roll_out(sampler: Sampler, task: HeldOutTask) -> HeldOutRollout | Exce
     Raises
     ------
     HpcrlError
-        What is no failure of a rollout.
+        The error is not a failure of a rollout.
     """
     started = time.monotonic()
     environment, index, sample = task.environment, task.index, task.sample
@@ -99,8 +86,7 @@ async def roll_out(sampler: Sampler, task: HeldOutTask) -> HeldOutRollout | Exce
 
 
 def told_failures(errors: Sequence[tuple[str, Exception]]) -> dict[str, Any]:
-    """Return what an event says of rollouts that failed, each with its environment: how many by environment and
-    cause, and the first."""
+    """Return the fields of an event about failed rollouts: numbers by environment and cause, and the first failure."""
     by_env: dict[str, int] = defaultdict(int)
     by_cause: dict[str, int] = defaultdict(int)
     first: dict[str, str] = {}
@@ -113,19 +99,18 @@ def told_failures(errors: Sequence[tuple[str, Exception]]) -> dict[str, Any]:
 
 
 class DueVersions:
-    """Which versions are to be evaluated: the first, and every so many.
+    """Versions that are to be evaluated: the first, and then one per interval.
 
     Engines may skip a version that is due: they load the newest, and are busy while others appear. Its evaluation is
     then made at the next version that they serve.
     """
 
     def __init__(self, every: int, begun: frozenset[int]) -> None:
-        """Begin; evaluations of the versions ``begun`` were made. 0 for ``every``: only of the first version."""
+        """Initialise; versions ``begun`` are evaluated already. 0 for ``every``: only the first version is due."""
         self._every, self._begun = every, set(begun)
 
     def take(self, version: int) -> int | None:
-        """Return the version whose evaluation is due now that engines serve ``version``; from then on it counts as
-        begun. None where none is."""
+        """Return the version that is due now that engines serve ``version``, and mark it as begun; None without one."""
         if version == 0:
             due = 0
         elif self._every > 0:
@@ -140,7 +125,7 @@ class DueVersions:
 
 
 class HeldOutSet:
-    """A set of held-out prompts with samples of each; its evaluations are events ``evaluation.set``."""
+    """Set of held-out prompts with samples of each; its evaluations are events ``evaluation.set``."""
 
     def __init__(
         self,
@@ -150,6 +135,8 @@ class HeldOutSet:
         *,
         sampler: Sampler,
         begun: frozenset[int] = frozenset(),
+        seed: int = 0,
+        at_once: int | None = None,
     ) -> None:
         """Choose the prompts; nothing is sent.
 
@@ -161,6 +148,10 @@ class HeldOutSet:
             That draws as the set says.
         begun:
             Versions that were evaluated by earlier attempts.
+        seed:
+            Seed of the draws (see `HeldOutTask`), and of intervals where it is not 0, in place of the recipe's.
+        at_once:
+            Maximum number of rollouts at a time; None: ``rollouts.max_in_flight``.
         """
         chosen = [
             (environment, each.weight)
@@ -170,14 +161,14 @@ class HeldOutSet:
         shares = heldout_shares([weight for _, weight in chosen], config.prompts)
         self.name, self.config = config.name, config
         self.tasks = [
-            HeldOutTask(environment, index, sample)
+            HeldOutTask(environment, index, sample, seed)
             for (environment, _), share in zip(chosen, shares, strict=True)
             for index in range(share)
             for sample in range(config.samples)
         ]
         evaluation = recipe.evaluation
-        self._sampler, self._failures, self._seed = sampler, evaluation.failures, recipe.seed
-        self._at_once = recipe.rollouts.max_in_flight
+        self._sampler, self._failures, self._seed = sampler, evaluation.failures, seed or recipe.seed
+        self._at_once = recipe.rollouts.max_in_flight if at_once is None else at_once
         every = evaluation.every_steps if config.every_steps is None else config.every_steps
         self._due, self._last = DueVersions(every, begun), max(begun, default=-1)
 
@@ -190,12 +181,16 @@ class HeldOutSet:
         return due
 
     async def evaluate(self, version: int, *, due: int, events: EventWriter) -> None:
-        """Roll out all samples with the version that engines serve, and say what they come to.
+        """Evaluate the set, and report it as an event; parameters as for `result`."""
+        events.emit("evaluation.set", **await self.result(version, due=due))
+
+    async def result(self, version: int, *, due: int) -> dict[str, Any]:
+        """Roll out all samples with the version that engines serve, and return the fields of an event about them.
 
         Parameters
         ----------
         version:
-            What engines serve.
+            Version that the engines serve.
         due:
             The version that was to be evaluated.
         """
@@ -208,18 +203,17 @@ class HeldOutSet:
             if isinstance(result, Exception)
         ]
         samples = [scored(task, result) for task, result in zip(self.tasks, results, strict=True)]
-        events.emit(
-            "evaluation.set",
-            set=self.name,
-            version=min((rollout.first_version for rollout in finished), default=version),
-            last_version=max((rollout.last_version for rollout in finished), default=version),
-            due=due,
-            samples_per_prompt=self.config.samples,
+        return {
+            "set": self.name,
+            "version": min((rollout.first_version for rollout in finished), default=version),
+            "last_version": max((rollout.last_version for rollout in finished), default=version),
+            "due": due,
+            "samples_per_prompt": self.config.samples,
             **drawn(self._sampler),
             **summaries(samples, self.config, self._failures, self._seed),
             **told_failures(errors),
-            seconds=time.monotonic() - started,
-        )
+            "seconds": time.monotonic() - started,
+        }
 
 
 async def roll_out_all(
@@ -229,7 +223,7 @@ async def roll_out_all(
     at_once: int,
     each: Callable[[HeldOutTask, HeldOutRollout | Exception], Awaitable[None]] | None = None,
 ) -> list[HeldOutRollout | Exception]:
-    """Roll out tasks, at most ``at_once`` at a time, and return their results in order; ``each`` is told of one."""
+    """Roll out tasks, at most ``at_once`` at a time; return results in order and call ``each`` with each."""
     limit = asyncio.Semaphore(at_once)
 
     async def one(task: HeldOutTask) -> HeldOutRollout | Exception:
@@ -243,7 +237,7 @@ async def roll_out_all(
 
 
 def scored(task: HeldOutTask, result: HeldOutRollout | Exception) -> ScoredSample:
-    """Return what statistics need of a result."""
+    """Return the values of a result that statistics need."""
     name = task.environment.name
     if isinstance(result, Exception):
         return ScoredSample(environment=name, prompt=task.index, reward=None)
@@ -251,7 +245,7 @@ def scored(task: HeldOutTask, result: HeldOutRollout | Exception) -> ScoredSampl
 
 
 def drawn(sampler: Sampler) -> dict[str, Any]:
-    """Return what an event says of how tokens were drawn."""
+    """Return the fields of an event about the sampling."""
     return {"temperature": sampler.temperature, "sampling": sampler.sampling.model_dump(mode="json")}
 
 

@@ -1,13 +1,14 @@
-"""Rows of experts of prompts, for rollouts whose engine did not compute them: by cache salt and prefix, block by block.
+"""Store of the routed experts of prompts, for rollouts whose engine did not compute them: by cache salt and prefix.
 
-Where KV comes from a pool, the host or a prefill engine, the engine that answers has no rows of it; the one that
+If KV comes from a pool, the host or a prefill engine, the engine that answers has no rows of it; the one that
 computed it returned them with another rollout of the same prompt. The orchestrator sees all answers, so rows are kept
-here and not beside the engines, and one store serves every way that KV takes. It has openings only (the first prompt of
-a rollout): what follows is sampled, so nobody else has the same prefix, and its rows came with the rollout's own turns.
+here and not with the engines, and one store serves all paths of KV. It stores openings only (the first prompt of a
+rollout): later tokens are sampled, so that no other rollout has the same prefix, and their rows came with the rollout's
+own turns.
 
-A block is kept from the first answer that has it, as the pool keeps the first KV that is put under a key. Two engines
-may each have computed a block under one salt, though, and the KV that was used may be of the other pass: such rows are
-of the same weights and prefix, and not certainly of the same pass. They are counted by themselves
+A block is kept from the first answer that has it, as the pool keeps the first KV of a key. Two engines may each have
+computed a block under one salt, however, and the KV that was used may come from the other pass: such rows belong to the
+same weights and prefix, but not certainly to the same pass. They are counted separately
 (`Counters.rows_shared_prefix`).
 """
 
@@ -21,26 +22,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.rollouts.telemetry.counters import Counters
-
-__all__ = ["Block", "KnownRows", "Name", "Tokens"]
+from hpcrl.rollouts.core.counters import Counters
 
 Tokens = Sequence[int] | NDArray[np.int32]
 Name = tuple[int, bytes]
-"""Of a block: the salt, and a hash of its tokens and of all before them."""
+"""Key of a block: the salt, and a hash of its tokens and of all before them."""
 Block = tuple[Name, NDArray[np.unsignedinteger] | None]
 
 
 class KnownRows:
-    """The store; least recently used blocks go first.
+    """Store of routed experts of prompts; the least recently used blocks are evicted first.
 
-    An opening may have 100,000 tokens, and 60 MB of rows. What goes through them reads the store alone, and may be done
-    by a thread; what changes it takes milliseconds, and is for the event loop.
+    An opening may have 100,000 tokens, and 60 MB of rows. Functions that process all of them only read the store, and
+    may run in a thread; functions that change it take milliseconds, and run in the event loop.
 
     Attributes
     ----------
     bytes:
-        Of the rows that it has.
+        Size of the stored rows.
     """
 
     def __init__(self, counters: Counters, *, block: int, limit_bytes: int, keep_versions: int) -> None:
@@ -49,11 +48,11 @@ class KnownRows:
         Parameters
         ----------
         counters:
-            Where conversations count the sources of their rows.
+            Counters of the sources of rows.
         block:
             Tokens of a block; those of the engines' KV, because they know all rows of one or none.
         limit_bytes:
-            Of the rows.
+            Maximum size of the rows in bytes.
         keep_versions:
             Salts below the newest that are kept. No rollout that began earlier is used.
         """
@@ -64,7 +63,7 @@ class KnownRows:
 
     @classmethod
     def of(cls, recipe: Recipe, counters: Counters) -> KnownRows:
-        """The store of a run."""
+        """Return the store of a run."""
         limit = round(recipe.engine.routed_experts_gib * (1 << 30))
         keep = recipe.rollouts.max_off_policy_steps
         return cls(counters, block=recipe.engine.block_size, limit_bytes=limit, keep_versions=keep)
@@ -72,9 +71,9 @@ class KnownRows:
     def blocks_of(
         self, salt: int, token_ids: Tokens, rows: NDArray[np.unsignedinteger], known: NDArray[np.bool_]
     ) -> list[Block]:
-        """Whole blocks of an opening, for `keep`; nothing is changed, so that a thread may do it.
+        """Return the whole blocks of an opening, for `keep`; nothing is changed, so that a thread may call it.
 
-        Of a block that the store has already, or of which rows are unknown, only the name.
+        Blocks that the store has already, or that have unknown rows, consist of the name only.
 
         Parameters
         ----------
@@ -95,7 +94,7 @@ class KnownRows:
         return found
 
     def keep(self, salt: int, blocks: Iterable[Block]) -> None:
-        """Take in blocks of a salt, of which the store may have some by now: the first stay."""
+        """Add blocks of a salt; blocks that the store has already are kept."""
         if salt > self._newest:
             self._newest = salt
             for key in [key for key in self._blocks if key[0] < salt - self._keep]:
@@ -139,7 +138,7 @@ class KnownRows:
         self.bytes -= self._blocks.pop(key).nbytes
 
     def _digests(self, token_ids: Tokens) -> Iterator[tuple[int, bytes]]:
-        """First token of each whole block, and what names it with all before it."""
+        """Yield the first token of each whole block, and a digest of it and all tokens before it."""
         data, width = np.asarray(token_ids, np.int64).tobytes(), 8 * self._block
         running = hashlib.blake2b(digest_size=16)
         for end in range(width, len(data) + 1, width):

@@ -10,31 +10,30 @@ from functools import partial
 
 from hpcrl.config.recipe import RolloutConfig
 from hpcrl.errors import HpcrlError, RunDirError
-from hpcrl.rollouts.batches.taken import Pending, TakenStep, TakenSteps
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Group, Rollout, StoredRollout
+from hpcrl.rollouts.core.saved_turns import SavedTurn, TurnKeeper
+from hpcrl.rollouts.core.staleness import StalenessAccount
 from hpcrl.rollouts.distillation.teacher import Teacher, TeacherError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.pool import EngineSession
 from hpcrl.rollouts.environments import Prompt, prompt_of
-from hpcrl.rollouts.environments.outcomes import checked_outcome
-from hpcrl.rollouts.ledger import GroupJournal
-from hpcrl.rollouts.records import Group, Rollout, StoredRollout
+from hpcrl.rollouts.environments.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.environments.outcomes import CheckedOutcome, checked_outcome
+from hpcrl.rollouts.ledger.ledger import GroupJournal
+from hpcrl.rollouts.ledger.taken import Pending, TakenStep, TakenSteps
+from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
-from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningRollout
-from hpcrl.rollouts.sampling.policy import Fate, GroupPolicy
-from hpcrl.rollouts.sampling.routes_room import RoutesRoom
-from hpcrl.rollouts.sampling.staleness import StalenessAccount
-from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
-from hpcrl.rollouts.telemetry.counters import Counters
-
-__all__ = ["Scheduler"]
+from hpcrl.rollouts.sampling.policy import GroupAdmission, GroupOutcome
+from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 
 _TOO_OLD = "too old"
 
 
 @dataclass(eq=False)
 class _Running:
-    """A group in flight."""
+    """Group in flight."""
 
     task: GroupTask
     session: EngineSession
@@ -43,30 +42,30 @@ class _Running:
     keepers: list[TurnKeeper] = field(default_factory=list)
     rollouts: list[StoredRollout] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
-    """Members whose rollouts the journal has, or is getting."""
+    """Members whose rollouts the journal has, or is writing."""
     members: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def version(self) -> int | None:
-        """Version of the oldest first token so far; None while nobody has asked."""
+        """Return the version of the oldest first token so far; None before the first request."""
         versions = [conversation.first_version for conversation in self.conversations]
         versions += [rollout.first_version for rollout in self.rollouts]
         return min((version for version in versions if version is not None), default=None)
 
 
 class Scheduler:
-    """Starts, finishes, drops and cancels groups. All of it happens in one event loop.
+    """Starts, finishes, drops and cancels groups, all in one event loop.
 
     Attributes
     ----------
     account:
-        Places, in groups.
+        Account of places, in groups.
     in_flight:
-        Rollouts that run.
+        Number of running rollouts.
     limit:
-        How many may; what runs when it is lowered goes on.
+        Maximum number of running rollouts; those that run when it is lowered continue.
     next_index:
-        Group that has not been started yet, with all above it.
+        Index of the first group that has not been started.
     """
 
     def __init__(
@@ -83,39 +82,39 @@ class Scheduler:
         finished: Iterable[Group] = (),
         parts: Mapping[int, Sequence[StoredRollout]] | None = None,
         turns: Mapping[tuple[int, int], Sequence[SavedTurn]] | None = None,
-        room: RoutesRoom | None = None,
+        room: RoutedExpertsBudget | None = None,
         failures: FailureCount | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """Take up the work; nothing is started before `run`.
+        """Take over the restored work; nothing is started before `run`.
 
         Parameters
         ----------
         account:
-            With ``waiting`` equal to the number of ``finished``.
+            Account whose ``waiting`` equals the number of ``finished``.
         restart:
-            Groups below ``next_index`` that must be started again, as they were dealt out.
+            Groups below ``next_index`` that must be started again, with their original tasks.
         finished:
             Groups that wait to be consumed.
         journal:
-            Told what becomes of rollouts, so that another process can go on.
+            Records what becomes of rollouts, so that another process can continue.
         parts:
             Rollouts that groups of ``restart`` have already: only their other members start.
         turns:
-            What these begin with, by group and member.
+            Saved turns with which these begin, by group and member.
         room:
-            For routed experts of what is in flight; None: without bounds.
+            Memory budget for routed experts in flight; None: without bounds.
         failures:
-            Told of rollouts that begin, finish and fail; None: only many in a row end the run.
+            Counts rollouts that begin, finish and fail; None: only consecutive failures end the run.
         teacher:
             Scores finished rollouts; None: there is none.
         """
-        self._room = room or RoutesRoom()
+        self._room = room or RoutedExpertsBudget()
         self._journal, self._parts, self._turns = journal, dict(parts or {}), dict(turns or {})
         self.account, self.next_index, self.in_flight = account, next_index, 0
         self.limit = config.max_in_flight
         self._config, self._order, self._sampler, self._counters = config, order, sampler, counters
-        self._policy = GroupPolicy(
+        self._policy = GroupAdmission(
             account,
             group_size=config.group_size,
             groups_per_step=config.rollouts_per_step // config.group_size,
@@ -137,19 +136,20 @@ class Scheduler:
     # -- for the rest of the orchestrator
 
     async def run(self) -> None:
-        """Admit groups whenever there is room. Runs for ever.
+        """Start groups whenever there is capacity; never return.
 
         Raises
         ------
         HpcrlError
-            Rollouts fail one after the other, or an engine's answers cannot be used.
+            Rollouts fail one after the other, or an engine's answers are unusable.
         """
         try:
             while True:
+                # cleared before groups are admitted: a change during the admission then wakes the next round
                 self._wake.clear()
                 await self._admit()
                 if self._policy.used_up or self._draining:
-                    await self._sampler.pool.notify()  # engines may take other weights
+                    await self._sampler.pool.notify()  # engines may load other weights now
                 if self._error is not None:
                     raise self._error
                 await self._wake.wait()
@@ -157,20 +157,21 @@ class Scheduler:
             self._leave()
 
     async def _admit(self) -> None:
-        """Start groups until there is no room."""
+        """Start groups until the capacity is used."""
         while self._error is None and self._may_start():
+            # groups to be started again come first, in index order: a batch in deterministic order waits for the oldest
             self._start(self._restart.pop(min(self._restart)) if self._restart else self._deal())
-            # let the members of this group begin, and others be heard, before the next is admitted
+            # let the members of this group start and other tasks run before the next group is admitted
             await asyncio.sleep(0)
 
     def serve(self, version: int) -> None:
-        """All engines serve ``version``: new places may open."""
+        """Record that all engines serve ``version``, which may open new places."""
         if version > self.account.version:
             self.account.serve(version)
             self._wake.set()
 
     def set_limit(self, limit: int) -> None:
-        """So many rollouts may be in flight from now on."""
+        """Set how many rollouts may be in flight from now on."""
         if limit != self.limit:
             self.limit = limit
             self._wake.set()
@@ -186,17 +187,18 @@ class Scheduler:
         return self._policy.may_take([*going, *((index, None) for index in self._restart)], self._finished.values())
 
     def choose_version(self, published: int) -> int:
-        """The version that engines should serve now, where ``published`` is the newest."""
+        """Return the version that engines should serve now, where ``published`` is the newest."""
         return published if self._draining else self._policy.choose(published)
 
     def take_batch(self) -> list[Group]:
-        """Consume the groups of the next step, as `GroupPolicy.take` chooses them, in index order.
+        """Consume the groups of the next step, as `GroupAdmission.take` chooses them, in index order.
 
-        What cannot be used any more after this step is dropped and cancelled. Until `settle` is told that the step was
-        trained, all of this can be undone in a snapshot.
+        Groups that this step makes too old are dropped or cancelled. Until `settle` marks the step as trained, all of
+        this can be undone in a snapshot.
         """
         chosen = self._policy.take(self._finished.values())
         taken = TakenStep(self.account.step, sorted(chosen, key=lambda group: group.index))
+        # added before stale groups are dropped: `_note_stale` looks up the step that made them stale
         self._taken.add(taken)
         for group in chosen:
             del self._finished[group.index]
@@ -207,13 +209,13 @@ class Scheduler:
         return taken.groups
 
     def settle(self, step: int) -> None:
-        """Steps up to ``step`` are trained; no snapshot from before them will be asked for."""
+        """Forget steps up to ``step``: they are trained, and no snapshot from before them will be requested."""
         self._taken.settle(step)
         self.account.settle(step)
         self._changed()
 
     def pending(self, step: int) -> Pending | None:
-        """What a process must do that goes on after ``step``; None where that state is gone, or in the future."""
+        """Return the work of a process that continues after ``step``; None where that state is not available."""
         return self._taken.undo(
             step,
             last=self.account.step,
@@ -223,18 +225,21 @@ class Scheduler:
         )
 
     async def drain(self) -> None:
-        """Start nothing more and abort what is in flight (it goes on after a restore)."""
+        """Start nothing more and abort rollouts in flight, which continue after a restore."""
         self._draining = True
         self._wake.set()
+        # collected first, because `_leave` removes the groups from the table
         members = [member for running in self._running.values() for member in running.members]
         self._leave()
         await asyncio.gather(*members, return_exceptions=True)
 
     def _leave(self) -> None:
-        """Abort what is in flight, to be gone on with after a restore."""
+        """Abort the rollouts in flight, which continue after a restore."""
         for running in list(self._running.values()):
+            # turns so far are written now: a restored rollout continues from them
             for keeper in running.keepers:
                 keeper.flush()
+            # a snapshot that is taken later must still contain the group
             self._restart[running.task.index] = running.task
             self._cancel(running)
 
@@ -242,15 +247,16 @@ class Scheduler:
 
     @property
     def places(self) -> int:
-        """How many rollouts may be in flight, with memory for routed experts looked at."""
+        """Return the maximum number of rollouts in flight, with the memory for routed experts considered."""
         return self._room.bound(self.limit, self._config.group_size)
 
     def _may_start(self) -> bool:
         size = self._config.group_size
         if self._draining or not self._room.may_start(self._policy, self.in_flight, self.limit, size):
             return False
-        # where memory is full, what waits is trained first; a batch that lacks groups gets them all the same
-        return self._policy.lacks(self._restart, self._finished.values()) or not self._journal.full
+        # while memory for rollouts is full, waiting groups are trained first. A batch that lacks groups gets them
+        # nevertheless, because only training frees memory
+        return self._policy.must_wait_for_unfinished(self._restart, self._finished.values()) or not self._journal.full
 
     def _deal(self) -> GroupTask:
         self.next_index += 1
@@ -263,6 +269,7 @@ class Scheduler:
         self._running[index] = running
         self.account.start()
         running.rollouts += self._parts.pop(index, ())
+        # members that finished before a restart: the entry of a later drop must name them as well
         running.written += [rollout.member for rollout in running.rollouts]
         missing = [member for member in range(size) if member not in running.written]
         self.in_flight += len(missing)
@@ -273,7 +280,7 @@ class Scheduler:
             work.add_done_callback(self._ended(running))
 
     async def _open(self, task: GroupTask) -> tuple[Prompt, list[int]]:
-        """The prompt of a group and its tokens, once for all members."""
+        """Return the prompt of a group and its tokens, computed once for all members."""
         prompt = await prompt_of(task.environment, "train", task.prompt_index)
         return prompt, self._sampler.renderer.opening(prompt.messages, tools=prompt.tools)
 
@@ -282,7 +289,7 @@ class Scheduler:
             running.members.discard(work)
             running.session.leave()
             self.in_flight -= 1
-            # a cancelled group has left the table already
+            # `_cancel` has removed a cancelled group from the table already, and freed its place
             if not running.members and running.task.index in self._running:
                 del self._running[running.task.index]
                 self._finish(running)
@@ -302,7 +309,7 @@ class Scheduler:
         started, task = time.monotonic(), running.task
         conversation, counted = None, self._failures.begin(task.environment.name)
         try:
-            # one member that ends does not take the prompt from the others
+            # shielded, because cancelling one member must not cancel the prompt that all members share
             prompt, opening = await asyncio.shield(running.opening)
             seed = self._order.rollout_seed(task.index, member)
             conversation = Conversation(
@@ -313,9 +320,13 @@ class Scheduler:
         except EngineError as error:
             self._counters.dropped_engine += 1
             self._failed(error, counted)
+        except TooManyBranchesError as error:
+            self._counters.dropped_branches += 1
+            self._failed(error, counted)
         except HpcrlError as error:
+            # not a failure of this rollout alone: `run` raises it
             self._error = error
-        except Exception as error:  # noqa: BLE001 - foreign code: its rollout fails, the run goes on
+        except Exception as error:  # noqa: BLE001 - custom code: its rollout fails, the run continues
             self._counters.dropped_environment += 1
             self._failed(error, counted)
         else:
@@ -326,6 +337,7 @@ class Scheduler:
                 return
             if (rollout := await self._scored(rollout, counted)) is None:
                 return
+            # recorded before the write: if the group is dropped meanwhile, the entry of the drop must name this member
             running.written.append(member)
             keeper.close()
             try:
@@ -333,26 +345,36 @@ class Scheduler:
             except OSError as error:
                 self._error = RunDirError(f"a finished rollout cannot be kept: {error}")
                 return
-            self._failures.finished(counted, outcome.refused)
-            self._counters.malformed_calls += conversation.malformed_calls
-            self._counters.turns_ended_otherwise += conversation.turns_ended_otherwise
-            self._counters.refused_parts += len(outcome.refused)
-            self._counters.finished += 1
-            routes = rollout.routed_experts
-            self._counters.routes_bytes += 0 if routes is None else routes.data.nbytes
-            self._counters.mixed_versions += stored.first_version != stored.last_version
+            self._failures.finished(counted, outcome.refused, tampered=outcome.tampered)
+            self._count(conversation, outcome, rollout, stored)
             running.rollouts.append(stored)
         finally:
             keeper.close()
-            # tokens of a finished rollout lie elsewhere now, and those of a failed one are nobody's
+            # the version of the group ignores this conversation from now on: a finished rollout is in `rollouts`, and
+            # the tokens of a failed one do not count
             running.keepers.remove(keeper)
             if conversation is not None:
                 running.conversations.remove(conversation)
             self._counters.turns_recalled += keeper.recalled
             self._counters.turns_given_up += keeper.given_up
 
+    def _count(
+        self, conversation: Conversation, outcome: CheckedOutcome, rollout: Rollout, stored: StoredRollout
+    ) -> None:
+        """Count a finished rollout, and what it was made of."""
+        counters, routes = self._counters, rollout.routed_experts
+        counters.declared_branches += conversation.declared_branches
+        counters.judge_tampered += outcome.tampered
+        counters.malformed_calls += conversation.malformed_calls
+        counters.turns_ended_otherwise += conversation.turns_ended_otherwise
+        counters.refused_parts += len(outcome.refused)
+        counters.finished += 1
+        counters.branched += stored.branches > 1
+        counters.routes_bytes += 0 if routes is None else routes.data.nbytes
+        counters.mixed_versions += stored.first_version != stored.last_version
+
     async def _scored(self, rollout: Rollout, counted: RunningRollout) -> Rollout | None:
-        """Return the rollout with what a teacher says of it, if there is one; None where that has failed."""
+        """Return the rollout with the teacher's scores, if there is a teacher; None where that has failed."""
         if self._teacher is None:
             return rollout
         try:
@@ -366,37 +388,40 @@ class Scheduler:
         self._error = self._failures.failed(error, counted) or self._error
 
     def _finish(self, running: _Running) -> None:
-        """All members have ended: keep the group or drop it."""
+        """Keep or drop a group whose members have all ended."""
         rollouts = sorted(running.rollouts, key=lambda rollout: rollout.member)
         task = running.task
         group = Group(
             index=task.index, environment=task.environment.name, prompt_index=task.prompt_index, rollouts=rollouts
         )
         version = group.version if rollouts else None
+        # for every outcome: it moves the group's place in the account from running to waiting, or frees it
         fate = self._policy.end(members=len(rollouts), version=version, has_variance=group.has_variance)
-        if fate is Fate.TOO_FEW:
+        if fate is GroupOutcome.TOO_FEW:
             self._counters.dropped_group += len(rollouts)
             self._drop(running, "too few members of its group finished")
             self._changed()
             return
         self._counters.zero_variance_groups += not group.has_variance
         match fate:
-            case Fate.KEPT:
+            case GroupOutcome.KEPT:
                 self._finished[group.index] = group
                 self._journal.kept(group.index)
-            case Fate.STALE:
+            case GroupOutcome.STALE:
                 self._note_stale(group)
-            case Fate.NO_VARIANCE:
+            case GroupOutcome.NO_VARIANCE:
                 self._counters.dropped_zero_variance += len(rollouts)
                 self._drop(running, "no variance in its group")
         self._changed()
 
     def _note_stale(self, group: Group) -> None:
-        """A finished group is too old since some step; a snapshot from before that step may still give it back."""
+        """Drop a finished group that a step made too old; a snapshot from before that step may still restore it."""
         self._counters.dropped_stale += len(group.rollouts)
-        step = self.account.overtaken_by(group.version)
+        # dropped by a known step: a checkpoint of an earlier step may still train on the group
+        step = self.account.last_usable_step(group.version)
         self._journal.dropped(group.index, [rollout.member for rollout in group.rollouts], _TOO_OLD, step=step)
         taken = self._taken.find(step)
+        # None where that step is trained, so that no snapshot can restore the group
         if taken is not None:
             taken.stale.append(group)
             taken.dropped_stale += len(group.rollouts)
@@ -411,6 +436,7 @@ class Scheduler:
         self._drop_stale_finished()
         for running in list(self._running.values()):
             if self._policy.is_stale(running.version):
+                # the same increments are kept in `taken`, so that a snapshot of an earlier step can subtract them
                 taken.cancelled.append(running.task)
                 taken.cancelled_stale += len(running.members)
                 taken.dropped_stale += len(running.rollouts)
@@ -430,6 +456,6 @@ class Scheduler:
             member.cancel()
 
     def _changed(self) -> None:
-        """Who waits for a batch, or for room, looks again."""
+        """Wake the tasks that wait for a batch or for capacity."""
         self._batch_ready.set()
         self._wake.set()

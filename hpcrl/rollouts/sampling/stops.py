@@ -1,8 +1,9 @@
-"""Where turns end beside the model's own marks: texts and tokens that a recipe names.
+"""Stop conditions of turns besides the model's own end tokens: texts and tokens of a recipe.
 
-Engines look for the texts while they sample. An answer of which two engines sampled parts may have one of them across
-the seam, so that neither saw it; every answer is looked through again here. Tokens behind the first text are no part of
-the turn: whether a turn ends depends on its tokens so far alone, so what is left is as it would have been sampled.
+Engines search the texts while they sample. In an answer of which two engines sampled parts, a text may cross the
+boundary, so that neither engine found it; so every answer is searched again here. Tokens after the first text are not
+part of the turn. Whether a turn ends depends only on its tokens so far, so that the remaining tokens are as they would
+have been sampled.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from hpcrl.config.sampling import SamplingConfig
 from hpcrl.rollouts.engines.answers import Generation
 from hpcrl.rollouts.rendering import Parsed, Renderer
 
-__all__ = ["TurnStops"]
-
 
 class TurnStops:
-    """What ends turns of one kind of rollouts.
+    """Stop conditions for the turns of one kind of rollouts.
 
     Attributes
     ----------
@@ -31,7 +30,7 @@ class TurnStops:
     """
 
     def __init__(self, renderer: Renderer, sampling: SamplingConfig) -> None:
-        """Join what the model and the recipe name."""
+        """Join the stops of the model and of the recipe."""
         self._renderer = renderer
         self.strings = sampling.stop
         own = frozenset(renderer.stop_token_ids)

@@ -1,6 +1,6 @@
 """Looks at the work of engines every two seconds: who samples, how full each is, and how much may be in flight.
 
-Of a replica with several servers each is looked at. What they do is added up, where all of them say it; the replica is
+Each server of a replica is checked. What they do is added up, where all of them say it; the replica is
 silent where one of them is.
 
 An engine that was found silent and has lost its requests is asked for one token: it shows by that whether it has come
@@ -31,19 +31,17 @@ from hpcrl.rollouts.telemetry.run_metrics import read_text
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.engine_metrics import engine_samples
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.fleet import EngineView, FleetView
-
-__all__ = ["LOOK_S", "SUSPECT_S", "EngineReading", "FleetWatch", "WatchedParts"]
+from hpcrl.runs.fleet import EngineView, FleetView, WorkerView
 
 _log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
 SUSPECT_S = 30.0
-"""Without a token for so long, where no plan says how long a hang is: half of the supervisor's usual floor."""
+"""Time in seconds without a token until suspicion, without a plan: half of the supervisor's default hang timeout."""
 _PROBE_TOKEN = 1
 _PROBE_S = 3600.0
-"""Longer than a hang can be watched for: a probe ends with its answer, or with the engine."""
-#: not the requests that ended: those that were aborted are among them
+"""Timeout in seconds of a probe, longer than the observation of a hang: it ends with its answer, or with the engine."""
+#: ended requests are not progress, because aborted ones are among them
 _PROGRESS = ("prompt_tokens", "generation_tokens", "iteration_tokens_total_sum")
 _NAMES = (
     *_PROGRESS,
@@ -57,18 +55,18 @@ _NAMES = (
 
 
 class EngineReading(NamedTuple):
-    """What an engine's metrics said at one moment.
+    """Metrics of an engine at one moment.
 
     Attributes
     ----------
     at_s:
-        By the monotonic clock.
+        Seconds of the monotonic clock.
     progress:
-        Differs from the last one where something was computed.
+        Differs from the last reading where something was computed.
     tokens:
-        Sampled since its start.
+        Tokens sampled since the engine started.
     queries, hits:
-        Prompt tokens that were looked for in its cache, and those that were found.
+        Prompt tokens looked up in the prefix cache, and those found.
     """
 
     at_s: float
@@ -80,12 +78,12 @@ class EngineReading(NamedTuple):
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of prompt tokens found in its cache; None before the first."""
+        """Return the share of prompt tokens found in its cache; None before the first."""
         return self.hits / self.queries if self.queries else None
 
     @classmethod
     def of(cls, text: str, at_s: float) -> EngineReading | None:
-        """Read a Prometheus text, over all ranks; None where it does not say what vLLM's says."""
+        """Read a Prometheus text, over all ranks; None where it lacks vLLM's metrics."""
         try:
             samples = engine_samples(text, _NAMES)
         except ValueError:
@@ -100,7 +98,7 @@ class EngineReading(NamedTuple):
             pressure=Pressure(
                 running=int(sums["num_requests_running"]),
                 waiting=int(sums["num_requests_waiting"]),
-                # of ranks, the one that is the fullest
+                # that of the fullest rank
                 kv_usage=max(samples["kv_cache_usage_perc"]),
                 preemptions=int(sums["num_preemptions"]),
             ),
@@ -110,7 +108,7 @@ class EngineReading(NamedTuple):
 
     @classmethod
     def together(cls, readings: Sequence[EngineReading | None]) -> EngineReading | None:
-        """Add up all servers of a replica; None where one of them says nothing, because then nobody knows the sums."""
+        """Return the sum over all servers of a replica; None where one did not answer and the sum is unknown."""
         known = [reading for reading in readings if reading is not None]
         if len(known) < len(readings):
             return None
@@ -123,7 +121,7 @@ class EngineReading(NamedTuple):
             pressure=Pressure(
                 running=sum(reading.pressure.running for reading in known),
                 waiting=sum(reading.pressure.waiting for reading in known),
-                # of ranks, the one that is the fullest
+                # that of the fullest rank
                 kv_usage=max(reading.pressure.kv_usage for reading in known),
                 preemptions=sum(reading.pressure.preemptions for reading in known),
             ),
@@ -133,13 +131,13 @@ class EngineReading(NamedTuple):
 
 
 class _Seen:
-    """What was seen of a server of an engine in the engine's present incarnation.
+    """Observations of a server of an engine in its present incarnation.
 
     Attributes
     ----------
     quiet_s:
-        Seconds with requests since it computed something. Time without requests counts neither way: those of an engine
-        that hangs may be aborted and followed by others again and again.
+        Seconds with requests since it computed something. Time without requests neither counts nor resets it: requests
+        of a hung engine may be aborted and followed by others again and again.
     """
 
     def __init__(self, now: float) -> None:
@@ -150,16 +148,16 @@ class _Seen:
 
     @property
     def idle(self) -> bool:
-        """Whether it said that it has no requests."""
+        """Return whether the server reported that it has no requests."""
         return self.last is not None and not self.last.pressure.running + self.last.pressure.waiting
 
     def see(self, reading: EngineReading | None, *, updating: bool, now: float) -> None:
-        """Take in a look; None where it did not answer, so that nothing is known."""
+        """Update with a reading; None where the server did not answer and its state is unknown."""
         last, self.last = self.last, reading
         since, self._looked_s = now - self._looked_s, now
         self.tokens_per_s = None
         if reading is None:
-            return  # whether it answers is looked at elsewhere
+            return  # whether it answers is checked elsewhere
         if reading.progress != self._progress:
             self.quiet_s, self._progress = 0.0, reading.progress
         elif reading.pressure.running + reading.pressure.waiting and not updating:
@@ -169,7 +167,7 @@ class _Seen:
 
 
 class _SeenEngine:
-    """What was seen of an engine in its present incarnation: of each of its servers, and of all of them together."""
+    """Observations of an engine in its present incarnation: per server, and of all servers together."""
 
     def __init__(self, incarnation: int, servers: int, now: float) -> None:
         self.incarnation = incarnation
@@ -177,36 +175,37 @@ class _SeenEngine:
         self.last: EngineReading | None = None
 
     def see(self, readings: Sequence[EngineReading | None], *, updating: bool, now: float) -> None:
-        """Take in a look at each server."""
+        """Update with a reading of each server."""
         for seen, reading in zip(self.servers, readings, strict=True):
             seen.see(reading, updating=updating, now=now)
         self.last = EngineReading.together(readings)
 
     @property
     def quietest(self) -> int:
-        """The server that has sampled nothing for longest."""
+        """Return the index of the server that has sampled nothing for longest."""
         return max(range(len(self.servers)), key=lambda server: self.servers[server].quiet_s)
 
     @property
     def quiet_s(self) -> float:
-        """Seconds of that one."""
+        """Return the ``quiet_s`` of the quietest server."""
         return self.servers[self.quietest].quiet_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second of all servers; None where that of one is not known."""
+        """Return the tokens per second of all servers; None where that of one is unknown."""
         rates = [seen.tokens_per_s for seen in self.servers if seen.tokens_per_s is not None]
         return sum(rates) if len(rates) == len(self.servers) else None
 
 
 class WatchedParts(TypedDict):
-    """What a `FleetWatch` looks at, and where it says what it saw."""
+    """Objects that a `FleetWatch` observes and to which it reports."""
 
     http: aiohttp.ClientSession
     pool: EnginePool
     updater: WeightUpdater
     scheduler: Scheduler
     events: EventWriter
+    workers: Callable[[], list[WorkerView]]
 
 
 class FleetWatch:
@@ -220,6 +219,7 @@ class FleetWatch:
         updater: WeightUpdater,
         scheduler: Scheduler,
         events: EventWriter,
+        workers: Callable[[], list[WorkerView]] = list,
         limit: AdaptiveLimit | None,
         suspect_s: float,
         publish: Callable[[FleetView], None],
@@ -228,20 +228,23 @@ class FleetWatch:
 
         Parameters
         ----------
+        workers:
+            Returns what is known of each worker of environments.
         limit:
             None: the recipe's own limit holds.
         suspect_s:
-            How long an engine may have requests and sample nothing.
+            Time in seconds for which an engine may have requests and sample nothing.
         publish:
             Called with each view; it does not wait.
         """
         self._http, self._pool, self._updater, self._scheduler = http, pool, updater, scheduler
         self._events, self._limit, self._suspect_s, self._publish = events, limit, suspect_s, publish
+        self._workers = workers
         self._seen: dict[Engine, _SeenEngine] = {}
         self._probes: dict[tuple[Engine, int], asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Look, for ever."""
+        """Observe the engines at intervals; never return."""
         try:
             while True:
                 await self.look()
@@ -251,7 +254,7 @@ class FleetWatch:
                 probe.cancel()
 
     async def look(self) -> None:
-        """Look once."""
+        """Observe the engines once."""
         engines = list(self._pool.engines)
         seen = await asyncio.gather(*(self._read(engine) for engine in engines))
         now = time.monotonic()
@@ -271,7 +274,7 @@ class FleetWatch:
         self._publish(self._view(engines))
 
     async def _read(self, engine: Engine) -> list[EngineReading | None]:
-        """What each server of an engine says now; None for one that says nothing."""
+        """Return a reading of each server of an engine; None for a server that does not answer."""
 
         async def read(url: str) -> EngineReading | None:
             text = await read_text(self._http, f"{url}/metrics")
@@ -280,7 +283,7 @@ class FleetWatch:
         return list(await asyncio.gather(*(read(server.url) for server in engine.client.servers)))
 
     def _silent(self, engine: Engine) -> str:
-        """Who of an engine has sampled nothing for longest."""
+        """Return the name of the server that has sampled nothing for longest."""
         return engine.client.servers[self._seen[engine].quietest].name
 
     def _probe_idle(self, engine: Engine) -> None:
@@ -289,7 +292,7 @@ class FleetWatch:
                 self._probes[engine, server] = asyncio.create_task(self._probe(engine, server))
 
     async def _probe(self, engine: Engine, server: int) -> None:
-        """Ask for one token; whether it comes is seen in the engine's metrics."""
+        """Request one token; its arrival shows in the engine's metrics."""
         params = SamplingParams(temperature=0.0, max_tokens=1, seed=0, stop_token_ids=[])
         work = engine.client.servers[server].generate(
             [_PROBE_TOKEN], params, cache_salt="probe", session_id="probe", timeout_s=_PROBE_S
@@ -307,19 +310,19 @@ class FleetWatch:
         return seen
 
     def _updating(self, engine: Engine) -> bool:
-        """Whether its weights change just now, or it has none: nobody can expect tokens."""
+        """Return whether the engine changes or lacks weights, so that no tokens can be expected."""
         return engine.version < 0 or self._updater.exchanging(engine)
 
     def _adapt(self, engines: list[Engine]) -> None:
-        """Bring the limit of rollouts in flight to what engines can take."""
+        """Adapt the limit of rollouts in flight to the engines."""
         if self._limit is None:
             return
         pressures: dict[object, Pressure | None] = {}
         for engine in engines:
-            # prompts pass through the other side quickly: what is in flight lives here
+            # prompts pass quickly through the prefill side: requests in flight are at the decode engines
             if engine.serving and not engine.name.startswith(PREFILL):
                 reading = self._seen[engine].last
-                # while weights change nothing runs, and everything waits
+                # while weights change, all requests wait
                 pressures[engine] = None if reading is None or self._updating(engine) else reading.pressure
         for cut in self._limit.look(pressures, self._scheduler.in_flight):
             assert isinstance(cut.engine, Engine)
@@ -335,7 +338,10 @@ class FleetWatch:
             in_flight=self._scheduler.in_flight,
             limit=self._scheduler.limit,
             router=self._pool.router_answers,
+            weights=None if (sources := self._updater.sources) is None else dict(sources.totals),
             engines=[self._engine_view(engine) for engine in engines],
+            workers=self._workers(),
+            durable=None if sources is None else self._updater.undurable.durable,
         )
 
     def _engine_view(self, engine: Engine) -> EngineView:

@@ -1,18 +1,22 @@
-"""What the orchestrator measures of itself now: reported with each batch, and by its metrics."""
+"""Gauges of the orchestrator, reported with each batch and by its metrics."""
 
 from __future__ import annotations
 
 import os
 
-from hpcrl.rollouts.ledger import RolloutLedger
+from hpcrl.rollouts.ledger.ledger import RolloutLedger
 from hpcrl.rollouts.sampling.scheduler import Scheduler
 from hpcrl.rollouts.telemetry.lag import LagMonitor
+from hpcrl.rollouts.weights.update_sources import UpdateSources
 
-__all__ = ["gauges"]
 
+def gauges(
+    scheduler: Scheduler, lag_monitor: LagMonitor, ledger: RolloutLedger, sources: UpdateSources | None = None
+) -> dict[str, float]:
+    """Return rollouts in flight, groups, served version, event loop delays, CPU time, and the warehouse's size.
 
-def gauges(scheduler: Scheduler, lag_monitor: LagMonitor, ledger: RolloutLedger) -> dict[str, float]:
-    """Rollouts in flight, groups, the served version, delays of the event loop, processor time, and the warehouse."""
+    With ``sources``, also by which way engines have got the bytes of versions.
+    """
     warehouse = ledger.warehouse
     account, lag, cpu = scheduler.account, lag_monitor.summary(), os.times()
     held: dict[str, float] = {}
@@ -21,6 +25,7 @@ def gauges(scheduler: Scheduler, lag_monitor: LagMonitor, ledger: RolloutLedger)
         held = {"warehouse_bytes": figures.held_bytes, "warehouse_refused": figures.refused}
     return {
         **held,
+        **({} if sources is None else sources.gauges()),
         "columns_not_removed": ledger.not_removed,
         "in_flight": scheduler.in_flight,
         "in_flight_limit": scheduler.places,

@@ -1,4 +1,4 @@
-"""How late the event loop is: the delay with which a short sleep returns."""
+"""Lag of the event loop: the delay with which a short sleep returns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections import deque
 from typing import NamedTuple
-
-__all__ = ["LagMonitor", "LagSummary"]
 
 _PERIOD_S = 0.01
 _WINDOW = 6000
@@ -29,7 +27,7 @@ class LagMonitor:
         self._max_s = 0.0
 
     async def run(self) -> None:
-        """Measure a hundred times a second, for ever."""
+        """Measure a hundred times a second; never return."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(_PERIOD_S)
@@ -38,11 +36,11 @@ class LagMonitor:
             self._max_s = max(self._max_s, lag)
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Discard the samples so far."""
         self._samples.clear()
         self._max_s = 0.0
 
     def summary(self) -> LagSummary:
-        """What was measured so far; zeros before the first sample."""
+        """Return the summary of the samples so far; zeros before the first sample."""
         ordered = sorted(self._samples) or [0.0]
         return LagSummary(ordered[len(ordered) // 2], ordered[int(0.99 * (len(ordered) - 1))], self._max_s)

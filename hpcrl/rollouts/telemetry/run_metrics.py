@@ -15,26 +15,24 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-__all__ = ["MetricsPart", "merge", "read_run", "read_text"]
-
 _TIMEOUT_S = 3.0
 _MAX_BYTES = 16 << 20
 """Maximum size of the text of one part."""
 _METRICS_PORTS = {"router": 1, "store": 2}
-"""How far above its first port a role serves its metrics (`hpcrl.planning`)."""
+"""Offset of a role's metrics port from its first port (`hpcrl.planning`)."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?(\s+\S.*)$")
 _SUFFIXES = frozenset({"_total", "_bucket", "_sum", "_count", "_created", "_info"})
 
 
 class MetricsPart(NamedTuple):
-    """A part of the run.
+    """Part of the run that has metrics.
 
     Attributes
     ----------
     url:
-        Of its text.
+        URL of its Prometheus text.
     rank:
-        Which server of its replica; None where that has one.
+        Number of the server in its replica; None where that has one server.
     """
 
     role: str
@@ -46,7 +44,7 @@ class MetricsPart(NamedTuple):
 async def read_run(
     http: aiohttp.ClientSession, urls: Mapping[str, Sequence[str]], engines: Mapping[str, Sequence[str]], *, own: str
 ) -> str:
-    """Ask all parts at once, and merge what they say within a few seconds.
+    """Ask all parts at once, and merge the answers of a few seconds.
 
     Parameters
     ----------
@@ -66,7 +64,7 @@ async def read_run(
     async with contextlib.AsyncExitStack() as stack:
         if "store" in urls:
             parts.append(MetricsPart("store", 0, _above(urls["store"][0], _METRICS_PORTS["store"])))
-            # the pool's master asks nobody who he is: it has no use for the run's token
+            # the pool's master does not authenticate clients: it must not get the run's token
             bare = await stack.enter_async_context(aiohttp.ClientSession())
             asked.append(read_text(bare, parts[-1].url))
         texts = await asyncio.gather(*asked)
@@ -87,7 +85,7 @@ def _above(url: str, ports: int) -> str:
 
 
 async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
-    """A Prometheus text; None where there is none within three seconds, or it has no end."""
+    """Return a Prometheus text; None where the server gives none within three seconds, or it is too long."""
     try:
         async with http.get(url, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), allow_redirects=False) as answer:
             if answer.status != 200:
@@ -103,7 +101,7 @@ async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
 
 
 def merge(texts: Sequence[tuple[MetricsPart, str | None]]) -> str:
-    """One text of many: samples of a metric stand together, as the format wants it."""
+    """Return one text made of many, in which the samples of a metric are adjacent, as the format requires."""
     heads: dict[str, list[str]] = {
         "hpcrl_part_up": ["# HELP hpcrl_part_up Whether the part answered.", "# TYPE hpcrl_part_up gauge"]
     }
@@ -122,7 +120,7 @@ def merge(texts: Sequence[tuple[MetricsPart, str | None]]) -> str:
                     said.add(family)
             elif match := _SAMPLE.match(line):
                 name, labels, value = match.groups()
-                # a family's samples have its name, or its name and a suffix
+                # samples of a metric family have its name, or its name and a suffix
                 mine = family if name == family or name.removeprefix(family) in _SUFFIXES else name
                 all_labels = ",".join(filter(None, (own, labels)))
                 samples.setdefault(mine, []).append(f"{name}{{{all_labels}}}{value}")

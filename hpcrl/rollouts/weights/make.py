@@ -1,4 +1,4 @@
-"""What keeps the engines of a recipe at the newest version."""
+"""Build the updater that keeps the engines of a recipe at the newest version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.weights.registration import ReaderRegistration
 from hpcrl.rollouts.weights.turns import TurnUpdater
+from hpcrl.rollouts.weights.update_sources import UpdateSources
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.rundir import RunDir
@@ -16,8 +17,6 @@ from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.read.share import Pace
-
-__all__ = ["make_updater"]
 
 
 def make_updater(
@@ -32,7 +31,7 @@ def make_updater(
     attempt: int = 0,
     choose: Callable[[int], int] | None,
 ) -> WeightUpdater:
-    """As the recipe says: from files, or in turns with the trainer. Parameters as of `WeightUpdater`."""
+    """Return the updater of the recipe: from files, or in turns with the trainer. Parameters: see `WeightUpdater`."""
     handoff, store = recipe.handoff, HandoffStore(run.weights_dir)
     watch = ReaderWatch(store.root, expiry_s=handoff.lease_timeout_s)
     make = TurnUpdater if recipe.engine.is_colocated else WeightUpdater
@@ -49,4 +48,8 @@ def make_updater(
         on_wrong=on_wrong,
         attempt=attempt,
         choose=choose,
+        # a watch of its own: that of the collector is used in another thread
+        sources=UpdateSources(ReaderWatch(store.root, expiry_s=handoff.lease_timeout_s), events)
+        if handoff.transport == "fabric"
+        else None,
     )

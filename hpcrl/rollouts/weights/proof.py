@@ -1,7 +1,7 @@
-"""Asks engines to prove that they run the weights of the version that they are said to serve.
+"""Ask engines to prove that they run the weights of the version that they report.
 
-An engine is asked after each update, which is after each start as well, and from time to time. It answers for all
-processes that hold its weights (`hpcrl.weights.proof`). What could not be compared is not proved, and not wrong.
+An engine is asked after each update, which includes each start, and at intervals. It answers for all processes that
+hold its weights (`hpcrl.weights.proof`). Weights that could not be compared are neither proved nor wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
 
-__all__ = ["ProofCheck", "WrongWeightsError"]
-
 _log = logging.getLogger(__name__)
 
 _FIRST_LOOK_S = 0.05
@@ -32,14 +30,14 @@ PROVE_AGAIN_S = 60.0
 
 
 class WrongWeightsError(Exception):
-    """An engine computes with other weights than those of the version that it is said to serve."""
+    """Raised where an engine computes with other weights than those of the version that it reports."""
 
 
 OnWrong = Callable[[Engine, int, WrongWeightsError], Awaitable[None]]
 
 
 class _Finding(NamedTuple):
-    """What all processes of an engine say. ``why`` it is not proved; empty where it is."""
+    """Statements of all processes of an engine. ``why`` is the reason why it is not proved; empty where it is."""
 
     wrong: list[str]
     compared: int
@@ -47,10 +45,10 @@ class _Finding(NamedTuple):
 
 
 class ProofCheck:
-    """Compares engines with what lies in the store."""
+    """Compares engines with the store."""
 
     def __init__(self, store: HandoffStore, events: EventWriter, *, call_s: float, limit_s: float) -> None:
-        """Remember where versions are.
+        """Remember the store.
 
         Parameters
         ----------
@@ -63,16 +61,16 @@ class ProofCheck:
         self._unproved: dict[str, tuple[int, str]] = {}
 
     async def watch(self, engines: list[Engine], loading: Collection[Engine], on_wrong: OnWrong) -> None:
-        """Ask engines from time to time for ever, at moments when nothing is being loaded.
+        """Ask engines for proofs at intervals while no version is being loaded; never return.
 
         Parameters
         ----------
         engines:
-            Those of the pool, as they come and go.
+            Engines of the pool; the list changes as they join and leave.
         loading:
-            Those that are being brought to another version just now.
+            Engines that are loading a version now.
         on_wrong:
-            Called with an engine that runs something else, and which incarnation of it.
+            Called with an engine that runs other weights, and its incarnation.
         """
         while True:
             await asyncio.sleep(PROVE_AGAIN_S)
@@ -85,7 +83,7 @@ class ProofCheck:
                 except EngineError as error:
                     _log.info("%s was not asked for a proof: %s", engine.name, error)
                 except WrongWeightsError as error:
-                    # an update that began meanwhile may have changed what was compared, and proves itself
+                    # an update that began meanwhile may have changed the compared weights, and has its own proof
                     if engine.version == version and engine not in loading:
                         await on_wrong(engine, incarnation, error)
 
@@ -95,7 +93,7 @@ class ProofCheck:
         Parameters
         ----------
         before:
-            What it ran before; -1 where that is not known.
+            Version that it ran before; -1 where that is unknown.
 
         Raises
         ------
@@ -115,7 +113,7 @@ class ProofCheck:
         if found.wrong:
             self._events.emit("engine.wrong_weights", engine=engine.name, version=version, tensors=found.wrong[:_NAMED])
             raise WrongWeightsError(
-                f"computes with other weights than those of version {version}, which it is said to serve: "
+                f"computes with other weights than those of version {version}, which it reports to serve: "
                 f"{len(found.wrong)} of {found.compared} tensors that were compared differ, {found.wrong[0]} first"
             )
         if found.why:
@@ -123,14 +121,14 @@ class ProofCheck:
         return not found.why
 
     def _other(self, version: int) -> int | None:
-        """The version before, for engines of which nobody knows what they ran; None where there is none."""
+        """Return the version before, for engines whose previous version is unknown; None where there is none."""
         try:
             return max((other for other in self._store.versions() if other < version), default=None)
         except OSError:
             return None
 
     def _say_unproved(self, engine: Engine, version: int, why: str) -> None:
-        """Say so once for each process of an engine and each reason."""
+        """Report this once for each process of an engine and each reason."""
         said = engine.incarnation, why.replace(self._store.path_of(version).name, "")
         if self._unproved.get(engine.name) != said:
             self._unproved[engine.name] = said
@@ -153,20 +151,20 @@ class ProofCheck:
             if any(proof.wrong for proof in proofs) or all(proof.state != "reading" for proof in proofs):
                 return _finding(proofs)
             if time.monotonic() > deadline:
-                return _Finding([], 0, f"what it is compared with was not read within {self._limit_s:g} s")
+                return _Finding([], 0, f"the published tensors were not read within {self._limit_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_LOOK_S, 2 * pause_s)
 
 
 def _finding(proofs: list[WeightsProof]) -> _Finding:
-    """Join what processes say: each may hold a part of the model, and each must show something."""
+    """Join the statements of processes: each may hold a part of the model, and each must prove something."""
     wrong = sorted({name for proof in proofs for name in proof.wrong})
     compared = len({name for proof in proofs for name in proof.compared})
     unknown = [proof.why for proof in proofs if proof.state == "unknown"]
     if wrong:
         return _Finding(wrong, compared, "")
     if not proofs or unknown:
-        return _Finding([], compared, unknown[0] if unknown else "it has answered for no process")
+        return _Finding([], compared, unknown[0] if unknown else "its answer names no process")
     if not all(proof.decisive for proof in proofs):
-        return _Finding([], compared, "what it could compare is the same in the version before")
+        return _Finding([], compared, "the tensors that it could compare are the same in the version before")
     return _Finding([], compared, "")

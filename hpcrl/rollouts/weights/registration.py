@@ -16,8 +16,6 @@ from hpcrl.config.recipe import HandoffConfig, Recipe
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.weights.read.registration import ReaderIdentity
 
-__all__ = ["ReaderRegistration"]
-
 
 class ReaderRegistration:
     """Introduces engines to a store of versions."""
@@ -28,7 +26,7 @@ class ReaderRegistration:
         Parameters
         ----------
         handoff:
-            Of the recipe.
+            Settings of the recipe.
         root:
             The directory of versions.
         fans_out:
@@ -42,7 +40,7 @@ class ReaderRegistration:
         return cls(recipe.handoff, root, fans_out=recipe.fans_out)
 
     async def register(self, client: EngineClient, *, limit_s: float) -> None:
-        """Tell each server of an engine (`EngineError` where one does not take it). May be repeated."""
+        """Register each server of an engine as a reader (`EngineError` where one refuses). May be repeated."""
         servers = client.servers
         names = [client.name] if len(servers) == 1 else [f"{client.name}-{rank}" for rank in range(len(servers))]
         await asyncio.gather(
@@ -64,7 +62,7 @@ class ReaderRegistration:
             streams=handoff.read_streams,
             cache_dir=handoff.node_cache,
             cache_bytes=int(handoff.node_cache_gib * (1 << 30)),
-            # where requests reach it, other nodes do
+            # other nodes reach it at the host of its request address
             fanout_host=urlsplit(server.url).hostname if self._fans_out else None,
             fanout_degree=handoff.fanout_degree,
         )

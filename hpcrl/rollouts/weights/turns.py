@@ -1,8 +1,8 @@
-"""Versions of engines that take turns with the trainer on its devices: they come with a turn, not from the store.
+"""Weight versions of colocated engines, which share devices with the trainer and get versions in turns.
 
-The trainer has put the weights into engines that are frozen before it announces a version. What is left is to label
-them, and to let requests go on. The other way round, a batch is what ends the engines' turn: it is not given while a
-version is on its way, or while an evaluation of exactly one version goes on.
+The trainer has put the weights into frozen engines before it announces a version; they do not come from the store. The
+updater only labels them and resumes requests. Conversely a batch ends the engines' turn: it is not given out while a
+version is being announced, or during an evaluation of exactly one version.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from collections.abc import AsyncIterator
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.weights.updates import WeightUpdater
 
-__all__ = ["TurnUpdater"]
-
 
 class TurnUpdater(WeightUpdater):
     """A `WeightUpdater` of colocated engines."""
 
     _trains = 0
-    """The step whose batch was given, until engines serve its version."""
+    """Step whose batch was given out, until engines serve its version."""
 
-    async def let_train(self, step: int, *, wait_s: float) -> bool:
-        """Whether the engines' turn may end, so that the batch of ``step`` may be given; waits for that for a while.
+    async def release_batch_when_served(self, step: int, *, wait_s: float) -> bool:
+        """Return whether the engines' turn may end, so that the batch of ``step`` may be given out.
 
-        Not before an evaluation of the version that they serve has begun, where one is due.
+        Waits up to ``wait_s`` seconds. The turn does not end before a due evaluation of the served version has begun.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s), self._changed:
-                # asked again, or by another rank: its turn has begun
+                # a repeated request, or one of another rank: the trainer's turn has begun already
                 await self._changed.wait_for(
                     lambda: self._trains == step or (not self._holds and self._served >= step - 1)
                 )
@@ -42,7 +40,7 @@ class TurnUpdater(WeightUpdater):
         return self._pool.version < self._trains
 
     def exchanging(self, engine: Engine) -> bool:
-        """Whether it sleeps, or its weights change."""
+        """Return whether the engine sleeps, or its weights are being changed."""
         return self._training() or super().exchanging(engine)
 
     @contextlib.asynccontextmanager
@@ -66,20 +64,23 @@ class TurnUpdater(WeightUpdater):
                 self._served = self._pool.version
             self._on_served(self._served)
             async with self._changed:
-                # to `let_train`, behind what was begun just now
+                # wakes `release_batch_when_served`, after the evaluation that was begun just now
                 self._changed.notify_all()
 
     async def _look_for_versions(self) -> None:
-        """Each is announced."""
+        """Do nothing: each version is announced."""
 
     async def _initialise(self, engine: Engine) -> None:
-        """The trainer talks to engines itself."""
+        """Do nothing: the trainer initialises the engines itself."""
 
     async def _collect(self) -> None:
-        """There are no files."""
+        """Do nothing: there are no files to remove."""
 
     async def _prove(self, engine: Engine, version: int, before: int) -> bool:
-        """There is no version in the store to compare with. The engine labels no other weights than were put there."""
+        """Return False: the store has no version to compare with.
+
+        The engine labels only weights that were put there.
+        """
         return False
 
     async def _load(self, engine: Engine, version: int) -> tuple[int, float]:

@@ -10,20 +10,19 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from hpcrl.errors import DeadlineError, HandoffError, PeerLostError
-from hpcrl.rollouts.engines.client import EngineError
+from hpcrl.rollouts.engines.client import HEALTH_S, EngineError
 from hpcrl.rollouts.engines.engine import Engine
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.weights.canary import CanaryCheck
-from hpcrl.rollouts.weights.exchange import only_reads
 from hpcrl.rollouts.weights.loading import VersionLoader
 from hpcrl.rollouts.weights.proof import ProofCheck, WrongWeightsError
 from hpcrl.rollouts.weights.registration import ReaderRegistration
+from hpcrl.rollouts.weights.undurable import UndurableVersions
+from hpcrl.rollouts.weights.update_sources import UpdateSources
 from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.read.share import Pace
-
-__all__ = ["WeightUpdater"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ _log = logging.getLogger(__name__)
 _LIST_S = 1.0
 _ATTEMPTS = 3
 _RETRY_S = 1.0
-_HEALTH_S = 5.0
 _PROOF_S = 30.0
 """Timeout in seconds of a proof that an engine runs the weights of a version; one that takes longer shows nothing."""
 
@@ -58,6 +56,7 @@ class WeightUpdater:
         on_wrong: Callable[[Engine, str], None] | None = None,
         choose: Callable[[int], int] | None = None,
         attempt: int = 0,
+        sources: UpdateSources | None = None,
     ) -> None:
         """Remember settings; nothing is sent before `run`.
 
@@ -66,23 +65,26 @@ class WeightUpdater:
         pause:
             Freeze requests while weights change.
         registration:
-            Tells engines how they read versions.
+            Describes to engines how they read versions.
         collector:
-            Removes what nobody needs any more.
+            Removes versions that are not needed any more.
         pace:
-            Longest time for one engine to load one version.
+            Time limit of one engine for loading one version.
         on_served:
-            Called with a version when all engines serve it that are there.
+            Called with a version when all engines that are not away serve it.
         on_stale:
-            Called with an engine that answers and does not take a version: somebody should start it anew.
+            Called with an engine that answers and does not accept a version: it should be restarted.
         on_wrong:
-            The same of one that computes with other weights than it says. None: ``on_stale``.
+            The same for one that computes with other weights than it reports. None: ``on_stale``.
         choose:
-            Says which version engines should serve, given the newest; when it says another, the pool is notified
-            (`EnginePool.notify`). None: the newest, or an older one where that cannot be loaded.
+            Returns the version that engines should serve, given the newest; when its result changes, the pool is
+            notified (`EnginePool.notify`). None: the newest, or an older one where that cannot be loaded.
         attempt:
-            Of the run, as the owner of weight-update sessions.
+            Attempt of the run, as the owner of weight-update sessions.
+        sources:
+            Counts by which way engines read versions. None: nothing counts.
         """
+        self.sources = sources
         self._pool, self._store, self._events = pool, store, events
         self._registration, self._collector, self._pace, self._on_served = registration, collector, pace, on_served
         self._on_stale, self._choose = on_stale, choose
@@ -90,6 +92,7 @@ class WeightUpdater:
         self._loader = VersionLoader(
             store, events, pace, pause=pause, attempt=attempt, may_fall_back=self._may_fall_back
         )
+        self.undurable = UndurableVersions(store)
         self._canary = CanaryCheck(store, events, call_s=pace.floor_s)
         self._proofs = ProofCheck(store, events, call_s=pace.floor_s, limit_s=min(_PROOF_S, pace.floor_s))
         self._target: int | None = None
@@ -103,11 +106,11 @@ class WeightUpdater:
 
     @property
     def announced(self) -> int | None:
-        """Newest version known to be published by this attempt's trainer; None before the first."""
+        """Return the newest version known to be published by this attempt's trainer; None before the first."""
         return self._target
 
     async def announce(self, version: int) -> None:
-        """``version`` is in the store."""
+        """Note that engines can have ``version``: it is durable, or its ranks serve it."""
         async with self._changed:
             if self._target is None or version > self._target:
                 self._target = self._pool.newest = version
@@ -131,35 +134,30 @@ class WeightUpdater:
         PeerLostError
             An engine cannot load it.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._pool.version >= version or self._stuck_before(version) != "")
-        if stuck := self._stuck_before(version):
-            raise PeerLostError(stuck)
 
-    def _stuck_before(self, version: int) -> str:
-        """Why none of the engines can load the newest version, so that waiting for ``version`` is in vain."""
-        there = [engine for engine in self._pool.engines if not engine.away]
-        stuck = [e for e in there if 0 <= e.version < version <= self._loader.unloadable.get(e, (-1, ""))[0]]
-        if len(stuck) < len(there):
-            return ""
-        found = [(engine.name, *self._loader.unloadable[engine]) for engine in stuck]
-        return "; ".join(f"{name} cannot load version {newest}: {why}" for name, newest, why in found)
+        def stuck() -> str:
+            return self._loader.stuck_before(self._pool.engines, version)
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._pool.version >= version or stuck() != "")
+        if why := stuck():
+            raise PeerLostError(why)
 
     def _others_serve(self, engine: Engine) -> int:
-        """Newest version that another engine serves; -1 where none serves any."""
+        """Return the newest version that another engine serves; -1 where none serves any."""
         return max((other.version for other in self._pool.engines if other is not engine), default=-1)
 
     def exchanging(self, engine: Engine) -> bool:
-        """Whether its weights are being changed, for no longer than that may take: nobody can expect tokens of it."""
+        """Return whether weights of an engine are being changed, for no longer than usual: it samples nothing then."""
         return self._loader.exchanging(engine)
 
     def loading(self, engine: Engine) -> int | None:
-        """The version that an engine is being brought to now."""
+        """Return the version that an engine is loading now; None where it loads none."""
         return self._loading.get(engine)
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """No update begins inside; one that runs is waited for. For evaluations of exactly one version."""
+        """Begin no update inside the context; wait for a running one first. For evaluations of exactly one version."""
         async with self._changed:
             self._holds += 1
             await self._changed.wait_for(lambda: not self._loading)
@@ -173,12 +171,12 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def run(self) -> None:
-        """Look for versions and update engines, for ever.
+        """Look for versions and update engines; never return.
 
         Raises
         ------
         PeerLostError
-            An engine did not take a version after several attempts, and nobody started it anew.
+            An engine did not accept a version after several attempts, and was not restarted.
         HandoffError
             An engine computes without the adapter that it has loaded.
         """
@@ -196,7 +194,7 @@ class WeightUpdater:
             self._following[engine] = self._group.create_task(self._follow(engine))
 
     def forget(self, engine: Engine) -> None:
-        """An engine has left the pool."""
+        """Stop following an engine that has left the pool."""
         if (task := self._following.pop(engine, None)) is not None:
             task.cancel()
 
@@ -205,17 +203,19 @@ class WeightUpdater:
             await self._changed.wait_for(lambda: self._target is not None)
         while True:
             await asyncio.sleep(_LIST_S)
-            # in a thread: a listing on a shared filesystem may take its time
+            # in a thread: a listing on a shared filesystem may take long
             try:
-                newest = await asyncio.to_thread(self._store.newest)
+                newest = await asyncio.to_thread(self.undurable.look)
             except OSError as error:
-                _log.warning("which versions there are cannot be seen now: %s", error)
+                _log.warning("the published versions cannot be listed now: %s", error)
                 continue
             if newest is not None:
                 await self.announce(newest)
+            if self.undurable.end_waits():
+                await self._pool.notify()
 
     async def _report_served(self) -> None:
-        """Say which version all engines serve; also when the slowest of them went away."""
+        """Report the version that all engines serve, also after the slowest of them went away."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._pool.version > self._served)
@@ -224,34 +224,35 @@ class WeightUpdater:
             self._collect_due.set()
 
     def _due(self, engine: Engine) -> int | None:
-        """The version that an engine must load now; None where it needs none, or is not there."""
+        """Return the version that an engine must load now; None where it needs none, or is away."""
         if self._target is None or engine.away:
             return None
         if self._holds:
-            # who comes back during an evaluation serves what is evaluated: it may be the only engine
+            # an engine that returns during an evaluation loads the evaluated version: it may be the only engine
             return self._held_version if engine.version < 0 <= self._held_version else None
-        target = self._target if self._choose is None else self._choose(self._target)
-        # a version that no engine could load is not tried again, unless this one has none at all
+        target = self.undurable.choose(engine, self._target) if self._choose is None else self._choose(self._target)
+        # a version that this engine could not load is tried again only where it has none, or another engine serves it
         tried = self._loader.unloadable.get(engine, (-1, ""))[0]
         if engine.version < 0 or tried <= self._others_serve(engine):
             tried = -1
         return target if target > max(engine.version, tried) else None
 
     async def _follow(self, engine: Engine) -> None:
-        """Keep one engine up to date, through all of its lives."""
+        """Keep one engine up to date, through all of its restarts."""
         initialised: int | None = None
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._due(engine) is not None)
                 version = self._due(engine)
                 assert version is not None
-                # of several versions that wait, the newest
+                # marked under the lock that `held` takes: an evaluation then waits for this update, or it sees the hold
                 self._loading[engine] = version
             try:
                 await self._pool.check_weights(engine)
                 incarnation = engine.incarnation
                 if engine.away:
                     continue
+                # a new process has lost its registration
                 if initialised != incarnation:
                     await self._persist(engine, "initialise weight transfer", lambda: self._initialise(engine))
                     initialised = incarnation
@@ -259,7 +260,10 @@ class WeightUpdater:
             except WrongWeightsError as error:
                 await self._wrong(engine, incarnation, error)
             except EngineError as error:
-                if not await self._share_hangs(engine, version, error):
+                if await self._loader.could_not_pull(engine, version, error):
+                    self.undurable.wait(engine, version)
+                    await self._ways(engine, version)
+                elif not await self._loader.share_hangs(engine, version, error, self._others_serve(engine)):
                     await self._unfit(engine, incarnation, error)
             finally:
                 self._loader.reading.discard(engine)
@@ -268,7 +272,7 @@ class WeightUpdater:
                     self._changed.notify_all()
 
     async def _wrong(self, engine: Engine, incarnation: int, error: WrongWeightsError) -> None:
-        """An engine computes with other weights than it says: it serves nothing more, and is started anew."""
+        """Lose an engine that computes with other weights than it reports, so that it is restarted."""
         if engine.incarnation == incarnation:
             self._on_wrong(engine, str(error))
             await self._pool.lose(engine, str(error))
@@ -277,23 +281,10 @@ class WeightUpdater:
         """See `ProofCheck.check`."""
         return await self._proofs.check(engine, version, before)
 
-    async def _share_hangs(self, engine: Engine, version: int, error: EngineError) -> bool:
-        """Whether an engine has not read a version in time that no other has read either, and is well otherwise.
-
-        Then it is the share that hangs, and the engine goes on with the version that it has.
-        """
-        reading = engine in self._loader.reading and self._others_serve(engine) < version
-        if not reading or engine.version < 0 or engine.away or not await only_reads(engine.client, error):
-            return False
-        _log.warning("%s goes on with version %d and tries again: %s", engine.name, engine.version, error)
-        self._events.emit("engine.read_timed_out", engine=engine.name, version=version, why=str(error))
-        await asyncio.sleep(_RETRY_S)
-        return True
-
     async def _unfit(self, engine: Engine, incarnation: int, error: EngineError) -> None:
-        """An engine went away during an update, or does not take it. It serves nothing until it has the version.
+        """Lose an engine that failed during an update; it serves nothing until it has the version.
 
-        As long as another engine serves, the run goes on without it.
+        The run continues while another engine serves; else the second failure raises PeerLostError.
         """
         if engine.incarnation != incarnation:
             return
@@ -303,24 +294,27 @@ class WeightUpdater:
             if strikes > 1 and self._others_serve(engine) < 0:
                 raise PeerLostError(f"{engine.name} ({engine.client.url}) {error}")
             self._on_stale(engine, str(error))
-            # counts on where the next look finds the same process healthy
+            # `lose` begins a new incarnation: the count continues there, because the process may still be the same
             self._strikes[engine, incarnation + 1] = strikes
         await self._pool.lose(engine, str(error))
 
     async def _waits_for_ever(self, engine: Engine, error: EngineError) -> bool:
-        """Whether the ranks of a wide replica wait for each other in a call, while their servers say that they are
-        well: that does not pass, and nothing but a new start helps."""
+        """Return whether ranks of a wide replica deadlock in a call while all are healthy; only a restart ends that."""
         if not error.timed_out or len(engine.client.servers) == 1:
             return False
-        return await engine.client.problem(timeout_s=_HEALTH_S) is None
+        return await engine.client.problem(timeout_s=HEALTH_S) is None
 
     async def _update(self, engine: Engine, version: int) -> None:
         started, incarnation, before = time.monotonic(), engine.incarnation, engine.version
         try:
             await self._canary.before(engine, version)
+            asked = version
             version, pause_s = await self._persist(
                 engine, f"load version {version}", lambda: self._catch_up(engine, version)
             )
+            if version == before and asked == self._loader.undurable.get(engine):
+                await self._ways(engine, asked)  # it keeps what it has, which may have no other place any more
+                return
             await self._canary.after(engine, version)
             proved = await engine.call(self._prove(engine, version, before))
             if engine.incarnation == incarnation:
@@ -329,6 +323,7 @@ class WeightUpdater:
             self._loader.end_exchange(engine)
         await self._pool.notify()
         seconds = time.monotonic() - started
+        ways = await self._ways(engine, version)
         self._events.emit(
             "engine.weights_updated",
             engine=engine.name,
@@ -336,7 +331,12 @@ class WeightUpdater:
             seconds=seconds,
             pause_s=pause_s,
             proved=proved,
+            **ways,
         )
+
+    async def _ways(self, engine: Engine, version: int) -> dict[str, float]:
+        """Return by which ways an engine got bytes since the last call, where that is counted."""
+        return {} if self.sources is None else await self.sources.after(engine.name, version)
 
     async def _persist(self, engine: Engine, what: str, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Try ``call`` several times, for as long as the engine does not go away (EngineError then)."""
@@ -346,7 +346,7 @@ class WeightUpdater:
                 return await engine.call(call())
             except EngineError as error:
                 last = error
-                # whoever does not answer may be another process when it does, and needs the whole beginning
+                # an engine that did not answer may be a new process when it answers, which must be initialised first
                 if engine.incarnation != incarnation or error.unreachable or error.timed_out:
                     raise
                 _log.warning("%s: attempt %d to %s failed: %s", engine.name, attempt, what, error)
@@ -357,11 +357,14 @@ class WeightUpdater:
         await self._registration.register(engine.client, limit_s=self._pace.floor_s)
 
     async def _catch_up(self, engine: Engine, version: int) -> tuple[int, float]:
-        """`_load`, which must not leave the engine behind: what another engine could load, this one must.
+        """Load as `_load` does, but do not leave the engine behind a version that another engine could load.
 
-        What others have gone on to while this one loaded what it was asked to is its next version.
+        A version that others loaded while this engine loaded ``version`` is its next version.
         """
         loaded, pause_s = await self._load(engine, version)
+        if loaded < version == self._loader.undurable.get(engine):
+            self.undurable.wait(engine, version)
+            return loaded, pause_s
         others = self._others_serve(engine)
         if loaded < min(version, others):
             reason = self._loader.unloadable.get(engine, (-1, "it did not say why"))[1]
@@ -377,18 +380,18 @@ class WeightUpdater:
         return not self._holds and self._choose is None
 
     async def _collect(self) -> None:
-        """Remove old versions when a new one is served everywhere, for ever; beside updates, which must not wait."""
+        """Remove old versions each time a new one is served everywhere; never return. Updates do not wait for it."""
         while True:
             await self._collect_due.wait()
             self._collect_due.clear()
             in_use = {engine.version for engine in self._pool.engines} | set(self._loading.values())
             in_use |= {self._held_version} if self._holds else set()
-            if self._choose is not None:  # any of them may be served yet
+            if self._choose is not None:  # engines may still be asked to load each of these
                 in_use |= set(range(self._served, (self._target or 0) + 1))
             try:
                 report = await asyncio.to_thread(self._collector.collect, in_use)
             except (HandoffError, OSError) as error:
-                # nothing was lost: space is, until the next version
+                # only space is lost, until the next version
                 _log.warning("old versions were not removed: %s", error)
                 continue
             if report.removed or report.restored:

@@ -1,4 +1,4 @@
-"""What is wrong with rows of a file: collected up to a limit, so that one look at the message mends many of them."""
+"""Problems of the rows of a file, collected up to a limit, so that one message lists several of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import ConfigError, Finding
-from hpcrl.screen_text import visible_line
-
-__all__ = ["BadRowError", "Problems", "shown"]
+from hpcrl.reporting.screen_text import visible_line
 
 _MAX_PROBLEMS = 10
 """Maximum number of bad rows that are named."""
@@ -18,7 +16,7 @@ _SHOWN = 80
 
 
 class BadRowError(ValueError):
-    """A row cannot be used: what is wrong, and a hint."""
+    """Raised where a row cannot be used; has a problem and a hint."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
@@ -26,7 +24,7 @@ class BadRowError(ValueError):
 
 
 class Problems:
-    """Collects what is wrong with the files of one section of a recipe.
+    """Collects the problems of the files of one section of a recipe.
 
     Attributes
     ----------
@@ -39,10 +37,10 @@ class Problems:
         self._found: list[Finding] = []
 
     def add(self, key: str, what: str, hint: str) -> None:
-        """Keep one problem of the setting ``key`` (ConfigError with all of them where they are many)."""
+        """Record one problem of the setting ``key`` (ConfigError with all of them once they are many)."""
         self._found.append(Finding("recipe", f"{self.section}.{key}", what, hint))
         if len(self._found) == _MAX_PROBLEMS:
-            self._found.append(Finding("recipe", f"{self.section}.{key}", "the rest was not looked at", ""))
+            self._found.append(Finding("recipe", f"{self.section}.{key}", "the rest was not checked", ""))
             raise ConfigError(self._found)
 
     def refuse(self) -> None:

@@ -6,27 +6,28 @@ Parquet and ``datasets``: that of the row, from 1).
 
 from __future__ import annotations
 
+import codecs
 import csv
+import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol
+from typing import Any, BinaryIO, NoReturn, Protocol, cast
 
 import msgspec
 
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.installing import install_command
+from hpcrl.reporting.screen_text import visible_line
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, shown
-from hpcrl.screen_text import visible_line
-
-__all__ = ["SPLIT", "RawRow", "RowSettings", "RowSource", "read_rows"]
 
 SPLIT = "split"
 """Column of rows that ``datasets`` reads: the name of their split."""
 _BOM = b"\xef\xbb\xbf"
 _SHOWN_NAME = 160
 """Maximum number of characters of a name of a file in a message."""
-_SUFFIXES = ".jsonl, .csv, .tsv, .parquet"
+_SUFFIXES = ".jsonl, .csv, .tsv (also .gz), .parquet"
 _MAX_FIELD = 1 << 30
 """Maximum number of characters of a field of a CSV file."""
 _BATCH_ROWS = 1024
@@ -35,14 +36,14 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as it stands in the file.
+    """Row as it is in the file.
 
     Attributes
     ----------
     place:
         ``line 17`` or ``row 17``.
     values:
-        By column.
+        Values by column.
     """
 
     place: str
@@ -51,16 +52,16 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where rows come from.
+    """Source of rows.
 
     Attributes
     ----------
     key:
-        The setting that names it.
+        Setting that names the source.
     name:
-        The file, directory or data set of the hub.
+        File, directory or data set of the hub.
     on_hub:
-        It is a data set of the hub.
+        True where it is a data set of the hub.
     """
 
     key: str
@@ -69,20 +70,20 @@ class RowSource:
 
     @property
     def shown(self) -> str:
-        """Its name in one line of a message; of a long one the end, which has the file."""
+        """Return its name for one line of a message; of a long name the end, which contains the file."""
         name = visible_line(self.name)
         return name if len(name) <= _SHOWN_NAME else f"…{name[-_SHOWN_NAME:]}"
 
 
 class RowSettings(Protocol):
-    """What a section of a recipe says of how rows are read.
+    """Settings of a recipe that control how rows are read.
 
     Attributes
     ----------
     subset, revision:
-        Of a directory or data set that ``datasets`` reads.
+        Subset and revision of a directory or data set that ``datasets`` reads.
     split_column:
-        Column that says which rows are held out; needed where ``datasets`` finds several splits.
+        Column that marks held-out rows; required where ``datasets`` finds several splits.
     """
 
     @property
@@ -106,18 +107,45 @@ def read_rows(source: RowSource, config: RowSettings, problems: Problems) -> Ite
         yield from _library_rows(source, config, problems)
         return
     readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows}
-    if path.suffix not in (*readers, ".parquet"):
-        _refuse(source, problems, f"{source.shown} has no suffix that is known", f"name a file with {_SUFFIXES}")
+    packed = path.suffix.lower() == ".gz"
+    suffix = _inner(path).suffix.lower()
+    if suffix == ".json" and path.exists():
+        hint = "write one JSON object a line, without brackets around them, and name it .jsonl: jq -c '.[]' does so"
+        _refuse(source, problems, f"{source.shown} is one JSON document, and rows are read from JSON lines", hint)
+    if suffix not in readers and (packed or suffix != ".parquet"):
+        _refuse(source, problems, f"{source.shown} has an unknown suffix", f"name a file with {_SUFFIXES}")
     try:
-        if path.suffix == ".parquet":
+        if suffix == ".parquet":
             yield from _parquet_rows(source, problems)
             return
-        with path.open("rb") as stream:
-            yield from readers[path.suffix](stream, source, problems)
+        with gzip.open(path, "rb") if packed else path.open("rb") as stream:
+            _check_encoding(cast(BinaryIO, stream), source, problems)
+            yield from readers[suffix](cast(BinaryIO, stream), source, problems)
+    except (EOFError, zlib.error) as error:
+        _refuse(source, problems, f"{source.shown} is not a whole gzip file: {error}", "copy it again")
     except OSError as error:
         what = f"{source.shown} cannot be read: {error.strerror or error}"
-        hint = "name a file that the node of the orchestrator sees" if isinstance(error, FileNotFoundError) else ""
+        hint = (
+            "name a file that is visible on the node of the orchestrator"
+            if isinstance(error, FileNotFoundError)
+            else ""
+        )
         _refuse(source, problems, what, hint)
+
+
+def _inner(path: Path) -> Path:
+    """Return a path without the suffix of gzip."""
+    return path.with_suffix("") if path.suffix.lower() == ".gz" else path
+
+
+def _check_encoding(stream: BinaryIO, source: RowSource, problems: Problems) -> None:
+    """Refuse UTF-16 and UTF-32, which would be no JSON in every line."""
+    begin = stream.read(4)
+    stream.seek(0)
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
+        name = "UTF-32" if begin == codecs.BOM_UTF32_LE or begin.count(b"\0") > len(begin) // 2 else "UTF-16"
+        what = f"{source.shown} is text in {name}, not in UTF-8"
+        _refuse(source, problems, what, f"convert it: iconv -f {name} -t UTF-8 FILE > NEW_FILE")
 
 
 def _json_rows(stream: BinaryIO, source: RowSource, problems: Problems) -> Iterator[RawRow]:
@@ -168,14 +196,16 @@ def _csv_rows(stream: BinaryIO, source: RowSource, problems: Problems) -> Iterat
                 problems.add(source.key, f"{source.shown}, line {number}: {bad.what}: {shown(line)}", bad.hint)
                 yield line.decode("utf-8", "replace")
 
-    reader = csv.reader(lines(), delimiter="\t" if source.name.endswith(".tsv") else ",", strict=True)
+    reader = csv.reader(
+        lines(), delimiter="\t" if _inner(Path(source.name)).suffix.lower() == ".tsv" else ",", strict=True
+    )
     header: list[str] = []
     while True:
         begin = reader.line_num + 1
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            # where a field ends is not known any more, nor what the next line is
+            # the end of this field is unknown, and so is the beginning of the next row
             hint = "write a quote inside of a field twice, and close each field"
             problems.add(source.key, f"{source.shown}, line {begin}: no CSV ({error})", hint)
             return
@@ -185,14 +215,26 @@ def _csv_rows(stream: BinaryIO, source: RowSource, problems: Problems) -> Iterat
             continue
         if not header:
             header = fields
+            _check_separator(header, source, problems)
             if len({*header}) < len(header):
-                what = f"{source.shown}, line {begin}: a column stands there twice: {shown(','.join(header))}"
+                what = f"{source.shown}, line {begin}: a column appears twice: {shown(','.join(header))}"
                 _refuse(source, problems, what, "name each column once in the first line")
         elif len(fields) != len(header):
             what = f"{len(fields)} fields, and the first line has {len(header)}: {shown(','.join(fields))}"
             problems.add(source.key, f"{source.shown}, line {begin}: {what}", "quote fields with commas in them")
         else:
             yield RawRow(f"line {begin}", dict(zip(header, fields, strict=True)))
+
+
+def _check_separator(header: list[str], source: RowSource, problems: Problems) -> None:
+    """Refuse a file whose first line has no separator but that of another kind of file."""
+    if len(header) > 1:
+        return
+    for found, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")):
+        if found in header[0]:
+            what = f"{source.shown}, line 1: columns are separated by {name}: {shown(header[0])}"
+            hint = "name it .tsv" if found == "\t" else "write the file again with commas as .csv, or with tabs as .tsv"
+            _refuse(source, problems, what, hint)
 
 
 def _parquet_rows(source: RowSource, problems: Problems) -> Iterator[RawRow]:
@@ -204,12 +246,19 @@ def _parquet_rows(source: RowSource, problems: Problems) -> Iterator[RawRow]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(source.name) as file:
+            names = file.schema_arrow.names
+            if len({*names}) < len(names):
+                what = f"{source.shown}: a column appears twice: {shown(','.join(names))}"
+                _refuse(source, problems, what, "give each column a name of its own")
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for values in batch.to_pylist():
                     number += 1
                     yield RawRow(f"row {number}", values)
+    except UnicodeDecodeError as error:
+        what = f"{source.shown}, behind row {number}: text is not UTF-8 ({error.reason})"
+        _refuse(source, problems, what, "write the file again with its text in UTF-8")
     except pyarrow.ArrowException as error:
-        _refuse(source, problems, f"{source.shown} is no Parquet file: {shown(str(error))}", "write it again")
+        _refuse(source, problems, f"{source.shown} is not a Parquet file: {shown(str(error))}", "write it again")
 
 
 def _library_rows(source: RowSource, config: RowSettings, problems: Problems) -> Iterator[RawRow]:

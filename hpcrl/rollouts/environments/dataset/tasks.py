@@ -5,28 +5,30 @@ from __future__ import annotations
 import datetime
 import decimal
 import math
+import re
 import unicodedata
 from typing import Any
 
 import msgspec
 
-from hpcrl.config.environments import DatasetEnv
-from hpcrl.config.rewards import FunctionReward
+from hpcrl.config.environments import TaskFileEnv
 from hpcrl.config.row_template import fill_template, template_columns
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, shown
 from hpcrl.rollouts.environments.dataset.reading import RawRow
 from hpcrl.rollouts.environments.rewards.answers import AnswerCheck
 
-__all__ = ["CheckedRow", "RowChecker", "Task"]
-
 _MAX_BITS = 4096
-"""Python does not write the digits of much larger integers."""
+"""Maximum size of an integer in bits; Python refuses to print much larger ones."""
+_MAX_ANSWERS = 32
+"""Maximum number of right answers of a row; each is compared."""
 _ROLES = ("system", "user", "assistant", "tool")
+_LOOSE = re.compile(r"[;:?¿¡\"“”‘’'…«»]|(?<!\d)!|[.,](?!\w)")
+"""Punctuation of sentences; that of formulas says what is asked."""
 _TEXT_HINT = "every row has text there; remove the row, or name another column in {key}"
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """What a rollout needs of a row.
+    """Values of a row that a rollout needs.
 
     Attributes
     ----------
@@ -37,28 +39,33 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     demonstration:
         A right reply; empty where there is none.
     row:
-        All columns, for functions of the user's own; empty where there are none.
+        All columns, where rollouts need them; else empty.
+    others:
+        Further right answers, where the row has a list of them.
     """
 
     messages: list[tuple[str, str]]
     answer: str
     demonstration: str
     row: dict[str, Any]
+    others: list[str] = []
 
 
 class CheckedRow(msgspec.Struct, frozen=True):
-    """A row without mistakes.
+    """Row without mistakes.
 
     Attributes
     ----------
     task:
-        What a rollout needs of it.
+        Values that a rollout needs.
     question:
-        What the row asks, its whitespace normalised: the same for rows that ask the same.
+        The question, its whitespace normalised, so that equal questions compare equal.
     id, difficulty, split:
-        What stands in these columns; empty where they are not read.
+        Values of these columns; empty where they are not read.
     pass_rate:
         0 to 1; 1 where it is not read.
+    note:
+        What is odd about the answer, as the end of a sentence; empty where nothing is.
     """
 
     task: Task
@@ -67,13 +74,14 @@ class CheckedRow(msgspec.Struct, frozen=True):
     difficulty: str
     split: str
     pass_rate: float
+    note: str
 
 
 class RowChecker:
     """Checks rows of one environment."""
 
-    def __init__(self, config: DatasetEnv, *, split_column: str | None) -> None:
-        """Prepare.
+    def __init__(self, config: TaskFileEnv, *, split_column: str | None) -> None:
+        """-
 
         Parameters
         ----------
@@ -82,7 +90,7 @@ class RowChecker:
         """
         self._config, self._split_column = config, split_column
         self._answers = AnswerCheck(config.rewards)
-        self._wants_row = any(isinstance(reward, FunctionReward) for reward in config.rewards)
+        self._wants_row = config.keeps_rows
 
     def check(self, raw: RawRow) -> CheckedRow:
         """Check a row (`BadRowError` with the first thing that is wrong)."""
@@ -92,8 +100,10 @@ class RowChecker:
             if messages[0][0] == "system":
                 raise BadRowError(f"column {columns.messages!r} begins with a system message", "remove system")
             messages = [("system", self._config.system), *messages]
-        answer = self._answer(values)
-        task = Task(messages, answer, self._demonstration(values, answer), self._row(values))
+        answer, *others = self._all_answers(values)
+        if problem := self._answers.tests_problem(values):
+            raise BadRowError(problem, "correct the row, or see the columns of the reward: tests, entry_point, setup")
+        task = Task(messages, answer, self._demonstration(values, answer), self._row(values), others)
         return CheckedRow(
             task=task,
             question=question,
@@ -101,10 +111,11 @@ class RowChecker:
             difficulty=self._optional(values, columns.difficulty, "columns.difficulty"),
             split=self._optional(values, self._split_column, "split_column"),
             pass_rate=self._pass_rate(values),
+            note=self._answers.note(answer),
         )
 
     def _prompt(self, values: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-        """Return the prompt of a row, and what it asks: the columns of a template, whatever the words around them."""
+        """Return the prompt of a row, and its question: the columns of a template, without the surrounding text."""
         template = self._config.template
         if template is None:
             text = _text(values, self._config.columns.prompt, "columns.prompt", numbers=False)
@@ -114,7 +125,7 @@ class RowChecker:
         return [("user", fill_template(template, parts))], question
 
     def _messages(self, values: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-        """Return the conversation of a row, and what it asks: all of its messages."""
+        """Return the conversation of a row, and its question: all of its messages."""
         column = self._config.columns.messages
         assert column is not None
         found = _present(values, column, "columns.messages")
@@ -124,17 +135,36 @@ class RowChecker:
             except (msgspec.DecodeError, RecursionError):
                 raise BadRowError(f"column {column!r} is text, and no JSON list", "give a list of messages") from None
         if not isinstance(found, list | tuple) or not found:
-            raise BadRowError(f"column {column!r} is no list of messages", 'give [{"role": "user", "content": "..."}]')
+            raise BadRowError(
+                f"column {column!r} is not a list of messages", 'give [{"role": "user", "content": "..."}]'
+            )
         messages = [_message(each, f"message {n} of column {column!r}") for n, each in enumerate(found, 1)]
         if messages[-1][0] != "user":
             what = f"the last message of column {column!r} is of {messages[-1][0]!r}"
             raise BadRowError(what, "end with the question of the user; the answer has a column of its own")
         return messages, "\0".join(f"{role}\0{_normal(content)}" for role, content in messages)
 
+    def _all_answers(self, values: dict[str, Any]) -> list[str]:
+        """Return the right answers of a row: one, or those of a list."""
+        column = self._config.columns.answer
+        given = values.get(column)
+        if not self._config.rewards or not isinstance(given, list | tuple):
+            return [self._answer(values)]
+        if not self._answers.alternatives:
+            what = f"column {column!r} is a list, and a part of the reward needs one answer: {shown(given)}"
+            raise BadRowError(what, "give one answer; a function finds the column in its row")
+        if not 0 < len(given) <= _MAX_ANSWERS:
+            raise BadRowError(f"column {column!r} is a list of {len(given)}", f"give 1 to {_MAX_ANSWERS} right answers")
+        return [self._answer({**values, column: each}) for each in given]
+
     def _answer(self, values: dict[str, Any]) -> str:
         column = self._config.columns.answer
+        if not self._config.rewards:
+            return ""  # a program judges itself
         if not self._answers.needed and (values.get(column) is None or values[column] == ""):
             return ""
+        if isinstance(values.get(column), bool):
+            values = {**values, column: str(values[column]).lower()}  # as JSON has it
         answer = _text(values, column, "columns.answer")
         if problem := self._answers.problem(answer):
             what = f"column {column!r} {problem}: {shown(answer)}"
@@ -165,16 +195,16 @@ class RowChecker:
         except ValueError:
             rate = math.nan
         if not 0 <= rate <= 1:
-            what = f"column {column!r} is {shown(text)}, which is no share from 0 to 1"
+            what = f"column {column!r} is {shown(text)}, which is not a share from 0 to 1"
             raise BadRowError(what, "write 0.25 for one right answer of four")
         return rate
 
 
 def _present(values: dict[str, Any], column: str, key: str) -> Any:
-    """Return what stands in a column."""
+    """Return the value of a column."""
     if column not in values:
         hint = f"name a column in {key}: there are {', '.join(shown(each) for each in list(values)[:12]) or 'none'}"
-        raise BadRowError(f"column {column!r} is not there", hint)
+        raise BadRowError(f"column {column!r} does not exist", hint)
     value = values[column]
     if value is None or (isinstance(value, str) and not value.strip()):
         raise BadRowError(f"column {column!r} is empty", _TEXT_HINT.format(key=key))
@@ -194,20 +224,20 @@ def _text(values: dict[str, Any], column: str, key: str, *, numbers: bool = True
         elif not math.isfinite(value):
             raise BadRowError(f"column {column!r} is {value}, which is not finite", _TEXT_HINT.format(key=key))
         return str(value)
-    wanted = "no text and no number" if numbers else "no text"
+    wanted = "neither text nor a number" if numbers else "not text"
     raise BadRowError(f"column {column!r} is {wanted}: {shown(value)}", _TEXT_HINT.format(key=key))
 
 
 def _message(value: Any, where: str) -> tuple[str, str]:
     """Check one message of a conversation."""
     if not isinstance(value, dict):
-        raise BadRowError(f"{where} is no mapping: {shown(value)}", "give role and content")
+        raise BadRowError(f"{where} is not a mapping: {shown(value)}", "give role and content")
     role, content = value.get("role"), value.get("content")
     if role not in _ROLES:
         raise BadRowError(f"{where} has the role {shown(role)}", f"roles are {', '.join(_ROLES)}")
     if not isinstance(content, str) or not content.strip():
         raise BadRowError(f"{where} has no text: {shown(content)}", "content is text")
-    # tables fill what a message does not have with null
+    # tables contain null for keys that a message does not have
     if more := [key for key, each in value.items() if key not in ("role", "content") and each is not None]:
         raise BadRowError(f"{where} has {shown(more[0])}", "only role and content are read; remove the others")
     return role, content
@@ -234,3 +264,10 @@ def _plain(value: Any, column: str) -> Any:
 
 def _normal(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def loose_question(question: str) -> str:
+    """Return a question so that those are equal which differ only in case, punctuation or invisible characters."""
+    text = unicodedata.normalize("NFKC", question).casefold()
+    text = "".join(each for each in text if unicodedata.category(each) != "Cf")
+    return "\0".join(_normal(_LOOSE.sub(" ", part)) for part in text.split("\0"))

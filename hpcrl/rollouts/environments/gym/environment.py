@@ -1,4 +1,4 @@
-"""The environment ``reasoning_gym``: a question of a procedural task, one reply, the score of the task's own scorer."""
+"""Environment ``reasoning_gym``: a question of a procedural task, one reply, the score of the task's own scorer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 from hpcrl.config.environments import ReasoningGymEnv
 from hpcrl.config.rewards import GymReward
 from hpcrl.errors import ConfigError, Finding
+from hpcrl.rollouts.core.seeding import stable_fraction, stable_hash
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
 from hpcrl.rollouts.environments.rewards.gym import GYM_BLOCK, GymGenerator
 from hpcrl.rollouts.environments.rewards.judge import Judge
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
-from hpcrl.rollouts.sampling.seeding import stable_fraction, stable_hash
-
-__all__ = ["GymQuestion", "ReasoningGymEnvironment"]
 
 _MAX_BLOCKS = 50
-"""Seeds that are tried for one question of a split; after that a task has too few questions."""
+"""Maximum number of seeds that are tried for one question of a split; the task then has too few questions."""
 _SEEDS = 1 << 31
 _SPLITS: tuple[Split, ...] = ("train", "heldout")
 _ANSWER = {
@@ -31,12 +29,12 @@ _ANSWER = {
     "hashes": "#### {}",
     "answer_tag": "<answer>{}</answer>",
 }
-"""A reply of which each extraction takes the answer."""
+"""Templates of a reply from which each extraction takes the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class GymQuestion:
-    """A question, and what makes it again."""
+    """Question, and the parameters that generate it again."""
 
     text: str
     answer: Any
@@ -49,7 +47,7 @@ class ReasoningGymEnvironment:
     Attributes
     ----------
     notes:
-        What is odd about the tasks, a sentence each.
+        Warnings about the tasks, a sentence each.
     """
 
     def __init__(self, config: ReasoningGymEnv) -> None:
@@ -86,7 +84,7 @@ class ReasoningGymEnvironment:
         self._judge = Judge(config.name, [score, *config.rewards], processes=config.checker_processes)
 
     def _malformed(self, name: str) -> str:
-        """Say that the scorer of a task raises where it should give 0."""
+        """Report that the scorer of a task raises where it should give 0."""
         if self._config.scorer_errors == "zero":
             return ""
         for answer in ("x", "[1, 2", "9" * 50):
@@ -100,7 +98,7 @@ class ReasoningGymEnvironment:
         return ""
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        # held-out tasks come in turn by the same draw, so that the first ones of an evaluation are a fair share
+        # held-out tasks are drawn in the same proportions, so that the first ones of an evaluation are representative
         draw = stable_fraction("gym task", index)
         position = next((i for i, bound in enumerate(self._bounds) if draw < bound), len(self._bounds) - 1)
         question = self._question(self._names[position], split, index)
@@ -127,7 +125,13 @@ class ReasoningGymEnvironment:
         return await self._judge.judge(reply, "", prompt.data.row)
 
     def demonstration(self, prompt: Prompt, *, correct: bool, rng: random.Random) -> Sequence[Message]:
-        """The library's answer, or that to another question of the same task; some tasks have none."""
+        """Return a demonstration with the library's answer, or with that to another question of the same task.
+
+        Raises
+        ------
+        NotImplementedError
+            The library has no answers of this task.
+        """
         question: GymQuestion = prompt.data
         if not correct:
             question = self._question(question.row["task"], "train", rng.randrange(_SEEDS))

@@ -1,11 +1,13 @@
-"""Which checkers need an answer, and whether an answer of a row can be compared with anything."""
+"""Checkers that need an answer, and whether the answer of a row can be compared at all."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hpcrl.config.rewards import (
+    CodeReward,
     ExactReward,
     JsonSchemaReward,
     MathReward,
@@ -13,9 +15,11 @@ from hpcrl.config.rewards import (
     RegexReward,
     RewardConfig,
 )
+from hpcrl.rollouts.environments.rewards.code_tests import CodeTestsError, read_code_tests
 from hpcrl.rollouts.environments.rewards.quick import ExactCheck, NumericCheck, QuickCheck
 
-__all__ = ["AnswerCheck"]
+_ALTERNATIVES = ("exact", "numeric", "regex", "math", "json_schema", "format", "length")
+"""Checkers for which a row may have several right answers, or which read none."""
 
 
 class AnswerCheck:
@@ -25,11 +29,15 @@ class AnswerCheck:
     ----------
     needed:
         A checker compares with the answer of the row.
+    alternatives:
+        Every part of the reward that reads the answer can be judged for one of several answers.
     """
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._checks: list[tuple[str, QuickCheck]] = []
+        self._tested = [reward for reward in rewards if isinstance(reward, CodeReward)]
         self._is_pattern = self.needed = False
+        self.alternatives = all(reward.kind in _ALTERNATIVES for reward in rewards)
         for reward in rewards:
             match reward:
                 case ExactReward():
@@ -43,7 +51,7 @@ class AnswerCheck:
         self.needed |= bool(self._checks) or self._is_pattern
 
     def problem(self, answer: str) -> str:
-        """Say why an answer is of no use to a checker, as the end of a sentence; empty where it is."""
+        """Return why an answer is unusable for a checker, as the end of a sentence; empty where it is usable."""
         for name, check in self._checks:
             if what := check.answer_problem(answer):
                 return f"{what} (for the part {name!r} of the reward)"
@@ -51,5 +59,19 @@ class AnswerCheck:
             try:
                 re.compile(answer)
             except re.error as error:
-                return f"is no regular expression: {error}"
+                return f"is not a regular expression: {error}"
+        return ""
+
+    def note(self, answer: str) -> str:
+        """Return what is odd about a usable answer, as the end of a sentence; empty where nothing is."""
+        found = (check.answer_note(answer) for _, check in self._checks if isinstance(check, NumericCheck))
+        return next((note for note in found if note), "")
+
+    def tests_problem(self, values: Mapping[str, Any]) -> str:
+        """Return why no program can be tested with the columns of a row, as a sentence; empty where one can."""
+        for reward in self._tested:
+            try:
+                read_code_tests(reward, values)
+            except CodeTestsError as error:
+                return str(error)
         return ""

@@ -9,8 +9,6 @@ from hpcrl.config.rewards import JsonSchemaReward
 from hpcrl.installing import install_command
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 
-__all__ = ["JsonSchemaCheck"]
-
 _FENCE = "```"
 
 
@@ -22,7 +20,7 @@ class JsonSchemaCheck:
             import jsonschema  # noqa: PLC0415 - an extra
             import referencing  # noqa: PLC0415 - comes with it
         except ImportError as error:
-            what = f"documents are checked by the Python module 'jsonschema', which is not there ({error})"
+            what = f"documents are checked by the Python module 'jsonschema', which cannot be imported ({error})"
             raise CheckerNotMadeError(what, install_command("rewards")) from None
         self._config, self._library, self._registry = config, jsonschema, referencing.Registry()
         self._validator: Any = None
@@ -56,8 +54,8 @@ class JsonSchemaCheck:
         try:
             kind.check_schema(schema)
         except self._library.SchemaError as error:
-            raise ValueError(f"is no JSON Schema: {error.message[:200]}") from None
-        # with a registry of its own the library fetches nothing
+            raise ValueError(f"is not a JSON Schema: {error.message[:200]}") from None
+        # with an explicit registry the library fetches no documents
         return kind(schema, registry=self._registry)
 
 
@@ -68,15 +66,15 @@ def _parsed(text: str) -> Any:
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"has {name}, which JSON has not")
+    raise ValueError(f"has {name}, which is not valid in JSON")
 
 
 def _last_fenced(text: str) -> str:
-    """Return what is between the last two fences; a word behind the first one names the language."""
+    """Return the text between the last two fences; a word after the first one names the language."""
     before, fence, _ = text.rpartition(_FENCE)
     _, begin, inside = before.rpartition(_FENCE)
     if not fence or not begin:

@@ -1,18 +1,21 @@
-r"""Which part of a text is an answer, in one pass over the text.
+r"""Extraction of the answer from a text, in one pass over the text.
 
-``last_line``: the last line that is not blank. ``last_number``: the last number, as it is written. ``boxed``: what is
-in the last ``\boxed{...}`` whose braces are closed. ``hashes``: the rest of the line behind the last ``####``, as in
-GSM8K. ``answer_tag``: what is in the last ``<answer>...</answer>``.
+``last_line``: the last line that is not blank. ``last_number``: the last number, as it is written. ``boxed``: the
+content of the last ``\boxed{...}`` or ``\fbox{...}`` whose braces are closed; ``\boxed 5`` is read as well.
+``hashes``: the rest of the line after the last ``####``, as in GSM8K. ``answer_tag``: the content of the last
+``<answer>...</answer>``.
 """
 
 from __future__ import annotations
 
+import re
+
 from hpcrl.config.rewards import Extraction
 from hpcrl.rollouts.environments.rewards.numbers import last_number_text
 
-__all__ = ["extract"]
-
-_BOXED, _HASHES, _OPEN, _CLOSE = "\\boxed{", "####", "<answer>", "</answer>"
+_HASHES, _OPEN, _CLOSE = "####", "<answer>", "</answer>"
+_BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,4}(?:\{|(-?\d+(?:[.,/]\d+)*|[A-Za-z](?!\w)))")
+"""Beginning of a box, or a box of a number or a letter without braces."""
 
 
 def extract(text: str, part: Extraction) -> str | None:
@@ -38,14 +41,17 @@ def extract(text: str, part: Extraction) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """Return what is in the last box that is closed; an escaped brace opens and closes nothing."""
+    """Return the content of the last closed box; escaped braces do not count."""
     found: str | None = None
     begins: list[int] = []
     depths: list[int] = []
     depth = position = 0
     while position < len(text):
-        if text.startswith(_BOXED, position):
-            position += len(_BOXED)
+        if text[position] == "\\" and (box := _BOXED.match(text, position)):
+            position = box.end()
+            if box[1] is not None:
+                found = box[1]
+                continue
             depth += 1
             begins.append(position)
             depths.append(depth)
@@ -61,7 +67,7 @@ def _last_boxed(text: str) -> str | None:
                 begin = begins.pop()
                 depths.pop()
                 found = text[begin:position]
-            # a brace of the text before that closes nothing must not close a box
+            # an unmatched closing brace in earlier text must not close a box
             depth = max(0, depth - 1)
         position += 1
     return found

@@ -13,10 +13,8 @@ from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
 from hpcrl.rollouts.environments.rewards.extraction import extract
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 
-__all__ = ["GYM_BLOCK", "GymCheck", "GymGenerator"]
-
 GYM_BLOCK = 32
-"""Questions of one seed."""
+"""Number of questions of one seed."""
 _KEPT_BLOCKS = 16
 
 
@@ -35,13 +33,13 @@ class GymGenerator:
             import reasoning_gym  # noqa: PLC0415 - an extra, and seconds of imports
             from reasoning_gym.factory import DATASETS  # noqa: PLC0415
         except ImportError as error:
-            what = f"tasks are made by the Python module 'reasoning_gym', which is not there ({error})"
+            what = f"tasks are made by the Python module 'reasoning_gym', which cannot be imported ({error})"
             raise CheckerNotMadeError(what, install_command("reasoning-gym")) from None
         self._library, self._tasks = reasoning_gym, dict(tasks)
         if unknown := sorted(tasks.keys() - DATASETS.keys()):
             what = f"reasoning_gym has no task {unknown[0]!r}"
             raise CheckerNotMadeError(what, f"it has {', '.join(sorted(DATASETS))}")
-        # the same few are asked for again and again: a group comes one after the other
+        # cached, because the members of a group ask for the same question one after the other
         self._made = lru_cache(maxsize=_KEPT_BLOCKS)(self._make)
         for task, config in tasks.items():
             if wrong := sorted(config.parameters.keys() & {"seed", "size"}):
@@ -58,7 +56,7 @@ class GymGenerator:
         return found
 
     def score(self, task: str, seed: int, number: int, answer: str) -> Any:
-        """Return what the task's own scorer gives; it may raise anything."""
+        """Return the score of the task's own scorer, which may raise any exception."""
         block = self._made(task, seed)
         return block.score_answer(answer, block[number])
 

@@ -1,7 +1,8 @@
-"""The judge of an environment: all checkers of its recipe, and the reward they make together."""
+"""Judge of an environment: all checkers of its recipe, and the reward they make together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
@@ -15,8 +16,6 @@ from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerP
 from hpcrl.rollouts.environments.rewards.quick import ExactCheck, LengthPenalty, NumericCheck, QuickCheck
 from hpcrl.rollouts.environments.rewards.slow import SLOW_REWARDS, SlowReward
 
-__all__ = ["Judge"]
-
 
 class Judge:
     """Judges replies. The reward is the sum of scores, each times its weight, less penalties."""
@@ -27,7 +26,7 @@ class Judge:
         Parameters
         ----------
         name:
-            Of the environment.
+            Name of the environment.
         processes:
             Maximum processes of slow checkers.
 
@@ -54,7 +53,7 @@ class Judge:
         try:
             self._processes = CheckerProcesses([reward for _, reward in self._slow], limit=processes)
         except CheckerError as error:
-            raise ConfigError([Finding("recipe", key, str(error), "its log says more")]) from None
+            raise ConfigError([Finding("recipe", key, str(error), "its log has details")]) from None
         if self._processes.problems:
             self._processes.close()
             raise ConfigError(
@@ -65,7 +64,7 @@ class Judge:
             )
 
     def check_answers(self, answers: Iterable[str]) -> None:
-        """Let checkers in processes look at answers of rows: all would take too long.
+        """Check a sample of the answers of rows in processes: all would take too long.
 
         Raises
         ------
@@ -82,8 +81,8 @@ class Judge:
                 what = f"an answer of the file {problem} (for the part {name!r} of the reward): {shown(answer)}"
                 raise ConfigError([Finding("recipe", key, what, "correct the row, or see columns.answer")])
 
-    async def judge(self, reply: Reply, answer: str, row: dict[str, Any]) -> Outcome:
-        """Judge a reply.
+    async def judge(self, reply: Reply, answer: str, row: dict[str, Any], others: Sequence[str] = ()) -> Outcome:
+        """Judge a reply; of several right answers that with the highest score counts, for each checker.
 
         Parts: the score of each checker under its name, penalties as they are, and ``unfinished``: 1 for a reply that
         was cut at a limit.
@@ -98,11 +97,11 @@ class Judge:
         parts: dict[str, float] = {}
         reward, earns = 0.0, True
         for name, weight, check in self._quick:
-            parts[name] = check.score(reply.text, answer)
+            parts[name] = max(check.score(reply.text, each) for each in (answer, *others))
             reward += weight * parts[name]
         for number, (name, config) in enumerate(self._slow):
             try:
-                parts[name] = await self._processes.score(number, reply.text, answer, row)
+                parts[name] = await self._slow_score(number, reply.text, (answer, *others), row)
             except (CheckerError, OutcomeError) as error:
                 raise type(error)(f"part {name!r} of the reward: {error}") from None
             reward += config.weight * parts[name]
@@ -113,6 +112,14 @@ class Judge:
             parts[name] = penalty.of(reply)
             reward += parts[name]
         return Outcome(reward=reward, parts={**parts, "unfinished": float(not reply.finished)})
+
+    async def _slow_score(self, number: int, text: str, answers: Sequence[str], row: dict[str, Any]) -> float:
+        best = -math.inf
+        for answer in answers:
+            best = max(best, await self._processes.score(number, text, answer, row))
+            if best == 1.0 or isinstance(self._slow[number][1], FormatReward):
+                break
+        return best
 
     def close(self) -> None:
         """End its processes."""

@@ -1,12 +1,10 @@
-"""What is said of a checker that cannot be made."""
+"""Error of a checker that cannot be made."""
 
 from __future__ import annotations
 
-__all__ = ["CheckerNotMadeError"]
-
 
 class CheckerNotMadeError(Exception):
-    """A checker cannot be made: what is wrong, and a hint."""
+    """Raised where a checker cannot be made; has a problem and a hint."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)

@@ -1,4 +1,4 @@
-"""A few processes of slow checkers. One that takes too long or dies costs its rollout, and is replaced."""
+"""Pool of processes of slow checkers. A process that takes too long or dies fails its rollout, and is replaced."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from hpcrl.daemon_threads import DaemonExecutor
-from hpcrl.interpreter import module_command
+from hpcrl.processes.daemon_threads import DaemonExecutor
+from hpcrl.processes.interpreter import module_command
 from hpcrl.rollouts.environments.outcomes import OutcomeError
 from hpcrl.rollouts.environments.rewards import worker
 from hpcrl.rollouts.environments.rewards.slow import SlowReward
@@ -33,22 +33,22 @@ from hpcrl.rollouts.environments.rewards.worker import (
     Score,
 )
 
-__all__ = ["CheckerError", "CheckerProcesses", "CheckerTimeoutError"]
-
 _START_S = 300.0
-"""Maximum seconds for imports of a process."""
+"""Timeout in seconds of a process's imports."""
+
+_SANDBOXES = "hpcrl.sandboxes.daemon"
 
 
 class CheckerError(Exception):
-    """A checker gave no score; the message names it and says why."""
+    """Raised where a checker gave no score; the message names it and says why."""
 
 
 class CheckerTimeoutError(CheckerError):
-    """A checker took longer than its ``timeout_s``; its process was ended."""
+    """Raised where a checker took longer than its ``timeout_s``; its process was ended."""
 
 
 class _Process:
-    """One process with all checkers."""
+    """Process with all checkers."""
 
     def __init__(self, rewards: Sequence[SlowReward]) -> None:
         self._connection, theirs = socket.socketpair()
@@ -56,7 +56,7 @@ class _Process:
             self._process = subprocess.Popen(
                 module_command(sys.executable, "hpcrl.rollouts.environments.rewards.worker", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
-                # what it prints belongs into the log, and not among results
+                # its standard output goes into the log, and not among results
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
             )
@@ -66,7 +66,7 @@ class _Process:
         self.problems = made.problems
 
     def ask(self, question: Request, *, timeout_s: float) -> Answered:
-        """Ask and wait (TimeoutError or EOFError where there is no answer: the process is ended then)."""
+        """Send a question and wait for its answer; without one, end the process and raise TimeoutError or EOFError."""
         self._connection.settimeout(timeout_s)
         try:
             worker.write_frame(self._connection, question)
@@ -80,7 +80,7 @@ class _Process:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the process has not ended."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -92,11 +92,21 @@ class _Process:
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(process.pid).children(recursive=True):
+            for child in _descendants(psutil.Process(process.pid)):
                 with contextlib.suppress(psutil.Error):
                     child.kill()
         process.kill()
         process.wait()
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Return what a process has started, except sandboxes: their daemon ends with it, and removes their files."""
+    found = []
+    for child in process.children():
+        with contextlib.suppress(psutil.Error):
+            if _SANDBOXES not in child.cmdline():
+                found += [child, *_descendants(child)]
+    return found
 
 
 class CheckerProcesses:
@@ -147,7 +157,7 @@ class CheckerProcesses:
         raise OutcomeError(answered.what) if answered.unusable else CheckerError(answered.what)
 
     def answer_problem(self, checker: int, answer: str) -> str:
-        """Say why no reply can be compared with an answer; empty where one can. This blocks.
+        """Return why no reply can be compared with an answer; empty where one can. This blocks.
 
         Raises
         ------
@@ -161,13 +171,16 @@ class CheckerProcesses:
         return answered.what
 
     def _judge(self, question: CheckReply | CheckAnswer) -> Score | Failure | AnswerProblem:
-        """Judge in a thread that waits."""
+        """Judge in a thread that waits for the process."""
         process = self._next_idle() or self._start()
-        timeout_s = self._rewards[question.checker].timeout_s
+        reward = self._rewards[question.checker]
         try:
-            answered = process.ask(question, timeout_s=timeout_s)
+            answered = process.ask(question, timeout_s=reward.deadline_s)
         except TimeoutError:
-            raise CheckerTimeoutError(f"no score within timeout_s, {timeout_s:g} s") from None
+            what = f"no score within timeout_s, {reward.timeout_s:g} s"
+            if reward.deadline_s > reward.timeout_s:
+                what = f"no score within {reward.deadline_s:g} s: its sandbox does not answer"
+            raise CheckerTimeoutError(what) from None
         except EOFError as error:
             raise CheckerError(str(error)) from None
         with self._lock:
@@ -176,7 +189,7 @@ class CheckerProcesses:
         return answered
 
     def _next_idle(self) -> _Process | None:
-        """Take a process that waits; one that has ended meanwhile must not cost a rollout."""
+        """Take an idle process; one that has ended meanwhile must not fail a rollout."""
         while True:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
@@ -193,7 +206,7 @@ class CheckerProcesses:
             raise CheckerError(f"the process of checkers does not start: {error}") from None
 
     def close(self) -> None:
-        """End idle processes; those that judge end with this process."""
+        """End idle processes; busy ones end with this process."""
         with self._lock:
             idle, self._idle = self._idle, []
         for process in idle:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import Protocol
+from typing import Final, Protocol
 
 from hpcrl.config.rewards import ExactReward, LengthReward, NumericReward
 from hpcrl.rollouts.environments.base import Reply
 from hpcrl.rollouts.environments.rewards.extraction import extract
-from hpcrl.rollouts.environments.rewards.numbers import number_of, same_number
+from hpcrl.rollouts.environments.rewards.numbers import not_one_number, number_of, same_number
 
-__all__ = ["ExactCheck", "LengthPenalty", "NumericCheck", "QuickCheck"]
+_MARKED: Final = ("all", "boxed", "hashes", "answer_tag")
+"""Parts of an answer that are the answer as a whole."""
+_SHORT = 60
+"""Maximum number of characters of an answer without a text before its number."""
 
 
 class QuickCheck(Protocol):
-    """A checker that computes for less than a millisecond."""
+    """Checker that computes for less than a millisecond."""
 
     def score(self, reply: str, answer: str) -> float:
         """Judge a reply: 0 to 1."""
         ...
 
     def answer_problem(self, answer: str) -> str:
-        """Say why no reply can be compared with an answer, as the end of a sentence; empty where one can."""
+        """Return why no reply can be compared with an answer, as the end of a sentence; empty where one can."""
         ...
 
 
@@ -71,11 +74,20 @@ class NumericCheck:
         part = extract(answer, self._config.extract_answer)
         if part is None:
             return f"has no part {self._config.extract_answer!r}"
-        return "has no number" if number_of(part) is None else ""
+        if number_of(part) is None:
+            return "has no number"
+        if self._config.extract_answer in _MARKED and (more := not_one_number(part)):
+            return f"{more}; kind: math compares expressions"
+        return ""
+
+    def answer_note(self, answer: str) -> str:
+        """Return why the last number of a short answer is not its value, as the end of a sentence."""
+        answer = answer.strip()
+        return "" if len(answer) > _SHORT or "\n" in answer or "####" in answer else not_one_number(answer)
 
 
 class LengthPenalty:
-    """What is taken from the reward of a long reply."""
+    """Penalty on the reward of a long reply."""
 
     def __init__(self, config: LengthReward) -> None:
         self._config = config

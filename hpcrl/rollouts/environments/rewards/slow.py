@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hpcrl.config.rewards import FormatReward, FunctionReward, GymReward, JsonSchemaReward, MathReward, RegexReward
-from hpcrl.daemon_threads import run_process
+from hpcrl.config.rewards import (
+    CodeReward,
+    FormatReward,
+    FunctionReward,
+    GymReward,
+    JsonSchemaReward,
+    MathReward,
+    RegexReward,
+)
+from hpcrl.extend import ExtensionError, import_object
+from hpcrl.processes.daemon_threads import run_process
 from hpcrl.rollouts.environments.base import Outcome
 from hpcrl.rollouts.environments.outcomes import OutcomeError, checked_outcome
+from hpcrl.rollouts.environments.rewards.code_check import CodeCheck
 from hpcrl.rollouts.environments.rewards.documents import JsonSchemaCheck
 from hpcrl.rollouts.environments.rewards.expressions import MathCheck
 from hpcrl.rollouts.environments.rewards.gym import GymCheck
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 
-__all__ = ["SLOW_REWARDS", "SlowCheck", "SlowReward", "make_check"]
-
-SlowReward = RegexReward | FormatReward | FunctionReward | MathReward | JsonSchemaReward | GymReward
-SLOW_REWARDS = (RegexReward, FormatReward, FunctionReward, MathReward, JsonSchemaReward, GymReward)
+SlowReward = RegexReward | FormatReward | FunctionReward | MathReward | JsonSchemaReward | CodeReward | GymReward
+SLOW_REWARDS = (RegexReward, FormatReward, FunctionReward, MathReward, JsonSchemaReward, CodeReward, GymReward)
 
 
 class SlowCheck(Protocol):
-    """A checker in a process of its own."""
+    """Checker in a process of its own."""
 
     def answer_problem(self, answer: str) -> str:
-        """Say why no reply can be compared with an answer, as the end of a sentence; empty where one can."""
+        """Return why no reply can be compared with an answer, as the end of a sentence; empty where one can."""
         ...
 
     def score(self, reply: str, answer: str, row: dict[str, Any]) -> float:
@@ -45,19 +52,7 @@ class SlowCheck(Protocol):
 
 def make_check(config: SlowReward) -> SlowCheck:
     """Make the checker of a reward (`CheckerNotMadeError` where it cannot be)."""
-    match config:
-        case RegexReward():
-            return _RegexCheck(config)
-        case FormatReward():
-            return _FormatCheck(config)
-        case FunctionReward():
-            return _FunctionCheck(config)
-        case MathReward():
-            return MathCheck(config)
-        case JsonSchemaReward():
-            return JsonSchemaCheck(config)
-        case GymReward():
-            return GymCheck(config)
+    return _MAKERS[type(config)](config)
 
 
 class _AnyAnswer:
@@ -112,18 +107,20 @@ async def _wait_for(value: Any) -> Any:
 
 
 def _imported(name: str) -> Callable[..., Any]:
-    """Import ``package.module:name`` (`CheckerNotMadeError` where it is no function)."""
-    module_name, _, attribute = name.partition(":")
+    """Import ``package.module:name`` (`CheckerNotMadeError` where it is not a function)."""
     try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        hint = "install it, or add its directory to PYTHONPATH"
-        what = f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise CheckerNotMadeError(what, hint) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        hint = f"it has {', '.join(own)}" if own else "name a function: package.module:name"
-        raise CheckerNotMadeError(f"{module_name!r} has no function {attribute!r}", hint)
-    made: Callable[..., Any] = function
+        made: Callable[..., Any] = import_object(name, called="function")
+    except ExtensionError as error:
+        raise CheckerNotMadeError(error.what, error.hint) from error
     return made
+
+
+_MAKERS: dict[type[SlowReward], Callable[[Any], SlowCheck]] = {
+    RegexReward: _RegexCheck,
+    FormatReward: _FormatCheck,
+    FunctionReward: _FunctionCheck,
+    MathReward: MathCheck,
+    JsonSchemaReward: JsonSchemaCheck,
+    CodeReward: CodeCheck,
+    GymReward: GymCheck,
+}

@@ -1,7 +1,7 @@
-"""The process of slow checkers: ``python -P -m hpcrl.rollouts.environments.rewards.worker FD``.
+"""Process of slow checkers: ``python -P -m hpcrl.rollouts.environments.rewards.worker FD``.
 
-It reads msgpack messages from a socket, each behind its length: first the configurations of the checkers and where
-modules are looked for, then one reply at a time. What it prints goes into the log.
+It reads msgpack messages from a socket, each preceded by its length: first the configurations of the checkers and the
+search path of modules, then one reply at a time. Its standard output goes into the log.
 """
 
 from __future__ import annotations
@@ -16,31 +16,16 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.procfs import die_with_parent
+from hpcrl.processes.procfs import die_with_parent
 from hpcrl.rollouts.environments.outcomes import OutcomeError, plain_text
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 from hpcrl.rollouts.environments.rewards.slow import SlowReward, make_check
-
-__all__ = [
-    "ANSWERS",
-    "AnswerProblem",
-    "Answered",
-    "CheckAnswer",
-    "CheckReply",
-    "Failure",
-    "Made",
-    "MakeCheckers",
-    "Request",
-    "Score",
-    "read_frame",
-    "write_frame",
-]
 
 _HEADER_BYTES = 4
 _MAX_MESSAGE = 4000
 """Maximum number of characters of a message of an exception."""
 _MEMORY_BYTES = 4 << 30
-"""Address space of a process of checkers that need little; others may load libraries with threads for each CPU."""
+"""Maximum address space of a process of simple checkers; others may load libraries with threads for each CPU."""
 _BOUNDED = ("regex", "format", "math", "json_schema")
 _FRAMES = 3
 """Maximum number of frames of an exception that are named: the innermost ones."""
@@ -48,14 +33,14 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class MakeCheckers(msgspec.Struct, frozen=True, tag=True):
-    """The first message.
+    """First message to a process of checkers.
 
     Attributes
     ----------
     rewards:
         Configurations, as JSON.
     path:
-        Where modules are looked for.
+        Search path of modules.
     """
 
     rewards: list[dict[str, Any]]
@@ -72,32 +57,32 @@ class CheckReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckAnswer(msgspec.Struct, frozen=True, tag=True):
-    """Say what is wrong with an answer of a row: an `AnswerProblem`."""
+    """Request to check an answer of a row; the reply is an `AnswerProblem`."""
 
     checker: int
     answer: str
 
 
 class AnswerProblem(msgspec.Struct, frozen=True, tag=True):
-    """Why no reply can be compared with an answer; empty where one can."""
+    """Reason why no reply can be compared with an answer; empty where one can."""
 
     what: str
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """The checkers are there, but for those of ``problems``: number, what is wrong and a hint of each."""
+    """Reply that the checkers exist, except those of ``problems``: number, problem and hint of each."""
 
     problems: list[tuple[int, str, str]]
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """What a checker gave."""
+    """Score of a checker."""
 
     score: float
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """A checker raised, or gave what is no score (``unusable``)."""
+    """Reply that a checker raised, or returned something that is not a score (``unusable``)."""
 
     what: str
     unusable: bool
@@ -146,7 +131,7 @@ def _serve(connection: socket.socket) -> None:
     assert isinstance(request, MakeCheckers)
     sys.path[:] = request.path
     if all(reward["kind"] in _BOUNDED for reward in request.rewards):
-        # what a policy says must not fill the memory of the node before the deadline
+        # the reply of a policy must not fill the memory of the node before the deadline
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     checks, problems = [], []
     for number, reward in enumerate(request.rewards):

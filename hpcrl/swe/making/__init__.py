@@ -1,0 +1,1 @@
+"""The generator of software-engineering tasks: bugs seeded into pinned packages."""
