@@ -1,16 +1,17 @@
-"""``hpcrl cancel``: stop a run."""
+"""``hpcrl cancel``: stop runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcrl.cli.options import confirm
 from hpcrl.cli.output import say
-from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+from hpcrl.cli.selection import RunsArgument, RunsRootOption, for_each_run
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from hpcrl.runs.rundir import RunDir
 
 
 def register(app: typer.Typer) -> None:
@@ -19,23 +20,29 @@ def register(app: typer.Typer) -> None:
 
 
 def cancel(
-    run: RunArgument,
+    runs: RunsArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Stop a run: its roles are asked in order, then killed. It can be resumed later."""
+    """Stop runs: their roles are asked in order, then killed. They can be resumed later.
+
+    Exit code: 0 all were stopped; else that of the first that was not. The others are stopped all the same.
+    """
+    for_each_run(runs, root, lambda run: _cancel(run, yes))
+
+
+def _cancel(run: RunDir, yes: bool) -> None:
     import getpass
 
     from hpcrl.cli.slurm import reach_slurm_of
     from hpcrl.runs.observe import observe
     from hpcrl.submit.submission import cancel as cancel_run
 
-    found = find(run, root)
-    reach_slurm_of(found)
-    view = observe(found)
+    reach_slurm_of(run)
+    view = observe(run)
     if not yes and not view.state.ended:
         roles = ", ".join(f"{c.role} {c.replica} (pid {c.pid})" for c in view.components if c.pid) or "no role yet"
-        say(f"this stops {found.name} ({view.state}): {roles}", err=True)
+        say(f"this stops {run.name} ({view.state}): {roles}", err=True)
         confirm("stop it?")
-    view = cancel_run(found, user=getpass.getuser())
-    say(f"{found.name}: {view.state}")
+    view = cancel_run(run, user=getpass.getuser())
+    say(f"{run.name}: {view.state}")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
     from hpcrl.runs.views.checkpoints import CheckpointItem
 
-__all__ = ["register"]
-
 checkpoint_app = typer.Typer(help="Joint checkpoints of a run.", no_args_is_help=True)
 
 AllStepsArgument = Annotated[int | None, typer.Argument(metavar="[STEP]", parser=STEP, help="Step; all by default.")]
@@ -65,7 +63,7 @@ def checkpoint_verify(
 def checkpoint_show(
     run: RunArgument, step: NewestStepArgument = None, as_json: JsonOption = False, root: RunsRootOption = None
 ) -> None:
-    """Show one checkpoint: who saved it, how long that took, and what a resume from it goes on with."""
+    """Show one checkpoint: who saved it, how long that took, and what a resume from it restores."""
     import json
 
     from rich.filesize import decimal
@@ -100,7 +98,7 @@ def checkpoint_show(
 def checkpoint_pin(
     run: RunArgument,
     step: StepArgument,
-    reason: Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", help="Why it is kept.")],
+    reason: Annotated[str, typer.Option("--reason", "-m", metavar="TEXT", help="Reason for keeping it.")],
     root: RunsRootOption = None,
 ) -> None:
     """Keep a checkpoint: neither the run nor `prune` removes it."""
@@ -133,10 +131,10 @@ def checkpoint_prune(
         typer.Option("--keep-every", min=0, metavar="N", help="Keep multiples of N steps. Default: the recipe's."),
     ] = None,
     steps: Annotated[
-        list[int] | None, typer.Option("--step", metavar="STEP", help="Remove this one instead. Repeatable.")
+        list[int] | None, typer.Option("--step", metavar="STEP", help="Remove only this step. Repeatable.")
     ] = None,
     sizes: SizesOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed; remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed; remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     root: RunsRootOption = None,
 ) -> None:
@@ -174,8 +172,10 @@ def checkpoint_prune(
 @checkpoint_app.command("export")
 def checkpoint_export(
     run: RunArgument,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes; must not exist.")],
-    step: Annotated[int | None, typer.Option("--step", metavar="STEP", help="The newest good one by default.")] = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Target directory; must not exist.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="STEP", help="Step; the newest valid checkpoint by default.")
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: the recipe's."),
@@ -183,7 +183,9 @@ def checkpoint_export(
     model_dir: Annotated[
         str | None,
         typer.Option(
-            "--model-dir", metavar="DIR", help="Configuration and tokenizer. Default: the model the run began with."
+            "--model-dir",
+            metavar="DIR",
+            help="Directory with configuration and tokenizer. Default: the start model of the run.",
         ),
     ] = None,
     root: RunsRootOption = None,
@@ -198,7 +200,7 @@ def checkpoint_export(
     from pathlib import Path
 
     from hpcrl.errors import MissingExtraError, UsageError
-    from hpcrl.interpreter import module_command
+    from hpcrl.processes.interpreter import module_command
 
     found = find(run, root)
     target = Path(output).resolve()
@@ -219,9 +221,9 @@ def _print(run: RunDir, items: list[CheckpointItem], document: str | None) -> No
     from rich.filesize import decimal
     from rich.table import Table
 
-    from hpcrl.aside import list_asides
     from hpcrl.errors import ExitCode
     from hpcrl.runs.views.words import age
+    from hpcrl.storage.quarantine import list_asides
 
     if document is not None:
         say(document)

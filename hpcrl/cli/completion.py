@@ -1,24 +1,15 @@
-"""What a shell offers after Tab: recipes, clusters, roles, states of runs, and settings with their values."""
+"""Completions of a shell: recipes, clusters, roles, states of runs, and settings with their values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-
-__all__ = [
-    "bash_values",
-    "complete_clusters",
-    "complete_recipes",
-    "complete_roles",
-    "complete_settings",
-    "complete_states",
-]
 
 _YAML = (".yaml", ".yml")
 _HELP_WIDTH = 80
 
 
 def complete_recipes(incomplete: str) -> list[str]:
-    """Packaged recipes by name, recipe files of the current directory by path."""
+    """Return packaged recipes by name and recipe files of the current directory by path."""
     from hpcrl.config.resources import list_recipes
 
     names = [name for name in list_recipes() if name.startswith(incomplete)]
@@ -26,7 +17,7 @@ def complete_recipes(incomplete: str) -> list[str]:
 
 
 def complete_clusters(incomplete: str) -> list[str]:
-    """Cluster profiles by name, those of the current directory by path."""
+    """Return the cluster profiles by name, those of the current directory by path."""
     from hpcrl.config.resources import list_clusters
 
     names = [name for name in list_clusters() if name.startswith(incomplete)]
@@ -34,14 +25,14 @@ def complete_clusters(incomplete: str) -> list[str]:
 
 
 def complete_roles(incomplete: str) -> list[str]:
-    """Roles that have logs."""
+    """Return the roles that have logs."""
     from hpcrl.config.plan import Role
 
     return [role for role in [*(role.value for role in Role), "supervisor"] if role.startswith(incomplete)]
 
 
 def complete_states(incomplete: str) -> list[str]:
-    """States of runs; small letters will do."""
+    """Return the states of runs; small letters are accepted."""
     from hpcrl.runs.status import RunState
 
     small = incomplete.islower()
@@ -50,7 +41,7 @@ def complete_states(incomplete: str) -> list[str]:
 
 
 def complete_settings(incomplete: str) -> list[tuple[str, str]]:
-    """``key=`` for all keys of a recipe that begin so, ``key=value`` where few are left and values can be listed."""
+    """Return ``key=`` for all keys of a recipe that begin so, ``key=value`` where few are left with listed values."""
     from hpcrl.config.keys import keys_of
     from hpcrl.config.recipe import Recipe
 
@@ -68,7 +59,7 @@ def complete_settings(incomplete: str) -> list[tuple[str, str]]:
 
 
 def bash_values(environ: Mapping[str, str]) -> list[str] | None:
-    """Values for the word that bash asks about, where it is what follows ``--set key=``; None for other words.
+    """Return the values for the word that bash completes after ``--set key=``; None for other words.
 
     Bash breaks words at ``=``, so that the value is a word of its own and replaced alone.
     """
@@ -87,7 +78,7 @@ def bash_values(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def _files(incomplete: str, folder: str) -> Iterator[str]:
-    """YAML files of the directory that is being typed, and those of ``folder`` where nothing is typed yet."""
+    """Yield the YAML files of the directory that is being typed, and those of ``folder`` where nothing is typed yet."""
     import os
     from pathlib import Path
 

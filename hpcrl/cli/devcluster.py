@@ -7,28 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import JsonOption, ListGroup, confirm
+from hpcrl.cli.options import JsonOption, confirm
 from hpcrl.cli.output import markup, say, table_console
 
 if TYPE_CHECKING:
     from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
 
-__all__ = ["register"]
-
 devcluster_app = typer.Typer(
-    cls=ListGroup,
     help="A real Slurm of many virtual nodes on this machine, to try hpcrl without a cluster.",
     no_args_is_help=True,
 )
 
-NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which virtual cluster.")]
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the virtual cluster.")]
 HomeOption = Annotated[
     Path | None,
     typer.Option(
         "--home",
         metavar="DIR",
         envvar="HPCRL_DEVCLUSTER_HOME",
-        help="Where virtual clusters lie; ~/.local/share/hpcrl/devcluster by default.",
+        help="Directory of virtual clusters; ~/.local/share/hpcrl/devcluster by default.",
     ),
 ]
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Name of a node, for example dev-003.")]
@@ -116,7 +113,7 @@ def status(name: NameOption = "dev", home: HomeOption = None, as_json: JsonOptio
         _print_status(found)
 
 
-@devcluster_app.command("list")
+@devcluster_app.command("ls")
 def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List the virtual clusters of this machine."""
     import json
@@ -155,7 +152,7 @@ def kill_node(
     name: NameOption = "dev",
     home: HomeOption = None,
     unnoticed: Annotated[
-        bool, typer.Option("--unnoticed", help="Let the controller find out by itself, after its time-out.")
+        bool, typer.Option("--unnoticed", help="Do not tell the controller: it notices after its time-out.")
     ] = False,
 ) -> None:
     """Take a node away at once, with all that runs on it, as a power failure would."""
@@ -179,7 +176,7 @@ def pause_controller(
         typer.Option("--kill", help="Kill slurmctld (connections are refused) instead of freezing it (they hang)."),
     ] = False,
 ) -> None:
-    """Let slurmctld stop answering. Running jobs go on."""
+    """Let slurmctld stop answering. Running jobs continue."""
     _cluster(name, home).pause_controller(kill=kill)
     say(f"{name}: slurmctld is {'killed' if kill else 'frozen'}; hpcrl devcluster resume-controller brings it back")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrl.cli import sandboxes
 from hpcrl.cli.conversations import KIND_STYLES, message_pieces
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
 from hpcrl.cli.output import json_text, say, screen
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
 
     from hpcrl.config.recipe import Recipe
 
-__all__ = ["register"]
-
 environment_app = typer.Typer(help="Environments: where tasks and rewards come from.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
+    sandboxes.register(environment_app)
     app.add_typer(environment_app, name="env")
 
 
@@ -30,20 +30,20 @@ def try_(
     recipe: RecipeArgument,
     task: Annotated[int, typer.Option("--task", metavar="N", min=0, help="Number of the training task.")] = 0,
     name: Annotated[
-        str | None, typer.Option("--env", "-e", metavar="NAME", help="Which environment; all of them by default.")
+        str | None, typer.Option("--env", "-e", metavar="NAME", help="Name of one environment; all of them by default.")
     ] = None,
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest time for each.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Maximum time for each.")] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a prompt, the demonstration, and two rollouts with their rewards: one with a policy that says nothing, and
-    one with a policy that says the turns of the demonstration.
+    """Show a prompt, the demonstration, and two rollouts with their rewards: one with empty replies, and one with the
+    turns of the demonstration as replies.
 
-    It runs as in a run, in a process of its own with the orchestrator's Python; no model is needed.
+    As in a run, the environment has its own process with the orchestrator's Python; no model is needed.
 
-    Exit code: 0 all went well, 1 an environment failed or gave a part of a reward that is no number, 2 one cannot be
-    made.
+    Exit code: 0 all went well, 1 an environment failed or gave a part of a reward that is not a number, 2 an
+    environment cannot be created.
     """
     import os
     from contextlib import suppress
@@ -57,7 +57,7 @@ def try_(
     prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd(), programs=False)
     loaded, site, plan = prepared.recipe, prepared.site, prepared.outlined()
     notes: list[str] = []
-    with working("making the recipe's environments"), suppress(HpcrlError):  # trying it says more
+    with working("making the recipe's environments"), suppress(HpcrlError):  # the trial gives the better error
         notes = check_environments(loaded, plan, site.value)
     for note in notes:
         say(f"note: {note}", err=True)
@@ -73,6 +73,60 @@ def try_(
             _print(each, task, shown, screen())
     bad = any("error" in shown or shown.get("refused") for shown in found.values())
     raise typer.Exit(ExitCode.FAILED if bad else ExitCode.OK)
+
+
+@environment_app.command("check")
+def check(
+    recipe: RecipeArgument,
+    tasks: Annotated[int, typer.Option("--tasks", "-n", metavar="N", min=1, help="Tasks of each environment.")] = 4,
+    name: Annotated[
+        str | None, typer.Option("--env", "-e", metavar="NAME", help="Name of one environment; all of them by default.")
+    ] = None,
+    cluster: ClusterOption = "local",
+    overrides: SetOption = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Maximum time in all.")] = 1800.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Check rewards on the first training tasks with policies of known reward: empty replies must earn nothing, the
+    right answer at least 1, twice, and tampering with the judge nothing.
+
+    It runs on this machine, with the orchestrator's Python; no model is needed.
+
+    Exit code: 0 all rewards are right, 1 a reward is wrong, 2 an environment cannot be created.
+    """
+    import os
+    from pathlib import Path
+
+    from hpcrl.cli.progress import working
+    from hpcrl.errors import ExitCode
+    from hpcrl.jobplan.environment_trial import check_environment_tasks
+    from hpcrl.submit.prepare import prepare
+
+    prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd(), programs=False)
+    loaded, site, plan = prepared.recipe, prepared.site, prepared.outlined()
+    with working("playing policies with known rewards"):
+        found = check_environment_tasks(
+            loaded, plan, site.value, names=_wanted(loaded.value, name), tasks=tasks, timeout_s=timeout_s
+        )
+    if as_json:
+        say(json_text({"format_version": 1, "environments": found}))
+    else:
+        for each, shown in found.items():
+            _print_check(each, shown)
+    if not all(shown["made"] for shown in found.values()):
+        raise typer.Exit(ExitCode.USAGE)
+    raise typer.Exit(ExitCode.FAILED if any(shown["problems"] for shown in found.values()) else ExitCode.OK)
+
+
+def _print_check(name: str, found: dict[str, Any]) -> None:
+    """Print the rewards of each policy, and what is wrong."""
+    say(f"{name}: {'something is wrong' if found['problems'] else 'good'}")
+    for policy, rewards in found["played"].items():
+        say(f"  {policy}: reward {sum(rewards) / len(rewards):g} in the mean of {len(rewards)} rollouts")
+    for problem in found["problems"]:
+        say(f"  {problem}")
+    for note in found["notes"]:
+        say(f"  note: {note}")
 
 
 def _wanted(recipe: Recipe, name: str | None) -> list[str]:
@@ -111,7 +165,10 @@ def _print(name: str, task: int, found: dict[str, Any], console: Console) -> Non
             tell("  none: the environment has no demonstrations, and `hpcrl warmup` needs them")
         else:
             show(found["demonstration"])
-    plays = (("a policy that says nothing", found), ("a policy that says the demonstration", found.get("demonstrated")))
+    plays = (
+        ("a policy with empty replies", found),
+        ("a policy that replies with the demonstration", found.get("demonstrated")),
+    )
     for policy, played in plays:
         if played is None or "reward" not in played:
             continue

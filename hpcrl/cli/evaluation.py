@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
     from hpcrl.submit.evaluation import EvaluationRequest
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -29,25 +27,31 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RECIPE|RUN|MODEL",
-            help="A recipe, whose start model is evaluated; a run, of which a version is; or the directory of a model.",
+            help="What to evaluate: a recipe (its start model), a run (a version of it) or a model directory.",
         ),
     ],
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="RECIPE", help="Where environments and engines of MODEL stand.")
+        str | None,
+        typer.Option(
+            "--recipe", metavar="RECIPE", help="Recipe with the environments and engines for a model directory."
+        ),
     ] = None,
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", min=0, help="Of RUN; the newest full one by default.")
+        int | None,
+        typer.Option("--version", metavar="N", min=0, help="Version of RUN; the newest full one by default."),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", "-k", metavar="K", min=1, help="Samples of each prompt.")] = 1,
     prompts: Annotated[
-        int | None, typer.Option("--prompts", metavar="N", min=1, help="Held-out prompts; by default as the recipe.")
+        int | None,
+        typer.Option("--prompts", metavar="N", min=1, help="Held-out prompts; by default those of the recipe."),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             "--temperature",
             metavar="T",
-            help="0 is greedy. Default: that of evaluation.sampling; several samples never are greedy.",
+            help="Sampling temperature; 0 is greedy. Default: evaluation.sampling. Several samples need a value "
+            "above 0.",
         ),
     ] = None,
     environments: Annotated[
@@ -55,32 +59,42 @@ def evaluate(
         typer.Option("--environment", "-e", metavar="NAME", help="Only this environment. Repeatable."),
     ] = None,
     pass_reward: Annotated[
-        float, typer.Option("--pass-reward", metavar="REWARD", help="A sample passes from this reward on.")
+        float, typer.Option("--pass-reward", metavar="REWARD", help="Minimum reward of a sample that passes.")
     ] = 1.0,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="SEED", min=0, help="Of samples and intervals; default: the recipe's."),
+        typer.Option(
+            "--seed", metavar="SEED", min=0, help="Seed of samples and confidence intervals; default: the recipe's."
+        ),
     ] = None,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Also write the result there, as JSON.")
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Also write the result to this file, as JSON.")
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", "-c", metavar="NAME", help="Cluster profile; by default local, or that of RUN."),
+        typer.Option("--cluster", "-c", metavar="NAME", help="Cluster profile; by default `local`, or that of RUN."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the new run.")] = None,
     overrides: SetOption = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Start it, and do not wait; `hpcrl eval` of the new run shows the result.")
+        bool,
+        typer.Option("--detach", help="Start the evaluation and return; `hpcrl eval` of the new run shows the result."),
+    ] = False,
+    on_engines: Annotated[
+        bool,
+        typer.Option("--on-engines", help="Let the engines of RUN do it while it trains, at the version they serve."),
     ] = False,
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Evaluate a model on held-out prompts: mean reward and pass@k by environment, with 95 % intervals.
 
-    It is a run of its own with engines and without a trainer, on this machine or as a job. Its rollouts are in its
-    ledger (`hpcrl rollouts ls`). One that was interrupted goes on with `hpcrl resume`. Of a run that was an evaluation
-    the result is shown.
+    An evaluation is a separate run with engines and without a trainer, on this machine or as a job. Its rollouts are in
+    its ledger (`hpcrl rollouts ls`). `hpcrl resume` continues an interrupted evaluation. With the name of an
+    evaluation, `hpcrl eval` shows its result.
+
+    With --on-engines no new run is made: a run that trains evaluates the version that its engines serve, at the same
+    time as its own rollouts.
 
     Exit code: 0 completed, 1 failed, 130 cancelled.
     """
@@ -101,15 +115,23 @@ def evaluate(
         pass_reward=pass_reward,
         seed=seed,
     )
+    if on_engines:
+        if recipe or overrides or cluster or name or detach or version is not None:
+            raise UsageError(
+                "--on-engines takes recipe, engines and version of the run as they are\n"
+                "    hint: leave out --recipe, --set, --cluster, --name, --detach and --version"
+            )
+        _on_engines(find(target, root), request, file, as_json=as_json)
+        return
     given, from_run, more = target, None, list(overrides or ())
     if is_model(target):
         if recipe is None:
             raise UsageError(
-                f"{target} is a model, and a recipe says on what it is evaluated\n    hint: --recipe RECIPE"
+                f"{target} is a model: evaluating it needs the environments of a recipe\n    hint: --recipe RECIPE"
             )
         given, more = recipe, [*more, f"model.path={Path(target).resolve()}"]
     elif recipe is not None:
-        raise UsageError(f"{target} is no directory of a model, to which --recipe belongs\n    hint: leave it out")
+        raise UsageError(f"{target} is not a model directory; --recipe is only for those\n    hint: leave it out")
     elif not is_recipe(target):
         found = find(target, root)
         if found.recipe().job.payload == "evaluation":
@@ -117,13 +139,29 @@ def evaluate(
         given, from_run = str(found.recipe_path), newest_weights(found, version)
         cluster = cluster or found.cluster().name
     if version is not None and from_run is None:
-        raise UsageError(f"--version is of a run, and {target} is none\n    hint: leave it out")
+        raise UsageError(f"--version needs a run, and {target} is not a run\n    hint: leave it out")
     run = _start(given, cluster or "local", more, request, name=name, from_run=from_run, root=root)
     if detach:
         say(run.name)
         say(f"  hpcrl eval {run.name}\n  hpcrl cancel {run.name}", err=True)
         return
     raise typer.Exit(_finish(run, file, as_json=as_json, new=True))
+
+
+def _on_engines(run: RunDir, request: EvaluationRequest, output: Path | None, *, as_json: bool) -> None:
+    """Let a run that trains evaluate what its engines serve, and show the result."""
+    from hpcrl.cli.progress import working
+    from hpcrl.runs.running_evaluation import evaluate_on_engines
+    from hpcrl.submit.evaluation import evaluation_set
+
+    recipe = run.recipe()
+    seed = recipe.seed if request.seed is None else request.seed
+    with working(f"the engines of {run.name} evaluate"):
+        found = evaluate_on_engines(run, evaluation_set(recipe, request), seed=seed)
+    about = {"format_version": 1, "run": run.name, "recipe": recipe.name, "model": recipe.model.path}
+    _show({**about, **found}, output, as_json=as_json)
+    first, last = found["version"], found["last_version"]
+    say(f"version {first}" if first == last else f"versions {first} to {last}", err=True)
 
 
 def _start(
@@ -145,7 +183,7 @@ def _start(
     from hpcrl.submit.prepare import prepare
     from hpcrl.submit.start import submit
 
-    with working("looking whether it would start"):
+    with working("checking whether it would start"):
         settings = [*overrides, *evaluation_settings(recipe, overrides, request)]
         prepared = prepare(
             recipe,
@@ -163,7 +201,7 @@ def _start(
     prepared.refuse()
     ask_slurm()
     if prepared.source is not None:
-        say(f"taking the weights of {prepared.source.origin}", err=True)
+        say(f"copying the weights of {prepared.source.origin}", err=True)
     run = submit(prepared, from_run=from_run)
     say(f"submitted {run.name} in {run.path}", err=True)
     return run
@@ -172,7 +210,6 @@ def _start(
 def _finish(run: RunDir, output: Path | None, *, as_json: bool, new: bool) -> int:
     """Wait for the end of an evaluation and show its result; returns the exit code."""
     from hpcrl.errors import ExitCode, RunFailedError
-    from hpcrl.fs import atomic_write
     from hpcrl.runs.evaluation_result import read_result
     from hpcrl.runs.record import RunRecord
     from hpcrl.runs.registry import reference
@@ -182,7 +219,7 @@ def _finish(run: RunDir, output: Path | None, *, as_json: bool, new: bool) -> in
 
     submissions = RunRecord.read(run).submissions
     before = submissions[-1].after_attempt if submissions else 0
-    # who only looks at an evaluation does not end it
+    # Ctrl-C of a viewer does not end the evaluation
     stop = (lambda count: interrupt(run, count)) if new else None
     view = follow(run, screen(err=True), on_interrupt=stop, after_attempt=before)
     if view.state is not RunState.COMPLETED:
@@ -193,14 +230,20 @@ def _finish(run: RunDir, output: Path | None, *, as_json: bool, new: bool) -> in
         return view.cause.kind.exit_code if view.cause is not None else ExitCode.FAILED
     result = read_result(run)
     if result is None:
-        raise RunFailedError(f"{run.name} has completed, and left no result in {run.path}")
+        raise RunFailedError(f"{run.name} has completed without a result in {run.path}")
+    _show(result, output, as_json=as_json)
+    return ExitCode.OK
+
+
+def _show(result: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
+    from hpcrl.storage.files import atomic_write
+
     if output is not None:
         atomic_write(output, f"{json_text(result)}\n".encode())
     if as_json:
         say(json_text(result))
     else:
         _print(result)
-    return ExitCode.OK
 
 
 def _print(result: dict[str, Any]) -> None:

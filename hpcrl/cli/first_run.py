@@ -12,8 +12,6 @@ from hpcrl.cli.options import JsonOption
 from hpcrl.cli.output import say
 from hpcrl.cli.site_environments import site_app
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to ``hpcrl site``."""
@@ -25,7 +23,7 @@ def first_run(
         str,
         typer.Argument(
             metavar="NAME",
-            help="Cluster profile: a name or a file. One that is not there is drafted.",
+            help="Cluster profile: a name or a file. A missing one is drafted.",
             autocompletion=complete_clusters,
         ),
     ],
@@ -36,31 +34,38 @@ def first_run(
         str | None, typer.Option("--fabric", metavar="KIND", help="For a draft: infiniband, roce or ethernet.")
     ] = None,
     python: Annotated[
-        str | None, typer.Option("--python", metavar="PATH", help="For a draft: interpreter of roles on nodes.")
+        str | None, typer.Option("--python", metavar="PATH", help="For a draft: Python interpreter of roles on nodes.")
     ] = None,
     vllm_python: Annotated[
-        str | None, typer.Option("--vllm-python", metavar="PATH", help="For a draft: interpreter of vLLM engines.")
+        str | None,
+        typer.Option("--vllm-python", metavar="PATH", help="For a draft: Python interpreter of vLLM engines."),
     ] = None,
     begin: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="STAGE", help="Begin at init, check, check-job, plan, probe or run, and run what follows."
+            "--from",
+            metavar="STAGE",
+            help="First stage to run (init, check, check-job, plan, probe or run); later stages follow.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Run all stages again, also those that have passed.")] = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job of check-job.")] = 2,
+    again: Annotated[
+        bool, typer.Option("--again", help="Run all stages again, including those that have passed.")
+    ] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes of the check-job stage.")] = 2,
     wait_s: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=1.0, help="Longest time in the queue of each job.")
+        float, typer.Option("--wait", metavar="SECONDS", min=1.0, help="Maximum queue time of each job.")
     ] = 1800.0,
     directory: Annotated[
         Path | None,
-        typer.Option("--directory", metavar="DIR", help="Of state, recipe and report. Default: first-run-NAME."),
+        typer.Option(
+            "--directory", metavar="DIR", help="Directory of state, recipe and report. Default: first-run-NAME."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Bring a site up: profile, check, check on nodes, plan, probe, and two steps of all roles on two nodes.
 
-    It stops at the first stage that finds something wrong, with what to do; the same command then goes on there. What
+    It stops at the first stage that finds something wrong, with what to do; the same command then continues there. What
     has passed with the same profile is not run again. Ctrl-C cancels its job and keeps what has passed. The report is
     written whatever happens.
 
@@ -77,7 +82,7 @@ def first_run(
     words = ["hpcrl", "site", "first-run", cluster]
     words += ["--directory", str(directory)] if directory is not None else []
     given = {"--runs-root": runs_root, "--fabric": fabric, "--python": python, "--vllm-python": vllm_python}
-    # where there is no profile yet the same draft is wanted again
+    # before the profile exists the next call needs the same options for the draft
     draft = [word for name, value in given.items() if value is not None for word in (name, value)]
     request = FirstRunRequest(
         cluster=cluster,

@@ -14,16 +14,6 @@ if TYPE_CHECKING:
     from hpcrl.runs.observe import RunView
     from hpcrl.runs.rundir import RunDir
 
-__all__ = [
-    "FollowOption",
-    "InJobOption",
-    "NewNameOption",
-    "QueueAnywayOption",
-    "exit_code",
-    "follow_or_tell",
-    "tell_what_failed",
-]
-
 FollowOption = Annotated[
     bool, typer.Option("--follow", "-f", help="Show progress until the run has ended; Ctrl-C cancels the run.")
 ]
@@ -31,7 +21,7 @@ FollowOption = Annotated[
 InJobOption = Annotated[
     bool,
     typer.Option(
-        "--in-job", help="Run inside of the allocation of this shell (salloc), not in a job of its own; no requeue."
+        "--in-job", help="Run inside the allocation of this shell (salloc), not as a new job; the run is not requeued."
     ),
 ]
 
@@ -39,7 +29,7 @@ InJobOption = Annotated[
 NewNameOption = Annotated[str | None, typer.Option("--name", "-n", metavar="RUN", help="Name of the run.")]
 
 QueueAnywayOption = Annotated[
-    bool, typer.Option("--queue-anyway", help="Submit also what Slurm could not start as things are.")
+    bool, typer.Option("--queue-anyway", help="Submit even if Slurm could not start the job now.")
 ]
 
 
@@ -84,7 +74,7 @@ def _follow(run: RunDir, console: Console) -> int:
 
 
 def tell_what_failed(run: RunDir) -> None:
-    """Say the commands that come after an end that is no completion."""
+    """Print the commands that can follow an end other than completion."""
     from hpcrl.runs.registry import reference
 
     named = reference(run)

@@ -13,15 +13,22 @@ import typer
 
 from hpcrl import __version__
 from hpcrl.cli import (
+    board,
     cancel,
     checkpoints,
+    comparing,
     configuration,
     devcluster,
     environments,
     evaluation,
     first_run,
+    keeping,
+    mcp,
     models,
+    notifications,
     planning,
+    profiling,
+    recipe_new,
     remove,
     render,
     requeue,
@@ -33,25 +40,29 @@ from hpcrl.cli import (
     sft,
     shell,
     simulate,
+    sinks,
     site_environments,
     sites,
     store,
     submit,
+    swe,
+    sweeps,
+    tracing,
     wait,
     warmup,
     weights,
 )
 from hpcrl.cli.completion import bash_values
-from hpcrl.cli.help import make_plain
+from hpcrl.cli.extensions import with_extensions
+from hpcrl.cli.help import RootGroup, make_plain
 from hpcrl.cli.output import say
 from hpcrl.cli.streams import fill_standard_streams
 from hpcrl.errors import ExitCode, HpcrlError, MissingExtraError, refusal
 from hpcrl.installing import extra_of
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="hpcrl",
+    cls=RootGroup,
     help="Asynchronous reinforcement learning of large mixture-of-experts language models on Slurm clusters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -76,6 +87,7 @@ def _options(
 
 for module in (
     submit,
+    sweeps,
     sft,
     resume,
     wait,
@@ -84,7 +96,12 @@ for module in (
     requeue,
     shell,
     runs,
+    board,
+    comparing,
+    tracing,
+    profiling,
     remove,
+    keeping,
     weights,
     checkpoints,
     rollouts,
@@ -93,14 +110,19 @@ for module in (
     planning,
     simulate,
     render,
+    recipe_new,
     configuration,
     environments,
     evaluation,
+    swe,
     sites,
     site_environments,
     first_run,
     models,
+    notifications,
+    sinks,
     warmup,
+    mcp,
     devcluster,
 ):
     module.register(app)
@@ -109,16 +131,22 @@ for module in (
 make_plain(app)
 
 
-def _of(words: Sequence[str]) -> typer.Typer:
-    """The application that has no command but the one that ``words`` begin with, or all where that is none.
+_WITHOUT_COMMANDS = ("--version",)
+"""First words with which no command is looked for."""
 
-    Typer makes all commands before it looks which one is called: as much time as all imports of most commands.
+
+def _of(words: Sequence[str]) -> typer.Typer:
+    """Return the application with only the command that ``words`` begin with, or with all commands where none matches.
+
+    Typer builds all commands before it looks up the one that is called, which takes as long as the imports of most
+    commands together.
     """
-    name = words[0] if words and "_HPCRL_COMPLETE" not in os.environ else ""
+    completing = "_HPCRL_COMPLETE" in os.environ
+    name = words[0] if words and not completing else ""
     commands = [one for one in app.registered_commands if one.name == name]
     groups = [one for one in app.registered_groups if one.name == name]
     if not commands and not groups:
-        return app
+        return app if name in _WITHOUT_COMMANDS else with_extensions(app, [] if completing else words)
     alone = copy(app)
     alone.registered_commands, alone.registered_groups = commands, groups
     return alone
@@ -131,7 +159,7 @@ def main() -> None:
     if values is not None:
         say("\n".join(values))
         return
-    # a command imports much and leaves no cycles worth looking for: every look goes through all of it
+    # a command imports much and makes few cycles: each collection would traverse all objects
     gc.set_threshold(100_000)
     try:
         _of(sys.argv[1:])(prog_name="hpcrl")
@@ -145,13 +173,13 @@ def main() -> None:
         say(f"hpcrl: {missing}", err=True)
         sys.exit(missing.exit_code)
     except BrokenPipeError:
-        # the reader of our output went away (`hpcrl logs | head`): not our failure
+        # the reader of the output closed it (`hpcrl logs | head`): not a failure of hpcrl
         sys.stderr.close()
         sys.exit(ExitCode.OK)
     except OSError as error:
         if (refused := refusal(error)) is None:
             raise
-        if error.filename is None:  # standard output may be what was refused, and would be once more at the end
+        if error.filename is None:  # standard output may be the stream that failed, and would fail once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say(f"hpcrl: {refused}", err=True)
         sys.exit(refused.exit_code)

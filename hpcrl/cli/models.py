@@ -12,8 +12,6 @@ from hpcrl.cli.output import json_text, say, table_console
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["register"]
-
 model_app = typer.Typer(help="Published models on this site.", no_args_is_help=True)
 
 
@@ -24,23 +22,27 @@ def register(app: typer.Typer) -> None:
 
 @model_app.command("get")
 def model_get(
-    model: Annotated[str, typer.Argument(metavar="OWNER/NAME[@REVISION]", help="Id on the Hugging Face hub.")],
+    model: Annotated[str, typer.Argument(metavar="OWNER/NAME[@REVISION]", help="Model ID on the Hugging Face hub.")],
     cluster: ClusterOption = "local",
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Where to put it; paths.models_root/OWNER/NAME by default."),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Target directory; paths.models_root/OWNER/NAME by default."
+        ),
     ] = None,
     include: Annotated[
         list[str] | None,
         typer.Option(
-            "--include", metavar="PATTERN", help="Also files like this that are left out otherwise. Repeatable."
+            "--include",
+            metavar="PATTERN",
+            help="Pattern of files to fetch in addition to the default ones. Repeatable.",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", metavar="N", min=1, max=64, help="Files at a time.")] = 4,
 ) -> None:
     """Download a published model, or what is missing of it.
 
-    Files have the digests that the hub lists, or none of them is kept. A download that ended early goes on where it
+    Files have the digests that the hub lists, or none of them is kept. A download that ended early continues where it
     was. Copies of the weights in other formats, and folders, are left out.
     """
     from pathlib import Path
@@ -52,18 +54,18 @@ def model_get(
     found = parse_hub_id(model)
     if found is None:
         raise UsageError(
-            f"{model!r} is no id of a model\n    hint: OWNER/NAME or OWNER/NAME@REVISION, as in Qwen/Qwen3-8B"
+            f"{model!r} is not a model ID\n    hint: OWNER/NAME or OWNER/NAME@REVISION, as in Qwen/Qwen3-8B"
         )
     target = Path(output).expanduser().absolute() if output is not None else _models_root(cluster) / str(found)
     try:
         fetched = fetch_model(found, target, include=include or (), jobs=jobs, report=lambda line: say(line, err=True))
     except KeyboardInterrupt:
-        say("interrupted; what came is kept, and the same command goes on from there", err=True)
+        say("interrupted; received files are kept, and the same command continues from there", err=True)
         raise typer.Exit(ExitCode.CANCELLED) from None
     if fetched.left_out:
         some = ", ".join(fetched.left_out[:5]) + (" and others" if len(fetched.left_out) > 5 else "")
         say(f"left out {len(fetched.left_out)} files (--include): {some}", err=True)
-    came = "it was there" if not fetched.received else f"{fetched.received:,} of them came now"
+    came = "it was there" if not fetched.received else f"{fetched.received:,} of them received now"
     say(f"{fetched.path}: {found.name} at commit {fetched.commit[:12]}, {fetched.bytes:,} bytes, {came}")
 
 
@@ -94,16 +96,21 @@ def model_ls(cluster: ClusterOption = "local", as_json: JsonOption = False) -> N
 @model_app.command("check")
 def model_check(
     model: Annotated[
-        str, typer.Argument(metavar="DIR|OWNER/NAME", help="A model directory, or an id that `model get` fetched.")
+        str,
+        typer.Argument(
+            metavar="DIR|OWNER/NAME", help="A model directory, or the ID of a model that `model get` fetched."
+        ),
     ],
     vision: Annotated[
         str | None,
-        typer.Option("--vision", metavar="drop|carry", help="Of a model that also sees: model.vision of the recipe."),
+        typer.Option(
+            "--vision", metavar="drop|carry", help="For a model with a vision tower: model.vision of the recipe."
+        ),
     ] = None,
     cluster: ClusterOption = "local",
     as_json: JsonOption = False,
 ) -> None:
-    """Look whether trainer and engines can start from a model: by the heads of its files, on a login node.
+    """Check whether trainer and engines can start from a model, by the headers of its files, on a login node.
 
     Compares names, shapes and dtypes of all tensors with those of the family, and looks at configuration, tokenizer
     and chat template.
@@ -132,9 +139,14 @@ def model_check(
 @model_app.command("extract")
 def model_extract(
     model: Annotated[
-        str, typer.Argument(metavar="DIR|OWNER/NAME", help="A model directory, or an id that `model get` fetched.")
+        str,
+        typer.Argument(
+            metavar="DIR|OWNER/NAME", help="A model directory, or the ID of a model that `model get` fetched."
+        ),
     ],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Where to put the language model.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR", help="Target directory of the language model.")
+    ],
     cluster: ClusterOption = "local",
 ) -> None:
     """Write the language model of a model that also sees, in names and configuration of its own family.
@@ -153,9 +165,12 @@ def model_extract(
 @model_app.command("dequantise")
 def model_dequantise(
     model: Annotated[
-        str, typer.Argument(metavar="DIR|OWNER/NAME", help="A model directory, or an id that `model get` fetched.")
+        str,
+        typer.Argument(
+            metavar="DIR|OWNER/NAME", help="A model directory, or the ID of a model that `model get` fetched."
+        ),
     ],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Where to put the copy.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="Target directory of the copy.")],
     cluster: ClusterOption = "local",
 ) -> None:
     """Write a copy of a model whose weights in FP8 or MXFP4 are in bfloat16.
@@ -169,14 +184,16 @@ def model_dequantise(
     from pathlib import Path
 
     from hpcrl.errors import ExitCode, MissingExtraError
-    from hpcrl.interpreter import module_command
+    from hpcrl.processes.interpreter import module_command
 
     source, target = _find_model(model, cluster), Path(output).expanduser().absolute()
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
     # a process of its own: the command line never imports torch. Ctrl-C reaches both; this one ends the other
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    command = module_command(sys.executable, "hpcrl.modeling.dequantise", str(source), "--output", str(target))
+    command = module_command(
+        sys.executable, "hpcrl.modeling.checkpoint_io.dequantise", str(source), "--output", str(target)
+    )
     process = subprocess.Popen(command)
     signal.signal(signal.SIGINT, handler)
     try:
@@ -199,7 +216,10 @@ def _models_root(cluster: str) -> Path:
 
 
 def _find_model(model: str, cluster: str) -> Path:
-    """The directory of a model; one of this name beside us comes first, as for ``model.path``."""
+    """Return the directory of a model; a directory of this name below the working directory comes first.
+
+    ``model.path`` of a recipe has the same order.
+    """
     from pathlib import Path
 
     from hpcrl.config.runs_root import absolute_path
@@ -211,9 +231,9 @@ def _find_model(model: str, cluster: str) -> Path:
         return path
     found = parse_hub_id(model)
     if found is None:
-        raise UsageError(f"{path} is no directory")
+        raise UsageError(f"{path} is not a directory")
     path = _models_root(cluster) / str(found)
     if not path.is_dir():
         command = download_command(str(found), cluster=None if cluster == "local" else cluster)
-        raise UsageError(f"{path} is not there\n    hint: download it: {command}")
+        raise UsageError(f"{path} does not exist\n    hint: download it: {command}")
     return path

@@ -5,35 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hpcrl.cli.completion import complete_clusters, complete_recipes, complete_settings
-from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.output import say
-
-__all__ = [
-    "STEP",
-    "VERSION",
-    "CalibrationOption",
-    "ClusterOption",
-    "JsonOption",
-    "ListGroup",
-    "RecipeArgument",
-    "SetOption",
-    "TablesOption",
-    "confirm",
-]
-
-
-class ListGroup(PlainGroup):
-    """Commands of which one is called ``list``, for those who type ``ls``, too."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name, or of its other name."""
-        return super().get_command(ctx, "list" if cmd_name == "ls" else cmd_name)
-
 
 RecipeArgument = Annotated[
     str,
@@ -56,15 +33,25 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change a value of the recipe: trainer.steps=10. Repeatable.",
+        help="Override a value of the recipe: trainer.steps=10. Repeatable.",
         autocompletion=complete_settings,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+TagOption = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="WORD", help="Word by which the run is found: hpcrl ls --tag WORD. Repeatable."),
+]
+TagFilterOption = Annotated[
+    list[str] | None,
+    typer.Option("--tag", metavar="WORD", help="Only runs with this tag, such as the name of a sweep. Repeatable."),
+]
 CalibrationOption = Annotated[
     str | None,
     typer.Option(
-        "--calibration", metavar="FILE", help="Efficiencies and workloads (of `hpcrl plan calibrate`) in place of ours."
+        "--calibration",
+        metavar="FILE",
+        help="File of measured efficiencies and workloads (`hpcrl plan calibrate`), in place of the built-in ones.",
     ),
 ]
 
@@ -73,18 +60,18 @@ TablesOption = Annotated[
     typer.Option(
         "--tables",
         metavar="FILE",
-        help="Kernel times of `hpcrl plan profile`, beside those of the profile. Repeatable.",
+        help="File of kernel times (`hpcrl plan profile`), in addition to those of the profile. Repeatable.",
     ),
 ]
 
 
 def _number_behind(prefix: str, what: str) -> Callable[[str | int], int]:
-    """Reads a number, also as it stands in the name of a directory: ``80``, ``v80``, ``v000080``."""
+    """Return a parser of a number, also in the form of a directory's name: ``80``, ``v80``, ``v000080``."""
 
     def read(word: str | int) -> int:
         found = re.fullmatch(rf"(?:{prefix})?(\d{{1,18}})", str(word))
         if found is None:
-            raise typer.BadParameter(f"{word!r} is no {what}: a whole number, also as {prefix}{80:06d}")
+            raise typer.BadParameter(f"{word!r} is not a {what}: a whole number, also as {prefix}{80:06d}")
         return int(found[1])
 
     return read
@@ -100,7 +87,7 @@ def confirm(question: str) -> None:
     Raises
     ------
     UsageError
-        There is nobody to ask: no terminal, and no answer on the standard input.
+        The question cannot be asked: there is neither a terminal nor an answer on the standard input.
     typer.Exit
         The answer was no (exit code 1).
     """

@@ -13,14 +13,12 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.screen_text import visible
+from hpcrl.reporting.screen_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-__all__ = ["as_text", "fits", "json_text", "markup", "say", "say_raw", "screen", "table_console"]
 
 _PIPE_WIDTH = 1000
 
@@ -28,7 +26,7 @@ _PIPE_WIDTH = 1000
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a text to standard output, or to standard error.
 
-    A JSON document stays equal: see `hpcrl.screen_text.visible`.
+    A JSON document stays equal: see `hpcrl.reporting.screen_text.visible`.
     """
     say_raw(visible(str(text)), err=err, nl=nl)
 
@@ -72,14 +70,14 @@ def screen(*, err: bool = False) -> Console:
 def table_console() -> Console:
     """Return a console for tables on standard output.
 
-    Where that is no terminal a pipe or a file gets whole rows, and none ends in blanks.
+    Where that is not a terminal a pipe or a file gets whole rows, and none ends in blanks.
     """
     return screen() if sys.stdout.isatty() else _screen_class()(width=_PIPE_WIDTH, file=_Rows())
 
 
 def fits(console: Console, table: Table) -> bool:
     """Return whether a table has room without a cell that is wrapped."""
-    # asked for its own width: within that of the console everything has room
+    # measured at a large width: within the console's width every table fits by wrapping
     return console.measure(table, options=console.options.update(width=_PIPE_WIDTH)).maximum <= console.width
 
 
@@ -109,12 +107,12 @@ def _screen_class() -> type[Console]:
             super().__init__(markup=False, emoji=False, **options)
 
         def render_str(self, text: str, **options: Any) -> Text:
-            # before the layout: a visible form is longer than the character
+            # before the layout, because the visible form is longer than the character
             return super().render_str(visible(text), **options)
 
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
-                # rich's own movements of the cursor are control segments
+                # rich's own cursor movements are control segments
                 safe = segment.text if segment.control else visible(segment.text)
                 yield segment if safe is segment.text else Segment(safe, segment.style)
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hpcrl.planning.memory.settings import RealPass
     from hpcrl.submit.prepare import PreparedRun
 
-__all__ = ["register"]
-
 _DEFAULT = "show"
 
 
@@ -41,7 +39,7 @@ class _DefaultGroup(PlainGroup):
 app = typer.Typer(
     cls=_DefaultGroup,
     no_args_is_help=True,
-    help="Plan a run: whether it fits, how long a step takes, what binds, what would be better. Changes nothing.",
+    help="Plan a run: does it fit, how long is a step, what limits it, what would be faster. Changes nothing.",
 )
 
 
@@ -56,7 +54,7 @@ def show(
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=2, help="Take the best split of so many nodes, not the recipe's.")
+        int | None, typer.Option("--nodes", min=2, help="Use the best split of this number of nodes, not the recipe's.")
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show each number with its formula, its inputs and its source.")
@@ -67,7 +65,10 @@ def show(
     ] = False,
     real_model: Annotated[
         bool,
-        typer.Option("--real-model", help="The trainer's activations from the model's own code, with torch: seconds."),
+        typer.Option(
+            "--real-model",
+            help="Measure the trainer's activations by running the model's code with torch (takes seconds).",
+        ),
     ] = False,
     calibration: CalibrationOption = None,
     tables: TablesOption = None,
@@ -75,7 +76,7 @@ def show(
 ) -> None:
     """Show the resolved plan and its forecast (`hpcrl plan RECIPE` does the same). Changes nothing.
 
-    Exit code: 0 it fits, 3 it does not, 4 that cannot be said: the model's sizes are not known, or the profile lacks a
+    Exit code: 0 it fits, 3 it does not, 4 unknown: the model's sizes are not known, or the profile lacks a
     number. Whether `hpcrl submit` would start it stands in `starts`, with the exit code of that in --json; Slurm is
     asked where nothing else is missing.
     """
@@ -88,6 +89,7 @@ def show(
     from hpcrl.planning.documents import outlook_document
     from hpcrl.planning.report import find_facts, make_outlook
     from hpcrl.planning.search.recipe import better_document, better_split
+    from hpcrl.planning.spare_worth import spare_worth
     from hpcrl.planning.verdict import judge
     from hpcrl.submit.prepare import try_programs
     from hpcrl.submit.start import with_admission
@@ -105,14 +107,15 @@ def show(
         verdict = judge(outlook, facts)
         told.share(0.2, "computing ranges")
         _ = outlook.ranges
-        told.share(0.6, "looking at other splits of the nodes")
+        told.share(0.6, "comparing other splits of the nodes")
         better = better_split(outlook, measured) if verdict.fits else None
     blocked = unstartable(wanted, site.value)
-    with working("looking whether it would start"):
+    with working("checking whether it would start"):
         prepared = with_admission(try_programs(prepared))
     if as_json:
         parts = {"verdict": verdict.document(), "unstartable": blocked, "better": better_document(better)}
-        parts |= {"starts": starts_document(prepared)}
+        worth = spare_worth(resolved, site.value)
+        parts |= {"starts": starts_document(prepared), "spares": None if worth is None else worth.document()}
         document = {**json.loads(resolved.model_dump_json()), "forecast": {**outlook_document(outlook), **parts}}
         say(json_text(document))
         raise typer.Exit(verdict.exit_code)
@@ -137,7 +140,7 @@ def _measured(recipe: Recipe, cluster: ClusterProfile) -> RealPass:
 
 
 def _best_split(prepared: PreparedRun, calibration: Calibration, nodes: int) -> PreparedRun:
-    """Return the run with the best split of so many nodes."""
+    """Return the run with the best split of this number of nodes."""
     from dataclasses import replace
 
     from hpcrl.errors import DoesNotFitError
@@ -162,7 +165,7 @@ def search(
             "--nodes",
             metavar="N or A..B",
             help="Numbers of nodes to look at, for example 20..40. Default: from three quarters of the recipe's nodes "
-            "to a quarter more, as far as the profile has so many.",
+            "to a quarter more, limited by the profile's nodes.",
         ),
     ] = None,
     cluster: ClusterOption = "local",
@@ -170,7 +173,7 @@ def search(
     picture: Annotated[str | None, typer.Option("--picture", metavar="FILE", help="Write an SVG.")] = None,
     everything: Annotated[
         bool,
-        typer.Option("--all", help="All layouts that were found, not the marked ones alone."),
+        typer.Option("--all", help="Show all layouts that were found, not only the marked ones."),
     ] = False,
     calibration: CalibrationOption = None,
     tables: TablesOption = None,
@@ -187,17 +190,17 @@ def search(
     from hpcrl.cli.planning_tables import print_candidates, print_settings
     from hpcrl.cli.progress import working
     from hpcrl.errors import DoesNotFitError
-    from hpcrl.fs import atomic_write
     from hpcrl.planning.search.picture import search_svg
     from hpcrl.planning.search.recipe import default_range, node_range, run_search, search_document
     from hpcrl.planning.search.splits import pareto
+    from hpcrl.storage.files import atomic_write
 
     prepared = prepare_forecast(recipe, cluster, overrides)
     say_refusals(prepared)
     loaded, site = prepared.recipe, prepared.site
     wanted = default_range(loaded.value, site.value) if nodes is None else node_range(nodes)
     measured = read_calibration(calibration, site.value, tables)
-    with working(f"looking at splits of {wanted[0]} to {wanted[-1]} nodes") as told:
+    with working(f"comparing splits of {wanted[0]} to {wanted[-1]} nodes") as told:
         found = run_search(loaded.value, site.value, measured, wanted, told.share)
     if as_json:
         say(json_text(search_document(found, loaded.value)))
@@ -213,7 +216,7 @@ def search(
         if rows:
             print_candidates(console, rows)
         if not everything and len(found.candidates) > len(marks):
-            left = f"{len(found.candidates)} layouts were found, {len(best)} of them not beaten in nodes and in time"
+            left = f"{len(found.candidates)} layouts were found, {len(best)} are best in nodes or time"
             console.print(f"{left}: --all shows them", highlight=False, soft_wrap=True)
         print_settings(console, loaded.value, marks, ["hpcrl", "plan", recipe, "-c", cluster], overrides or ())
         for note in found.notes:
@@ -238,7 +241,7 @@ def diff(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a value of the second one's recipe: trainer.steps=10. Repeatable.",
+            help="Override a value of the second recipe: trainer.steps=10. Repeatable.",
             autocompletion=complete_settings,
         ),
     ] = None,
@@ -251,7 +254,7 @@ def diff(
 
     `hpcrl plan diff A --set KEY=VALUE` compares a recipe, or a run, with itself changed.
 
-    Exit code: 0 both fit, or nobody can say; 3 one of them does not fit, in memory or in nodes, as of `hpcrl plan`.
+    Exit code: 0 both fit, or that is unknown; 3 one of them does not fit, in memory or in nodes, as of `hpcrl plan`.
     """
 
     from hpcrl.cli.planning_diff import Side, compare, print_difference
@@ -277,7 +280,7 @@ def diff(
 def calibrate(
     run: RunArgument,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; standard output by default.")
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Output file; standard output by default.")
     ] = None,
     root: RunsRootOption = None,
 ) -> None:
@@ -289,12 +292,12 @@ def calibrate(
 
     from hpcrl.cli.selection import find
     from hpcrl.errors import UsageError
-    from hpcrl.fs import atomic_write
-    from hpcrl.planning.calibration.fit import calibrate as fit
-    from hpcrl.planning.calibration.fit import calibration_yaml
+    from hpcrl.planning.fit_calibration import calibrate as fit
+    from hpcrl.planning.fit_calibration import calibration_yaml
     from hpcrl.planning.report import find_facts
     from hpcrl.simulation.inputs.durations import durations_document
     from hpcrl.simulation.inputs.measure import measure
+    from hpcrl.storage.files import atomic_write
 
     found = find(run, root)
     facts = find_facts(found.recipe())
@@ -302,7 +305,7 @@ def calibrate(
     try:
         fitted = fitted.model_copy(update={"durations": durations_document(measure(found))})
     except UsageError as error:
-        say(f"the file is for `hpcrl plan` alone, not for `hpcrl simulate`: {error}", err=True)
+        say(f"the file is only for `hpcrl plan`, not for `hpcrl simulate`: {error}", err=True)
     text = calibration_yaml(fitted)
     if output is None:
         say(text, nl=False)
@@ -313,14 +316,16 @@ def calibrate(
 
 @app.command()
 def profile(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write the measured times.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Output file of the measured times.")],
     cluster: ClusterOption = "local",
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME|DIR", help="Measure this model's shapes. Default: a grid.")
     ] = None,
     device: Annotated[str, typer.Option("--device", metavar="cuda|cpu", help="What to measure.")] = "cuda",
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Processes of the collectives; 1: none.")] = 2,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.05, max=60, help="Time after which it stops.")] = 5.0,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Processes that measure collectives; 1 measures none.")
+    ] = 2,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.05, max=60, help="Maximum duration.")] = 5.0,
     timed: Annotated[str | None, typer.Option("--python", metavar="PATH", help="Interpreter with torch.")] = None,
 ) -> None:
     """Measure kernels on this machine: matrix products, attention, collectives, by shape. Takes minutes.
@@ -332,12 +337,12 @@ def profile(
 
     from hpcrl.cli.progress import working
     from hpcrl.config.load import load_cluster
-    from hpcrl.fs import atomic_write
-    from hpcrl.planning.tables.profile import measure, table_yaml
+    from hpcrl.planning.profile_tables import measure_kernels, table_yaml
+    from hpcrl.storage.files import atomic_write
 
     site = load_cluster(cluster).value
     with working(f"measuring kernels on {device}, for {minutes:g} min at most"):
-        found, left_out = measure(site, model, device=device, ranks=ranks, limit_s=60 * minutes, python=timed)
+        found, left_out = measure_kernels(site, model, device=device, ranks=ranks, limit_s=60 * minutes, python=timed)
     atomic_write(Path(output), table_yaml(found).encode())
     for what in left_out:
         say(f"left out: {what}", err=True)

@@ -1,4 +1,4 @@
-"""What ``hpcrl plan`` says first: does it fit, can it start, how long is a step, what binds, what would be better."""
+"""First lines of ``hpcrl plan``: whether it fits and can start, duration of a step, bottleneck, better settings."""
 
 from __future__ import annotations
 
@@ -19,24 +19,13 @@ if TYPE_CHECKING:
     from hpcrl.planning.verdict import Verdict
     from hpcrl.submit.prepare import PreparedRun
 
-__all__ = [
-    "duration_text",
-    "mesh_text",
-    "print_answers",
-    "print_lines",
-    "print_verdict",
-    "range_text",
-    "side_text",
-    "starts_document",
-]
-
 _KNOBS = 4
 _CAUSES = 4
 _HINT = "    hint: "
 
 
 def duration_text(seconds: float | None) -> str:
-    """Seconds, minutes or hours with a sensible number of digits; ``?`` where unknown."""
+    """Return a duration in seconds, minutes or hours with a sensible number of digits; ``?`` where unknown."""
     if seconds is None:
         return "?"
     scale, unit, digits = _unit(seconds)
@@ -44,7 +33,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def range_text(found: Range) -> str:
-    """``2.7 to 4.8 min``: both ends in the unit of the longer one."""
+    """Return a text like ``2.7 to 4.8 min``: both ends in the unit of the longer one."""
     scale, unit, digits = _unit(found.high)
     low, high = (f"{value * scale:{digits}}" for value in (found.low, found.high))
     return f"{high} {unit}" if low == high else f"{low} to {high} {unit}"
@@ -61,7 +50,7 @@ def _unit(seconds: float) -> tuple[float, str, str]:
 
 
 def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
-    """Say first whether the plan fits, what would make it fit, and what nobody knows."""
+    """Print whether the plan fits, the settings that would make it fit, and the unknowns."""
     if verdict.fits:
         tightest = f"; tightest: {verdict.tightest}" if verdict.tightest else ""
         console.print(markup("[green]fits[/]{}\n", tightest), highlight=False, soft_wrap=True)
@@ -73,7 +62,7 @@ def print_verdict(console: Console, verdict: Verdict, outlook: Outlook) -> None:
         for knob in knobs.get(what, ())[:_KNOBS]:
             say(f"{_HINT}{knob}")
         if what in knobs and not knobs[what]:
-            say("    no single setting that hpcrl knows of makes it fit")
+            say("    no single setting known to hpcrl makes it fit")
     for what in verdict.unknown:
         say(markup("[bold red]NOT KNOWN[/] {}", what))
     if verdict.later:
@@ -91,19 +80,19 @@ def print_answers(
     unstartable: Sequence[str],
     better: Candidate | None,
 ) -> None:
-    """Whether it can start, the step as a range with what makes it, what binds, what would be better.
+    """Print whether the run can start, the range of a step with its causes, the bottleneck and better settings.
 
     Parameters
     ----------
     prepared:
-        What ``hpcrl submit`` would say.
+        The run as ``hpcrl submit`` would prepare it.
     unstartable:
         Keys of the recipe that are planned and cannot be started by this version.
     """
     lines: list[tuple[str | Text, str | Text]] = [("starts", _starts(verdict, prepared, unstartable))]
     step, loop = outlook.step, outlook.loop
     if loop is None:
-        # what the profile lacks stands above, in the verdict
+        # the verdict above names the numbers that the profile lacks
         because = "see above" if verdict.unknown else outlook.because
         lines.append(("step", f"not known: {because}"))
     else:
@@ -121,7 +110,7 @@ def print_answers(
 
 
 def _print_hanging(console: Console, text: str | Text) -> None:
-    """On a terminal what does not fit its line goes on below, indented; who reads a pipe wants whole lines."""
+    """Print a text with a hanging indent on a terminal; write whole lines into a pipe."""
     from rich.text import Text
 
     for line in as_text(text).split("\n"):
@@ -162,7 +151,7 @@ def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str])
     if unstartable:
         sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in unstartable)
         return markup(
-            "[bold yellow]no[/]: planned here, but no part of what this version can start: {}\n"
+            "[bold yellow]no[/]: planned here, but this version cannot start it: {}\n"
             "hint: `--set job.payload=probe` submits the shape of the job",
             ", ".join(sections),
         )
@@ -170,7 +159,7 @@ def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str])
     if prepared.problems:
         first, others = prepared.problems[0], len(prepared.problems) - 1
         what = first.what.replace(prepared.resolved.model.path, prepared.recipe.value.model.path)
-        # more nodes or memory come less often than a model or a package
+        # models and packages are easier to change than nodes or memory
         word = "no" if verdict.fits is False else "not yet"
         text = markup("[bold yellow]{}[/]: hpcrl submit says: {}", word, what)
         if first.hint:
@@ -179,13 +168,13 @@ def _starts(verdict: Verdict, prepared: PreparedRun, unstartable: Sequence[str])
             text.append_text(as_text(f"\nand {others} more: hpcrl recipe check"))
         return text.append_text(as_text(notes))
     if verdict.fits is False:
-        text = markup("[bold yellow]yes[/]: hpcrl submit starts all of it, and it does not fit")
+        text = markup("[bold yellow]yes[/]: hpcrl submit starts it, but it does not fit")
         return text.append_text(as_text(notes))
-    return f"yes: hpcrl submit starts all of it{notes}"
+    return f"yes: hpcrl submit starts it{notes}"
 
 
 def _causes(step: Range | None) -> list[str]:
-    """The numbers that make the range, as long as each is worth a line."""
+    """Return the main causes of the range, one line each."""
     if step is None or not step.causes:
         return []
     lines = []
@@ -200,7 +189,7 @@ def _causes(step: Range | None) -> list[str]:
 
 
 def _binding(outlook: Outlook) -> str:
-    """What holds the plan back, in time and in memory."""
+    """Return the bottlenecks of the plan, in time and in memory."""
     loop = outlook.loop
     assert loop is not None
     text = "time: the trainer" if loop.bound == "trainer" else "time: rollouts"
@@ -220,7 +209,7 @@ def _better(outlook: Outlook, better: Candidate | None) -> str:
         return "measure a run: hpcrl plan calibrate RUN"
     split = f"{layout.gpus} GPUs" if layout.shared_node else f"{layout.nodes} nodes"
     if better is None:
-        return f"no other split of {split} that hpcrl looks at is faster; `hpcrl plan search` tries others"
+        return f"no other split of {split} that hpcrl compares is faster; `hpcrl plan search` tries others"
     own = better.layout
     takes = "`hpcrl plan search` says how" if layout.shared_node else f"`--nodes {better.nodes}` takes it"
     prefill = "" if own.prefill is None else f", prefill {own.size(own.prefill)} ({side_text(own.prefill)})"
@@ -232,7 +221,7 @@ def _better(outlook: Outlook, better: Candidate | None) -> str:
 
 
 def mesh_text(candidate: Candidate) -> str:
-    """Degrees of a trainer and what it keeps on the host."""
+    """Return the degrees of a trainer and its parts on the host."""
     trainer = candidate.layout.trainer
     features = ((trainer.offload_optimizer, "opt. on host"), (trainer.offload_activations, "act. on host"))
     names = [name for on, name in features if on]
@@ -240,7 +229,7 @@ def mesh_text(candidate: Candidate) -> str:
 
 
 def side_text(shape: object) -> str:
-    """Replicas of an engine and the ranks of each."""
+    """Return the replicas of an engine and the ranks of each."""
     from hpcrl.planning.times.shapes import EngineShape
 
     assert isinstance(shape, EngineShape)

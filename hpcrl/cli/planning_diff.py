@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.report import Outlook
 
-__all__ = ["Difference", "Side", "compare", "print_difference"]
-
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: the name of a recipe or a run, and changes of its recipe (``key=value``)."""
+    """One input of a comparison: the name of a recipe or a run, and changes of its recipe (``key=value``)."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -37,7 +35,7 @@ class Subject:
     outlook: Outlook
     measured_step_s: float | None
     short: tuple[str, ...]
-    """What does not fit, a sentence each."""
+    """Shortages, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ class Difference:
 
     @property
     def fields(self) -> list[tuple[str, Any, Any]]:
-        """Fields that differ: key, value in A, value in B (None where one side has no such field)."""
+        """Return the fields that differ: key, value in A, value in B (None where one side has no such field)."""
         keys = dict.fromkeys([*self.first.values, *self.second.values])
         pairs = ((key, self.first.values.get(key), self.second.values.get(key)) for key in keys)
         return [(key, a, b) for key, a, b in pairs if a != b]
 
     @property
     def figures(self) -> list[tuple[str, float | None, float | None]]:
-        """What the plans need and do: name and unit, A, B."""
+        """Return the quantities of both plans: name and unit, A, B."""
         a, b = _figures(self.first), _figures(self.second)
         return [(name, a[name], b[name]) for name in a if a[name] is not None or b[name] is not None]
 
@@ -80,7 +78,7 @@ def compare(
     Parameters
     ----------
     calibration:
-        What predictions rest on, by cluster: a profile may name kernel times of its own.
+        Calibration of predictions, by cluster: a profile may name its own kernel times.
     """
     return Difference(_subject(first, cluster, root, calibration), _subject(second, cluster, root, calibration))
 
@@ -95,7 +93,7 @@ def _subject(
     name, recipe, site, step_s = _loaded(side, cluster, root)
     if side.overrides:
         name += " with --set"
-        step_s = None  # that was measured without
+        step_s = None  # the run was measured without these changes
     values = {f"recipe.{_key(path)}": value for path, value in leaves(recipe)}
     values |= {f"cluster.{_key(path)}": value for path, value in leaves(site)}
     facts = find_facts(recipe)
@@ -104,7 +102,7 @@ def _subject(
 
 
 def _loaded(side: Side, cluster: str, root: str | None) -> tuple[str, Recipe, ClusterProfile, float | None]:
-    """Name, recipe, cluster and measured seconds of a step of one side."""
+    """Return the name, recipe, cluster and measured seconds of a step of one side."""
     from statistics import median
 
     from hpcrl.cli.planning_inputs import prepare_forecast, say_refusals

@@ -1,4 +1,4 @@
-"""What forecasts rest on, from the options of a command: recipe, cluster profile and calibration."""
+"""Inputs of forecasts from the options of a command: recipe, cluster profile and calibration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.submit.prepare import PreparedRun
-
-__all__ = ["prepare_forecast", "read_calibration", "say_refusals"]
 
 
 def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
@@ -38,7 +36,7 @@ def prepare_forecast(recipe: str, cluster: str, overrides: list[str] | None) -> 
 def say_refusals(prepared: PreparedRun) -> None:
     """Say on the standard error why `hpcrl submit` would refuse what is computed about here, in one line.
 
-    Rules, model and secrets are looked at; `hpcrl plan` and `hpcrl recipe check` try what roles execute, too.
+    Rules, model and secrets are checked; `hpcrl plan` and `hpcrl recipe check` try what roles execute, too.
     """
     if not prepared.problems:
         return

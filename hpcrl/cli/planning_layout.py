@@ -1,4 +1,4 @@
-"""How ``hpcrl plan`` and ``hpcrl submit --dry-run`` print a resolved plan."""
+"""Print a resolved plan for ``hpcrl plan`` and ``hpcrl submit --dry-run``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from hpcrl.config.load import Loaded
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
-
-__all__ = ["print_environment", "print_plan"]
 
 
 def print_plan(resolved: Plan, site: Loaded[ClusterProfile], *, commands: bool) -> None:
@@ -54,7 +52,7 @@ def print_plan(resolved: Plan, site: Loaded[ClusterProfile], *, commands: bool) 
     console.print("\nCommands:")
     for group in resolved.groups:
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in group.env.items())
-        # where Slurm is, the environment is long: `hpcrl plan --env` shows it
+        # with Slurm the environment is long: `hpcrl plan --env` shows it
         shown = env if resolved.layout.kind == "local" else ""
         console.print(Text(f"  {group.role}: {shown}{' '.join(group.command)}"), soft_wrap=True)
 
@@ -62,6 +60,8 @@ def print_plan(resolved: Plan, site: Loaded[ClusterProfile], *, commands: bool) 
 def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]) -> None:
     """Print the jobs of a plan and the nodes of each role."""
     from rich.table import Table
+
+    from hpcrl.planning.spare_worth import spare_worth
 
     layout, attempts = resolved.layout, resolved.attempts
     if layout.kind == "local":
@@ -76,6 +76,9 @@ def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]
         ),
         highlight=False,
     )
+    if (worth := spare_worth(resolved, site.value)) is not None:
+        for name, line in zip(("spares", "", ""), worth.lines(), strict=True):
+            console.print(f"{name:<9} {line}", highlight=False, soft_wrap=True)
     for name, charge in _charges(resolved, site).items():
         console.print(f"{name:<9} {charge}", highlight=False, soft_wrap=True)
     if layout.sbatch_options:
@@ -106,7 +109,7 @@ def _print_layout(console: Console, resolved: Plan, site: Loaded[ClusterProfile]
 
 
 def _charges(resolved: Plan, site: Loaded[ClusterProfile]) -> dict[str, str]:
-    """Say for each partition what its jobs are charged to, and who said so."""
+    """Print the account of the jobs of each partition, and its source."""
     shown = {}
     for component in resolved.layout.components:
         parts = [

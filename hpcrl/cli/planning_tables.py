@@ -1,4 +1,4 @@
-"""How ``hpcrl plan`` prints forecasts, explanations, searches and differences."""
+"""Print forecasts, explanations, searches and differences for ``hpcrl plan``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.terms import Seconds, TimeTable
-
-__all__ = ["print_candidates", "print_explanation", "print_outlook", "print_settings"]
 
 _BAR = 12
 _NARROW = 100
@@ -50,7 +48,7 @@ def _gib(value: float) -> str:
 
 
 def _print_memory(console: Console, outlook: Outlook) -> None:
-    """What each kind of memory of each role holds at its fullest moment."""
+    """Print the contents of each kind of memory of each role at its peak."""
     from rich.table import Table
 
     if outlook.memory is None:
@@ -82,11 +80,14 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
 
 
 def _kv_line(place: RoleMemory, outlook: Outlook) -> str:
-    """What is called free of an engine's GPU is its KV cache, beside that of the one sequence that must have room."""
+    """Return the KV cache of a role in bytes, tokens and sequences.
+
+    The plan's headroom of an engine's GPU is the KV cache beyond the one sequence that must fit.
+    """
     assert place.kv is not None
     length = outlook.recipe.engine.max_model_len
     one = place.kv.cache_bytes - (place.headroom or 0.0)
-    beside = f" ({_gib(one)} of one sequence, {_gib(place.headroom)} beside it)" if place.headroom and one > 0 else ""
+    beside = f" ({_gib(one)} for one sequence, {_gib(place.headroom)} left)" if place.headroom and one > 0 else ""
     return (
         f"{place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU{beside} hold {place.kv.tokens:,} tokens of a "
         f"rank, {place.kv.sequences:.1f} sequences of {length:,}"
@@ -156,7 +157,7 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
             text = (
                 duration_text(table.seconds)
                 + within
-                + (f", {duration_text(beside)} more beside the next steps" if beside else "")
+                + (f", {duration_text(beside)} more during the next steps" if beside else "")
             )
             if name == "handoff":
                 text += _other_ways(whole.tables)
@@ -168,7 +169,7 @@ def _print_loop(console: Console, outlook: Outlook) -> None:
         lines.append(("cost", f"{hours:,.1f} GPU-hours a step, {whole.gpu_hours_per_day:,.0f} a day"))
     console.print()
     print_lines(console, lines)
-    console.print("Estimates; `--explain` shows each with its formula and what it rests on.", highlight=False)
+    console.print("Estimates; `--explain` shows the formula and the inputs of each.", highlight=False)
 
 
 def _token_text(outlook: Outlook) -> str:
@@ -178,14 +179,14 @@ def _token_text(outlook: Outlook) -> str:
 
 
 _WAYS = {
-    "handoff_filesystem": "where every node reads the share",
+    "handoff_filesystem": "if every node reads the shared filesystem",
     "handoff_fan_out": "by fan-out",
     "handoff_delta": "as a delta",
 }
 
 
 def _other_ways(tables: Mapping[str, TimeTable]) -> str:
-    """What the hand-off would take by other ways."""
+    """Return the durations of the hand-off by other paths."""
     found = [f"{duration_text(tables[name].seconds)} {way}" for name, way in _WAYS.items() if name in tables]
     own = tables["handoff"].name.removeprefix("hand-off ")
     return f" {own}; it would be {', '.join(found)}" if found else f" {own}"
@@ -205,7 +206,7 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
     for key, table in outlook.tables.items():
         head = markup("\n[bold]{}[/bold]: {}", table.name, duration_text(table.seconds))
         console.print(head, highlight=False)
-        # a terminal has no room for six columns whose last ones are sentences
+        # a terminal is too narrow for six columns whose last ones are sentences
         wide = not console.is_terminal
         grid = Table(box=None, header_style="bold", pad_edge=False)
         for column in ("term", "time", "range", "rests on", *(("formula", "inputs") if wide else ())):
@@ -218,7 +219,7 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
         for term in () if wide else table:
             print_lines(console, [(f"  {term.name}", f"{term.formula}; {_inputs(term)}")])
     if outlook.forecast is not None and outlook.forecast.assumptions:
-        console.print(markup("\n[bold]What it rests on[/bold]"))
+        console.print(markup("\n[bold]Assumptions and sources[/bold]"))
         for assumption in outlook.forecast.assumptions:
             console.print(f"  - {assumption}", highlight=False, soft_wrap=True)
     console.print(markup("\n[bold]Efficiencies and constants[/bold] (--calibration changes them)"))
@@ -253,7 +254,7 @@ def print_candidates(console: Console, rows: Sequence[tuple[str, Candidate]]) ->
     narrow = console.width < _NARROW_CANDIDATES
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("", "nodes", "trainer", "prefill", "decode", "step", "GPU-hours"):
-        # what a layout is marked as, and its numbers, are never cut: layouts go on in further lines
+        # marks and numbers of a layout are never cut: the layout itself wraps
         is_layout = column in ("trainer", "prefill", "decode")
         right = column in ("nodes", "step", "GPU-hours")
         table.add_column(column, justify="right" if right else "left", no_wrap=not is_layout)
@@ -286,7 +287,7 @@ def print_settings(
             continue
         console.print(f"\n{mark} ({candidate.nodes} nodes):", highlight=False)
         words = [shlex.join(command), *(f"--set {shlex.quote(setting)}" for setting in (*overrides, *settings))]
-        # a line each, so that a narrow terminal shows them whole and a shell takes them as they stand
+        # one line each, so that a narrow terminal shows them whole and a shell accepts them when they are copied
         console.print(" \\\n      ".join([f"  {words[0]}", *words[1:]]), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a command that takes long: on the standard error of a terminal, after two seconds."""
+"""Progress of a command that takes long: shown on the standard error of a terminal, after two seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["Working", "working"]
-
 _QUIET_S = 2.0
-"""Seconds without a word: who gets an answer sooner needs no progress."""
+"""Seconds without output before progress is shown."""
 
 
 class Working:
@@ -27,7 +25,7 @@ class Working:
     """
 
     def __init__(self, what: str, progress: Progress | None) -> None:
-        """Shows nothing where ``progress`` is None."""
+        """Add the task to ``progress``; None shows nothing."""
         self._progress = progress
         self._task = None if progress is None else progress.add_task(what, total=None)
 
@@ -47,9 +45,9 @@ def working(what: str, *, console: Console | None = None, quiet_s: float = _QUIE
     Parameters
     ----------
     what:
-        What takes so long, for example ``looking at 24 to 28 nodes``.
+        Description of the work, for example ``looking at 24 to 28 nodes``.
     console:
-        Where to show it; standard error by default.
+        Console that shows it; standard error by default.
     quiet_s:
         Seconds before it appears.
     """
@@ -58,7 +56,7 @@ def working(what: str, *, console: Console | None = None, quiet_s: float = _QUIE
         return
 
     console = console or screen(err=True)
-    if console.is_dumb_terminal:  # a line could not be taken back
+    if console.is_dumb_terminal:  # a printed line cannot be removed on such a stream
         yield Working(what, None)
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -79,6 +77,6 @@ def working(what: str, *, console: Console | None = None, quiet_s: float = _QUIE
         yield told
     finally:
         timer.cancel()
-        # a timer that has fired just now may be about to start the display
+        # the timer may have fired just now and be about to start the display
         timer.join()
         progress.stop()

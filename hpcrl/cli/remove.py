@@ -1,16 +1,17 @@
-"""``hpcrl rm``: remove a run that has ended, with all that it has on disk."""
+"""``hpcrl rm``: remove runs that have ended, with all that they have on disk."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcrl.cli.options import confirm
 from hpcrl.cli.output import say
-from hpcrl.cli.selection import RunArgument, RunsRootOption, find
+from hpcrl.cli.selection import RunsArgument, RunsRootOption, for_each_run
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from hpcrl.runs.rundir import RunDir
 
 
 def register(app: typer.Typer) -> None:
@@ -19,21 +20,24 @@ def register(app: typer.Typer) -> None:
 
 
 def remove(
-    run: RunArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would free; remove nothing.")] = False,
+    runs: RunsArgument,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the space it would free; remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Remove a run that has ended: checkpoints, weights, rollouts, logs, all of its directory. Asks before it does.
+    """Remove runs that have ended: checkpoints, weights, rollouts, logs, all of their directories. Asks for each.
 
-    Exit code: 2 the run may be alive, or has pinned checkpoints; nothing was changed.
+    Exit code: 2 a run may be alive, or has pinned checkpoints; it was not changed. The others are removed all the same.
     """
-    from hpcrl.submit.removal import measure, removable, remove_run
+    for_each_run(runs, root, lambda run: _remove(run, dry_run, yes))
 
-    found = find(run, root)
-    view = removable(found)
-    sizes = measure(found)
-    say(f"{found.name} ({view.state}) in {found.path} has", err=True)
+
+def _remove(run: RunDir, dry_run: bool, yes: bool) -> None:
+    from hpcrl.submit.removal import disk_use, removable, remove_run
+
+    view = removable(run)
+    sizes = disk_use(run)
+    say(f"{run.name} ({view.state}) in {run.path} has", err=True)
     for part, size in sizes.items():
         say(f"  {_size(size.bytes):>10}  {size.files:>7,} {'file ' if size.files == 1 else 'files'}  {part}", err=True)
     total = sum(size.bytes for size in sizes.values())
@@ -42,9 +46,9 @@ def remove(
         say("nothing was removed (--dry-run)", err=True)
         return
     if not yes:
-        confirm(f"remove {found.name}, and free {_size(total)}? It cannot be brought back")
-    remove_run(found)
-    say(f"removed {found.name}")
+        confirm(f"remove {run.name}, and free {_size(total)}? It cannot be brought back")
+    remove_run(run)
+    say(f"removed {run.name}")
 
 
 def _size(count: int) -> str:

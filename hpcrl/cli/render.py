@@ -11,11 +11,11 @@ from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
 from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunsRootOption, runs_root
 
-__all__ = ["TemplatesOption", "register"]
-
 TemplatesOption = Annotated[
     Path | None,
-    typer.Option("--templates", metavar="DIR", help="Your own sbatch templates; those it lacks come from hpcrl."),
+    typer.Option(
+        "--templates", metavar="DIR", help="Directory of your own sbatch templates; missing ones come from hpcrl."
+    ),
 ]
 
 
@@ -43,8 +43,8 @@ def render(
     from hpcrl.cli.planning_inputs import say_refusals
     from hpcrl.config.cluster import SlurmCluster
     from hpcrl.errors import UsageError
-    from hpcrl.fs import atomic_write
     from hpcrl.slurm.scripts import STAND_IN_ID, run_scripts
+    from hpcrl.storage.files import atomic_write
     from hpcrl.submit.prepare import prepare
 
     prepared = prepare(
@@ -62,7 +62,7 @@ def render(
     say_refusals(prepared)
     plan, profile = prepared.outlined(), prepared.profile
     if not isinstance(profile, SlurmCluster):
-        raise UsageError(f"{profile.name} is no Slurm site: there is no script to render (give one with --cluster)")
+        raise UsageError(f"{profile.name} is not a Slurm site: there is no script to render (give one with --cluster)")
     scripts = run_scripts(plan, profile, run_id=STAND_IN_ID, templates=templates)
     directory.mkdir(parents=True, exist_ok=True)
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}

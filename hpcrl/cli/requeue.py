@@ -10,8 +10,6 @@ from hpcrl.cli.options import confirm
 from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -25,7 +23,7 @@ def requeue(
 ) -> None:
     """Save a checkpoint, give the nodes back, and let Slurm start the next attempt.
 
-    For maintenance of nodes, or to make room. The run keeps its job id and goes on by itself.
+    For maintenance of nodes, or to make room. The run keeps its job id and continues by itself.
     """
     from hpcrl.cli.slurm import reach_slurm_of
     from hpcrl.errors import ExitCode
@@ -41,5 +39,5 @@ def requeue(
         confirm("requeue it?")
     view = requeue_run(found)
     say(f"{found.name}: {view.state}")
-    if view.state.ended:  # it came to its end before it heard of us
+    if view.state.ended:  # it ended before it received the request
         raise typer.Exit(ExitCode.OK if view.state == "COMPLETED" else ExitCode.FAILED)

@@ -14,8 +14,6 @@ from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
 
-__all__ = ["register"]
-
 _MODULE = "hpcrl.rollouts.rescoring"
 _MOST_REASONS = 5
 
@@ -32,12 +30,13 @@ def rescore(
         typer.Option(
             "--reward",
             metavar="REWARD",
-            help="A checker in place of the recipe's: numeric, package.module:function, or as in a recipe in braces: "
-            "'{kind: exact, extract: boxed}'. Repeatable. By default the environments judge again as they are.",
+            help="Checker that replaces the recipe's: numeric, package.module:function, or as in a recipe in braces: "
+            "'{kind: exact, extract: boxed}'. Repeatable. By default the environments compute rewards again unchanged.",
         ),
     ] = None,
     audit: Annotated[
-        bool, typer.Option("--audit", help="Also say what earns the rewards: format alone, duplicates, length.")
+        bool,
+        typer.Option("--audit", help="Also audit how rewards are earned: by format alone, by duplicates, by length."),
     ] = False,
     environment: EnvironmentOption = None,
     state: StateOption = None,
@@ -45,9 +44,9 @@ def rescore(
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Compute rewards of stored rollouts again, and show what would have changed in which step.
+    """Compute rewards of stored rollouts again, and show the change for each step.
 
-    Nothing is written. A rollout of which no longer all is stored counts as unknown, and is in no number.
+    Nothing is written. A rollout that is no longer stored completely counts as unknown, and is left out of all numbers.
 
     Exit code: 0 all went well, 1 a checker or an environment failed at a rollout.
     """
@@ -58,10 +57,10 @@ def rescore(
 
     given = parse_rewards(rewards or ())
     found = find(run, root)
-    # what is wrong with the options is said before anything is started
+    # wrong options are reported before anything is started
     chosen = choose_rollouts(read_ledger(found), environment=environment, state=state, step=step)
     if not chosen:
-        say("no finished rollout is like that", err=True)
+        say("no finished rollout matches", err=True)
     request = {
         "run": str(found.path),
         "rewards": [reward.model_dump(mode="json") for reward in given],
@@ -84,14 +83,27 @@ def rescore(
 def _ask(run: RunDir, request: dict[str, Any]) -> dict[str, Any]:
     from hpcrl.errors import ConfigError, Finding, UsageError
     from hpcrl.jobplan.packages import check_trial_packages
-    from hpcrl.jobplan.role_python import ask_role_python, hidden_reason, role_python
+    from hpcrl.jobplan.role_python import ask_role_python, environment_role, hidden_reason, role_python
 
+    if not run.is_own:
+        raise UsageError(
+            f"{run.path} is another user's, and its files name the programs that compute rewards\n"
+            "    hint: ask its user to do it; or read recipe.yaml and plan.json of it, and do it with a copy (cp -r)"
+        )
     plan, site = run.plan(), run.cluster()
-    if reason := hidden_reason(plan, site, what="environments"):
+    role = environment_role(plan)
+    if reason := hidden_reason(plan, site, what="environments", role=role):
         raise UsageError(f"rewards cannot be computed here: {reason}\n    hint: do it on a node of the run's cluster")
-    check_trial_packages(plan, role_python(plan))
+    check_trial_packages(plan, role_python(plan, role), role)
     answer = ask_role_python(
-        _MODULE, request=request, plan=plan, site=site, doing="compute rewards", timeout_s=None, slow_hint=""
+        _MODULE,
+        request=request,
+        plan=plan,
+        site=site,
+        doing="compute rewards",
+        timeout_s=None,
+        slow_hint="",
+        role=role,
     )
     if findings := answer.get("findings"):
         raise ConfigError([Finding(run.name, f["key"], f["what"], f["hint"]) for f in findings])
@@ -139,11 +151,11 @@ def _print_audit(name: str, audited: dict[str, Any]) -> None:
     say(f"\naudit of {name}: {audited['rewarded']:,} of {audited['rollouts']:,} rollouts have a reward above 0")
     only = audited["format_only"]
     if only is None:
-        say("  format alone: no part of the reward is a checker of the kind format")
+        say("  format alone: the reward has no checker of kind format")
     else:
         shares = f"{only['share_of_rewarded']:.1%} of these, {only['share_of_reward']:.1%} of all reward"
         say(f"  format alone: {only['rollouts']:,} rollouts, {shares}")
-    say(f"  duplicates: {audited['duplicated']:,} rewarded rollouts give a reply that another prompt got as well")
+    say(f"  duplicates: {audited['duplicated']:,} rewarded rollouts give the same reply to different prompts")
     for each in audited["duplicates"]:
         about = f"{each['rollouts']:,} times to {each['prompts']:,} prompts, reward {number(each['mean_reward'])}"
         say(f"    {about}: {each['text']!r}")

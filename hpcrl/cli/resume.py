@@ -12,11 +12,9 @@ from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
+    from hpcrl.runs.resume_request import ResumePoint
     from hpcrl.runs.rundir import RunDir
-    from hpcrl.runs.start.restart import ResumePoint
     from hpcrl.runs.start.resume import ResumeFrom
-
-__all__ = ["register"]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,30 +27,35 @@ def resume(
     overrides: SetOption = None,
     from_scratch: Annotated[
         bool,
-        typer.Option("--from-scratch", help="Begin at step 0 with the start model; what there is is put aside."),
+        typer.Option(
+            "--from-scratch",
+            help="Restart at step 0 with the start model; existing checkpoints and weights are put aside.",
+        ),
     ] = False,
     from_step: Annotated[
         int | None,
-        typer.Option("--from-step", metavar="STEP", help="Go on from this checkpoint; later ones are put aside."),
+        typer.Option("--from-step", metavar="STEP", help="Continue from this checkpoint; later ones are put aside."),
     ] = None,
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="With job.on_change: stop, run what is there now all the same."),
+        typer.Option(
+            "--accept-changes", help="Accept changes of code or environments although job.on_change is `stop`."
+        ),
     ] = False,
     follow: FollowOption = False,
     in_job: InJobOption = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Go on with a run that has ended, from its newest joint checkpoint that is found good.
+    """Continue a run that has ended, from its newest valid joint checkpoint.
 
-    With --set its recipe changes first, for example to another number of trainer.ranks, or to more trainer.steps, also
-    of a run that is completed. Model, data and seed stay. The trainer compares checkpoints with their manifests and
-    says what it restored (hpcrl status). A run that has saved checkpoints never begins again by itself. With --in-job
-    it goes on inside of the allocation of this shell, wherever it was before.
+    --set changes the recipe first, for example trainer.ranks, or trainer.steps of a completed run. Model, data and seed
+    stay. The trainer compares checkpoints with their manifests; hpcrl status shows the restored one. A run that has
+    saved checkpoints never restarts at step 0 by itself. With --in-job it continues inside the allocation of this
+    shell, also if it ran elsewhere before.
 
-    Exit code: 2 the run is alive, another resume is at it, or there is nothing to do; 94 no checkpoint can be restored;
-    in these cases nothing was changed. With --follow also 0 completed, 1 failed, 93 given up without progress, 130
-    cancelled.
+    Exit code: 2 the run is alive, another resume is running, or there is nothing to do; 94 no checkpoint can be
+    restored; in these cases nothing was changed. With
+    --follow also 0 completed, 1 failed, 93 given up without progress, 130 cancelled.
     """
     from hpcrl.cli.progress import working
     from hpcrl.runs.start.resume import ResumeFrom
@@ -73,14 +76,14 @@ def resume(
 
 
 def _what_it_tries(run: RunDir, begin: ResumeFrom, point: ResumePoint) -> str:
-    """What a resume can say before the trainer has verified anything."""
+    """Return the notice of a resume before the trainer has verified a checkpoint."""
     from hpcrl.runs.registry import reference
 
     if begin.scratch:
-        return f"resumed {run.name}: it begins again at step 0, and what it has saved is put aside"
+        return f"resumed {run.name}: it restarts at step 0; what it has saved is put aside"
     if point.step is None:
-        return f"resumed {run.name}: it begins at step 0, as it has saved no checkpoint yet"
+        return f"resumed {run.name}: it starts at step 0, because no checkpoint is saved yet"
     return (
-        f"resumed {run.name}: the trainer verifies the checkpoint of step {point.step} and goes on from it; "
+        f"resumed {run.name}: the trainer verifies the checkpoint of step {point.step} and continues from it; "
         f"what it restored: hpcrl status {reference(run)}"
     )

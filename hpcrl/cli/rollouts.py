@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrl.cli.conversations import print_pieces, turns_in_pieces
+from hpcrl.cli.conversations import print_pieces
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.output import json_text, say, table_console
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
     from hpcrl.runs.views.rollout_export import RoutedLayout
     from hpcrl.runs.views.rollouts import RolloutItem
-
-__all__ = ["EnvironmentOption", "StateOption", "StepOption", "register", "rollouts_app"]
 
 rollouts_app = typer.Typer(help="Rollouts of a run.", no_args_is_help=True)
 
@@ -64,7 +62,7 @@ def rollouts_ls(
     environment: EnvironmentOption = None,
     state: StateOption = None,
     step: StepOption = None,
-    sort: Annotated[Order, typer.Option("--sort", help="By what; the largest last.")] = Order.ID,
+    sort: Annotated[Order, typer.Option("--sort", help="Sort key; the largest last.")] = Order.ID,
     count: Annotated[int, typer.Option("-n", metavar="N", min=0, help="Only the last N rows; 0: all.")] = 30,
     as_json: JsonOption = False,
     root: RunsRootOption = None,
@@ -84,7 +82,7 @@ def rollouts_ls(
         say(json_text({"run": found.name, "rollouts": msgspec.to_builtins(shown)}))
         return
     if not shown:
-        say("no rollout is like that" if state or step or environment else "no rollout has finished yet", err=True)
+        say("no rollout matches" if state or step or environment else "no rollout has finished yet", err=True)
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("rollout", "environment", "reward", "tokens", "versions", "staleness", "state"):
@@ -135,13 +133,15 @@ def _said(item: RolloutItem) -> str:
 @rollouts_app.command("show")
 def rollouts_show(
     run: RunArgument,
-    rollout: Annotated[str, typer.Argument(metavar="GROUP/MEMBER", help="As `hpcrl rollouts ls` says it.")],
+    rollout: Annotated[
+        str, typer.Argument(metavar="GROUP/MEMBER", help="Name of a rollout, as `hpcrl rollouts ls` shows it.")
+    ],
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
     """Show one rollout: its turns with their text, versions and log-probabilities.
 
-    Control tokens, thinking, tool calls and what tools said are named in the first column.
+    Control tokens, thinking, tool calls and answers of tools are named in the first column.
     Tokens are kept as long as a checkpoint may need them; of older ones there is the text, without its middle.
     """
     from hpcrl.runs.views.rollout_export import export_row, json_pieces
@@ -165,9 +165,10 @@ def _print_rollout(run: RunDir, held: Held) -> None:
     details = rollout_details(run, held)
     console = table_console()
     table = Table(box=None, show_header=False, pad_edge=False)
-    names = ("id", "environment", "prompt_index", "reward", "parts", "tokens", "sampled_tokens")
+    names = ("id", "environment", "prompt_index", "reward", "parts", "tokens", "sampled_tokens", "branches")
     for name in (*names, "first_version", "last_version", "staleness", "seconds", "state", "step", "why", "problem"):
-        if (value := details.get(name)) not in (None, "", {}):
+        plain = name == "branches" and details.get(name) == 1
+        if not plain and (value := details.get(name)) not in (None, "", {}):
             table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
     columns = details.get("columns")
     if columns is not None and "routed_experts" in columns:
@@ -203,17 +204,22 @@ def _decoder(run: RunDir) -> Callable[[list[int]], str] | None:
 def _pieces(
     run: RunDir, details: dict[str, Any], columns: dict[str, Any]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yield what was said and what was sampled, turn by turn: a heading, and kinds with their texts."""
+    """Yield the messages and the sampled texts, turn by turn: a heading, and kinds with their texts."""
+    from hpcrl.analysis.spoken_turns import turns_in_pieces
+    from hpcrl.dock.sequences import turn_fields, turn_places
+
     ids = columns["token_ids"].tolist()
-    bounds, at = [], 0
-    for said, sampled, _, _ in details["turns"]:
-        bounds.append((at, at + said, at + said + sampled))
-        at += said + sampled
-    spoken = turns_in_pieces(run, [(ids[begin:middle], ids[middle:end]) for begin, middle, end in bounds])
-    for number, (bound, turn, pieces) in enumerate(zip(bounds, details["turns"], spoken, strict=True), 1):
-        said, sampled, wait_s, reply_s = turn
-        part = slice(*bound[1:])
-        yield f"turn {number}: said, {said} tokens, after {wait_s:.1f} s", pieces[0]
+    places = turn_places(details["turns"], columns.get("starts"))
+    spoken = turns_in_pieces(run, [(ids[at.said : at.sampled], ids[at.sampled : at.end]) for at in places])
+    for number, (at, turn, pieces) in enumerate(zip(places, details["turns"], spoken, strict=True), 1):
+        said, sampled, wait_s, reply_s = turn[:4]
+        part = slice(at.sampled, at.end)
+        branch = ""
+        if len(places) > 1 and "starts" in columns:
+            sequence, shared, declared = turn_fields(turn)[4:]
+            marks = [f"branch {sequence + 1}", *(["declared"] if declared else ())]
+            branch = f" ({', '.join([*marks, *([f'behind {shared:,} tokens of before'] if shared else ())])})"
+        yield f"turn {number}{branch}: said, {said} tokens, after {wait_s:.1f} s", pieces[0]
         versions = sorted(set(columns["versions"][part].tolist()))
         logprob = float(columns["logprobs"][part].mean()) if sampled else 0.0
         about = f"{sampled} tokens in {reply_s:.1f} s, version {'-'.join(map(str, versions))}"
@@ -224,7 +230,7 @@ def _pieces(
 def rollouts_verify(
     run: RunArgument,
     ledger_only: Annotated[
-        bool, typer.Option("--ledger-only", help="Do not read the tokens of rollouts that wait.")
+        bool, typer.Option("--ledger-only", help="Do not read the tokens of waiting rollouts.")
     ] = False,
     as_json: JsonOption = False,
     root: RunsRootOption = None,
@@ -254,7 +260,7 @@ def rollouts_verify(
         if verdict.unfinished:
             say(f"  {verdict.unfinished:>9,}  in progress, with {verdict.turns:,} turns saved")
         if verdict.from_disk:
-            say(f"  {verdict.from_disk:>9,}  times a rank read one from the shared filesystem, not from memory")
+            say(f"  {verdict.from_disk:>9,}  rollouts were read by a rank from the shared filesystem, not from memory")
         for note in verdict.notes:
             say(f"note: {note}")
         for problem in verdict.problems:
@@ -269,7 +275,9 @@ def rollouts_verify(
 def rollouts_export(
     run: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
-    form: Annotated[Format | None, typer.Option("--format", help="Default: by the name of the file.")] = None,
+    form: Annotated[
+        Format | None, typer.Option("--format", help="Format; by default, the file's suffix decides.")
+    ] = None,
     environment: EnvironmentOption = None,
     state: StateOption = None,
     step: StepOption = None,
@@ -309,5 +317,5 @@ def _parquet_writer() -> Callable[[Path, Iterable[dict[str, Any]], RoutedLayout 
         from hpcrl.runs.views.rollout_parquet import write_parquet
     except ImportError as error:
         hint = f"{install_command('export')}, or --format jsonl"
-        raise UsageError(f"pyarrow writes Parquet, and is not installed\n    hint: {hint}") from error
+        raise UsageError(f"writing Parquet needs pyarrow, which is not installed\n    hint: {hint}") from error
     return write_parquet

@@ -1,4 +1,4 @@
-"""``hpcrl scale``: more or fewer replicas of a run that goes on."""
+"""``hpcrl scale``: change the number of replicas of a running run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -23,14 +21,14 @@ def register(app: typer.Typer) -> None:
 def scale(
     run: RunArgument,
     counts: Annotated[
-        list[str], typer.Argument(metavar="ROLE=NUMBER...", help="Replicas to have, for example engine=4.")
+        list[str], typer.Argument(metavar="ROLE=NUMBER...", help="Target number of replicas, for example engine=4.")
     ],
     root: RunsRootOption = None,
 ) -> None:
-    """Have more or fewer replicas of a role. The layout must be elastic, where each replica has a job of its own.
+    """Change the number of replicas of a role. The layout must be elastic, so that each replica has its own job.
 
-    The supervisor submits jobs that are missing, and lets those leave that are too many, the highest numbers first.
-    The number stays for later attempts and resumes.
+    The supervisor submits missing jobs, and ends surplus ones, the highest numbers first. The number also applies to
+    later attempts and resumes.
     """
     import getpass
 
@@ -51,15 +49,15 @@ def scale(
         say(f"{found.name}: {role} {before[role]} -> {count}")
     if view.state.ended:
         way_on = f"hpcrl resume {reference(found)}"
-        say(f"the run has ended ({view.state}); it has so many when it goes on: {way_on}", err=True)
+        say(f"the run has ended ({view.state}); the new number applies when it is resumed: {way_on}", err=True)
     elif view.supervisor is None or view.state is RunState.REQUEUED:
-        say("the supervisor does it when its job has started", err=True)
+        say("the supervisor applies it when its job has started", err=True)
     else:
         say(f"  hpcrl status {reference(found)} --watch", err=True)
 
 
 def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
-    """Numbers by role (UsageError where one cannot be)."""
+    """Return the numbers by role (UsageError where one cannot be)."""
     from hpcrl.errors import UsageError
     from hpcrl.runs.registry import reference
 
@@ -73,6 +71,11 @@ def _parse(counts: list[str], run: RunDir) -> dict[str, int]:
     wanted = {}
     for text in counts:
         role, _, number = text.partition("=")
+        if role == "env" and any(group.role.value == role for group in plan.groups):
+            raise UsageError(
+                f"{text}: workers of environments stay as many as they are when engines come and go\n"
+                "    hint: cancel the run, and submit it again with another environment_workers.count"
+            )
         if role not in groups or not number.isdecimal():
             raise UsageError(f"{text!r} is not ROLE=NUMBER with a role of {', '.join(sorted(groups))}")
         if int(number) < plan.elastic.min_replicas:

@@ -1,4 +1,4 @@
-"""Which run a command is about: the argument, the option, and how both become a run directory."""
+"""Selection of the run of a command: the argument, the option, and the run directory that they name."""
 
 from __future__ import annotations
 
@@ -6,28 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrl.cli.output import say
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.runs.rundir import RunDir
 
-__all__ = [
-    "OptionalRunArgument",
-    "RunArgument",
-    "RunsArgument",
-    "RunsRootOption",
-    "ask_slurm",
-    "find",
-    "profile_roots",
-    "runs_in_sight",
-    "runs_root",
-]
-
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of runs, for shell completion."""
+    """Return the names of runs, for shell completion."""
     return [run.name for run in runs_in_sight(ctx.params.get("root")) if run.name.startswith(incomplete)]
 
 
@@ -40,12 +30,16 @@ OptionalRunArgument = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", help=f"{_RUN_HELP}; the newest run by default.", autocompletion=_complete),
 ]
+OptionalRunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN...]", help=f"{_RUN_HELP}; the newest run by default.", autocompletion=_complete),
+]
 RunsRootOption = Annotated[
     str | None,
     typer.Option(
         "--runs-root",
         metavar="DIRECTORY",
-        help="Only this directory of runs. A submit takes HPCRL_RUNS_ROOT by default, else what the profile says.",
+        help="Use only this directory of runs. `submit` defaults to HPCRL_RUNS_ROOT, then to the profile.",
     ),
 ]
 
@@ -65,6 +59,34 @@ def find(run: str | None, option: str | None) -> RunDir:
     return locate_run(run, option)
 
 
+def for_each_run(runs: Sequence[str | None], option: str | None, act: Callable[[RunDir], None]) -> None:
+    """Call ``act`` with each run that is meant. The error of one run does not stop the others.
+
+    Raises
+    ------
+    HpcrlError
+        The error of the run, where only one is named.
+    typer.Exit
+        With several runs, the exit code of the first that failed. Each error was printed when it occurred.
+    """
+    from hpcrl.errors import ExitCode, HpcrlError
+
+    named = list(dict.fromkeys(runs))
+    if len(named) == 1:
+        act(find(named[0], option))
+        return
+    codes = []
+    for run in named:
+        try:
+            act(find(run, option))
+        except HpcrlError as error:
+            say(f"hpcrl: {error}", err=True)
+            codes.append(int(error.exit_code))
+        except typer.Exit as end:
+            codes.append(end.exit_code)
+    raise typer.Exit(next((code for code in codes if code), int(ExitCode.OK)))
+
+
 def runs_in_sight(option: str | None) -> list[RunDir]:
     """See `hpcrl.runs.locate.runs_in_sight`."""
     from hpcrl.runs.locate import runs_in_sight
@@ -81,7 +103,7 @@ def profile_roots() -> Iterator[Path]:
 
 def ask_slurm() -> None:
     """Let readers of runs ask Slurm about jobs. A command that only sees local runs never does."""
-    from hpcrl.runs.job_facts import use_source
+    from hpcrl.runs.job_facts import set_job_query
     from hpcrl.slurm.lookup import look_up
 
-    use_source(look_up)
+    set_job_query(look_up)

@@ -10,8 +10,6 @@ from hpcrl.cli.following import FollowOption, InJobOption, NewNameOption, QueueA
 from hpcrl.cli.options import ClusterOption, RecipeArgument, SetOption
 from hpcrl.cli.selection import RunsRootOption
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -25,7 +23,7 @@ def sft(
     overrides: SetOption = None,
     from_run: Annotated[
         str | None,
-        typer.Option("--from", metavar="RUN[@STEP|@vN]", help="Begin with the weights of another run, as submit does."),
+        typer.Option("--from", metavar="RUN[@STEP|@vN]", help="Start with the weights of another run, as submit does."),
     ] = None,
     follow: FollowOption = False,
     dry_run: Annotated[
@@ -50,7 +48,7 @@ def sft(
     loaded = load_recipe(recipe, overrides or ())
     if loaded.value.sft is None:
         raise UsageError(
-            f"{loaded.source} has no section sft: it says nothing of conversations\n"
+            f"{loaded.source} has no section sft, which names the conversations\n"
             "    hint: add sft with data: FILE (docs/sft.md), or start a run with rollouts: hpcrl submit"
         )
     submit(

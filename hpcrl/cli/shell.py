@@ -10,8 +10,6 @@ from hpcrl.cli.completion import complete_roles
 from hpcrl.cli.output import say
 from hpcrl.cli.selection import RunArgument, RunsRootOption, find
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -21,25 +19,29 @@ def register(app: typer.Typer) -> None:
 def shell(
     run: RunArgument,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="Run this in place of a shell.")
+        list[str] | None, typer.Argument(metavar="[-- COMMAND...]", help="Command to run in place of a shell.")
     ] = None,
     role: Annotated[
         str,
         typer.Option(
-            "--role", "-r", metavar="ROLE[/REPLICA]", help="Beside which role.", autocompletion=complete_roles
+            "--role",
+            "-r",
+            metavar="ROLE[/REPLICA]",
+            help="Role next to which the shell runs.",
+            autocompletion=complete_roles,
         ),
     ] = "engine",
     node: Annotated[
-        str | None, typer.Option("--node", metavar="NAME", help="Which of the replica's nodes; the first by default.")
+        str | None, typer.Option("--node", metavar="NAME", help="Node of the replica; its first by default.")
     ] = None,
     root: RunsRootOption = None,
 ) -> None:
-    """Open a shell beside a role of a run: on its node, in its environment and directory.
+    """Open a shell next to a role of a run: on its node, in its environment and directory.
 
-    It takes no GPU away and ends with you; the run goes on. After `--` comes a command in place of the shell:
-    `hpcrl shell RUN --role engine/0 -- nvidia-smi`. What it is started with includes the role's secrets.
+    The shell uses no GPU; the run continues when it ends. A command after `--` runs in place of the shell:
+    `hpcrl shell RUN --role engine/0 -- nvidia-smi`. The environment includes the role's secrets.
 
-    Exit code: that of the shell or command; 2 where the role does not run, or there is no terminal.
+    Exit code: that of the shell or command; 2 if the role does not run, or a terminal is missing.
     """
     import os
     import sys
@@ -52,6 +54,6 @@ def shell(
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     wanted = shell_in(found, role, node=node, command=command or (), terminal=terminal)
     if not command:
-        say(f"{wanted.where}; exit leaves it, and the run goes on", err=True)
+        say(f"{wanted.where}; `exit` leaves the shell and does not stop the run", err=True)
     sys.stdout.flush()
     os.execvpe(wanted.argv[0], wanted.argv, dict(wanted.env))

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hpcrl.planning.report import Outlook
     from hpcrl.simulation import Durations, SimulationResult
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -34,7 +32,7 @@ def simulate(
         typer.Option(
             "--durations",
             metavar="FILE|RUN",
-            help="How long things take: a file (docs/simulation.md), or a run to measure (repeat it for several). "
+            help="Durations: a file (docs/simulation.md), or a run to measure (repeat it for several). "
             "Default: what the planner predicts.",
         ),
     ] = None,
@@ -43,7 +41,9 @@ def simulate(
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes", metavar="N,N,…", help="Sizes; roles and batch grow in proportion. Default: the recipe's."
+            "--nodes",
+            metavar="N,N,…",
+            help="Numbers of nodes; roles and batch scale in proportion. Default: the recipe's.",
         ),
     ] = None,
     days: Annotated[float, typer.Option("--days", help="Simulated time.")] = 1.0,
@@ -53,7 +53,8 @@ def simulate(
         typer.Option("--mtbf-h", metavar="HOURS", help="Mean time between failures of one node. Default: no failures."),
     ] = None,
     requeue_s: Annotated[
-        float, typer.Option("--requeue-s", metavar="SECONDS", help="From a node failure until the next attempt starts.")
+        float,
+        typer.Option("--requeue-s", metavar="SECONDS", help="Time from a node failure until the next attempt starts."),
     ] = 60.0,
     sample: Annotated[
         int | None,
@@ -66,10 +67,11 @@ def simulate(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON and a picture of each size there.")
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Directory for JSON and a plot of each size.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option("--save-durations", metavar="FILE", help="Write the durations that were used.")
+        Path | None,
+        typer.Option("--save-durations", metavar="FILE", help="Output file for the durations that were used."),
     ] = None,
     as_json: JsonOption = False,
     root: RunsRootOption = None,
@@ -92,10 +94,10 @@ def simulate(
     if loaded.sft is not None:
         raise UsageError("a supervised run (sft) has a trainer alone: there are no rollouts to simulate")
     say_refusals(prepared)
-    with working("predicting how long things take"):
+    with working("predicting durations"):
         outlook, found = _durations(loaded, site, durations or [], calibration, tables, root)
     try:
-        failures = Failures(mtbf_h=mtbf_h, requeue_s=requeue_s)
+        failures = Failures(mtbf_h=mtbf_h, requeue_s=requeue_s, spares=sum(loaded.job.spare_nodes.values()))
     except ValidationError:
         raise UsageError(f"--mtbf-h {mtbf_h} and --requeue-s {requeue_s}: both are positive numbers") from None
     if save is not None:
@@ -140,7 +142,7 @@ def _durations(
     tables: list[str] | None,
     root: str | None,
 ) -> tuple[Outlook | None, Durations]:
-    """From one file, from runs, or from the planner, with what it predicts."""
+    """Return the durations from one file, from runs, or from the planner, with the planner's outlook."""
     from hpcrl.cli.planning_inputs import read_calibration
     from hpcrl.errors import UsageError
     from hpcrl.planning.report import find_facts, make_outlook
@@ -152,7 +154,7 @@ def _durations(
         return outlook, durations_from_outlook(outlook, rests_on)
     if calibration is not None or tables:
         option = "--tables" if calibration is None else "--calibration"
-        raise UsageError(f"{option} is for what the planner predicts: leave it out beside --durations")
+        raise UsageError(f"{option} applies to the planner's predictions: leave it out with --durations")
     files = [source for source in sources if Path(source).is_file() or Path(source).suffix in (".yaml", ".yml")]
     if not files:
         from hpcrl.cli.selection import find
@@ -166,8 +168,8 @@ def _durations(
 
 def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
     from hpcrl.errors import MissingExtraError
-    from hpcrl.fs import atomic_write
     from hpcrl.simulation.results.picture import draw
+    from hpcrl.storage.files import atomic_write
 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"simulation-{result.nodes}.json"
@@ -176,7 +178,7 @@ def _write(result: SimulationResult, directory: Path, *, quiet: bool) -> None:
     try:
         say(draw(result, path.with_suffix(".png")), err=quiet)
     except MissingExtraError as error:
-        # the figures are there: a picture less is no failure
+        # the figures are printed: a missing picture is not a failure
         say(f"no picture: {error}", err=True)
 
 
@@ -207,19 +209,17 @@ def _print(results: list[SimulationResult]) -> None:
             )
             console.print(note, highlight=False, soft_wrap=True)
         if result.merged_turns > 1:
-            note = (
-                f"{result.nodes:,} nodes: {result.merged_turns} turns of a rollout as one (--sample 0: each by itself)"
-            )
+            note = f"{result.nodes:,} nodes: {result.merged_turns} turns of a rollout as one (--sample 0: one by one)"
             console.print(note, highlight=False, soft_wrap=True)
         if result.engines_wait is None:
-            note = f"{result.nodes:,} nodes: too few steps to say what engines wait; more --days would"
+            note = f"{result.nodes:,} nodes: too few steps to measure how long engines wait; raise --days"
             console.print(note, highlight=False, soft_wrap=True)
         for warning in result.warnings:
             say(f"{result.nodes} nodes: {warning}", err=True)
 
 
 def _print_beside_plan(outlook: Outlook, result: SimulationResult) -> None:
-    """What `hpcrl plan` says of the same figures, and why they differ."""
+    """Print the corresponding figures of `hpcrl plan` and the reasons for the difference."""
     from rich.table import Table
 
     from hpcrl.cli.planning_answers import duration_text

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrl.cli.options import ListGroup
 from hpcrl.cli.output import say
+from hpcrl.cli.selection import RunsRootOption
 from hpcrl.sites.installation.roles import Accelerator, SiteRole
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from hpcrl.sites.installation.interpreters import Interpreter
     from hpcrl.sites.installation.staging import Stage
 
-__all__ = ["register", "site_app"]
-
-site_app = typer.Typer(cls=ListGroup, help="Sites: environments of login nodes and of roles.", no_args_is_help=True)
+site_app = typer.Typer(help="Sites: environments of login nodes and of roles.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -28,10 +26,10 @@ def register(app: typer.Typer) -> None:
     app.add_typer(site_app, name="site")
 
 
-RoleOption = Annotated[SiteRole, typer.Option("--role", help="Which environment.")]
+RoleOption = Annotated[SiteRole, typer.Option("--role", help="Environment to install.")]
 AcceleratorOption = Annotated[
     Accelerator | None,
-    typer.Option("--accelerator", help="What torch is built for. Default: cuda, or what the bundle is for."),
+    typer.Option("--accelerator", help="Accelerator of the torch build. Default: cuda, or that of the bundle."),
 ]
 
 
@@ -39,7 +37,7 @@ AcceleratorOption = Annotated[
 def install(
     role: RoleOption,
     prefix: Annotated[
-        Path, typer.Option("--prefix", metavar="DIR", help="Directory of environments, which all nodes see.")
+        Path, typer.Option("--prefix", metavar="DIR", help="Directory of the environments, visible on all nodes.")
     ],
     accelerator: AcceleratorOption = None,
     bundle: Annotated[
@@ -47,16 +45,16 @@ def install(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", metavar="PATH", help="Interpreter to make it of. Default: that of this command."),
+        typer.Option("--python", metavar="PATH", help="Base interpreter. Default: that of this command."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")] = False,
 ) -> None:
     """Make the environment of a role as DIR/ROLE, in the exact versions that hpcrl ships, each wheel with its digest.
 
-    It is whole and imports what the role needs, or it is not there. uv installs where it is on PATH, else pip. Prints
-    the line of a cluster profile that names its interpreter.
+    The environment is complete and imports what the role needs, or it does not exist. uv installs if it is on PATH,
+    otherwise pip. Prints the line of a cluster profile that names its interpreter.
 
-    Exit code: 0 it is there, 1 it could not be made, 2 the request cannot be fulfilled.
+    Exit code: 0 the environment exists, 1 it could not be created, 2 the request cannot be fulfilled.
     """
     import os
 
@@ -93,7 +91,7 @@ def install(
     with working(f"installing {target}"):
         made = make(prefix, str(role), interpreter, installer, contents, say=lambda text: say(text, err=True))
     say(f"{target} {'is ready' if made.was_made else 'is there already, of the same versions'}", err=True)
-    say(f"its base is {interpreter.path}: nodes need that under the same name", err=True)
+    say(f"its base is {interpreter.path}: nodes need the same path", err=True)
     say(line)
 
 
@@ -144,15 +142,20 @@ def _say_plan(
 def bundle(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")],
     roles: Annotated[
-        list[SiteRole] | None, typer.Option("--role", help="Which environment; may be repeated. Default: all.")
+        list[SiteRole] | None, typer.Option("--role", help="Name of an environment; repeatable. Default: all.")
     ] = None,
     accelerator: AcceleratorOption = None,
     python_version: Annotated[
-        str | None, typer.Option("--python-version", metavar="X.Y", help="Of the site. Default: that of this command.")
+        str | None,
+        typer.Option(
+            "--python-version", metavar="X.Y", help="Python version of the site. Default: that of this command."
+        ),
     ] = None,
     machine: Annotated[
         str | None,
-        typer.Option("--machine", metavar="NAME", help="Of the site, as `uname -m` says. Default: this one's."),
+        typer.Option(
+            "--machine", metavar="NAME", help="Machine type of the site (`uname -m`). Default: that of this machine."
+        ),
     ] = None,
 ) -> None:
     """Collect all wheels of environments and of hpcrl into one file, for a site without a network.
@@ -181,3 +184,26 @@ def bundle(
             say=lambda text: say(text, err=True),
         )
     say(f"{digest}  {output}")
+
+
+@site_app.command("metrics-targets")
+def metrics_targets(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory of the files that Prometheus reads.")
+    ],
+    root: RunsRootOption = None,
+) -> None:
+    """Write what Prometheus needs to scrape your runs: a target for each, and the configuration of its job.
+
+    Call it again when runs have begun or ended, for example by cron: files are replaced as a whole.
+    """
+    from hpcrl.cli.selection import ask_slurm, runs_in_sight
+    from hpcrl.runs.monitoring.targets import ALERTS, DASHBOARD, write_targets
+
+    ask_slurm()
+    living = write_targets(runs_in_sight(root), output)
+    for target in living:
+        say(f"{target.run.name}: {target.address}")
+    say(f"scrape_config_files: [{output.resolve()}/scrape.yml]", err=True)
+    say(f"rule_files: [{ALERTS}]", err=True)
+    say(f"dashboard for Grafana: {DASHBOARD}", err=True)

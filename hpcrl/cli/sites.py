@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hpcrl.sites.profile_check import CheckFinding
     from hpcrl.sites.site_facts import SlurmFacts
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``hpcrl cluster``."""
@@ -32,28 +30,34 @@ def init(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: clusters/NAME.yaml.")
     ] = None,
     runs_root: Annotated[
-        str | None, typer.Option("--runs-root", metavar="DIR", help="A directory that all nodes see.")
+        str | None, typer.Option("--runs-root", metavar="DIR", help="A directory visible on all nodes.")
     ] = None,
     fabric: Annotated[
         str | None, typer.Option("--fabric", metavar="KIND", help="infiniband, roce or ethernet.")
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option("--python", metavar="PATH", help="Interpreter of roles on nodes; this one where it has torch."),
+        typer.Option(
+            "--python",
+            metavar="PATH",
+            help="Python interpreter of roles on nodes; by default the current one if it has torch.",
+        ),
     ] = None,
     vllm_python: Annotated[
         str | None,
-        typer.Option("--vllm-python", metavar="PATH", help="Interpreter of vLLM engines; without it, that of roles."),
+        typer.Option(
+            "--vllm-python", metavar="PATH", help="Python interpreter of vLLM engines; by default that of roles."
+        ),
     ] = None,
 ) -> None:
     """Draft a cluster profile from the Slurm of this machine. Overwrites nothing.
 
-    What Slurm cannot know is marked CHANGE_ME, and such a profile is refused until it is filled in. On a compute node
-    (srun) it also writes the adapters of that node's partitions, with the GPUs that they are nearest to.
+    Values that Slurm cannot give are marked CHANGE_ME; the profile is refused until you have replaced them. On a
+    compute node (srun) it also writes the adapters of that node's partitions, each with its nearest GPUs.
     """
     from hpcrl.errors import UsageError
-    from hpcrl.fs import atomic_write
     from hpcrl.sites.draft_machine import draft_of_machine
+    from hpcrl.storage.files import atomic_write
 
     path = output or Path("clusters") / f"{name}.yaml"
     if path.exists():
@@ -62,7 +66,7 @@ def init(
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text.encode())
     say(path)
-    say(f"look at it, then: hpcrl cluster check {path}", err=True)
+    say(f"review it, then: hpcrl cluster check {path}", err=True)
 
 
 def check(
@@ -71,13 +75,13 @@ def check(
         typer.Argument(metavar="NAME", help="Cluster profile: a name or a file.", autocompletion=complete_clusters),
     ],
     job: Annotated[
-        bool, typer.Option("--job", help="Also submit a small job to each partition: what only a node can tell.")
+        bool, typer.Option("--job", help="Also submit a small job to each partition, for checks that need a node.")
     ] = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of that job; two tell the lag of the filesystem.")] = 2,
-    wait_s: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Longest wait for that job.")] = 1800.0,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of that job; two measure the lag of the filesystem.")] = 2,
+    wait_s: Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Maximum wait for that job.")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a profile: its values, rules and secrets, and what the living Slurm (and with --job, its nodes) say of it.
+    """Check a profile: its values, rules and secrets, and its agreement with the running Slurm (with --job, its nodes).
 
     Exit code: 0 good, 1 differs from Slurm in what would make jobs fail, 2 the profile itself is wrong.
     """
@@ -120,7 +124,7 @@ def check(
         console.print(head + Text(f"{row['where']}: {row['key']}: {row['what']} [{row['code']}]"), soft_wrap=True)
         console.print(Text(f"        hint: {row['hint']}"), soft_wrap=True)
     counts = ", ".join(f"{sum(f.severity is s for f in found)} {s.value}s" for s in Severity)
-    against = f"against Slurm: {counts}" if isinstance(loaded.value, SlurmCluster) else "it has no Slurm to ask"
+    against = f"against Slurm: {counts}" if loaded.value.uses_slurm else "it has no Slurm to ask"
     console.print(f"{loaded.source}: {len(SITE_RULES)} rules checked; {against}", highlight=False)
     raise typer.Exit(ExitCode.FAILED if failed else ExitCode.OK)
 
@@ -147,7 +151,7 @@ def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFi
 
 
 def _slurm() -> SlurmFacts:
-    """The Slurm of this machine."""
+    """Return the facts about the Slurm of this machine."""
     from hpcrl.cli.slurm import reachable_slurm
 
     return reachable_slurm()

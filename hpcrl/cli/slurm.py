@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
     from hpcrl.slurm.client import SlurmClient
 
-__all__ = ["reach_slurm_of", "reachable_slurm"]
-
 
 def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
     """See `hpcrl.slurm.reach.reachable_slurm`."""

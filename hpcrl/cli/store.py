@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
     from hpcrl.store.endpoints import StoreEndpoints
 
-__all__ = ["register"]
-
-store_app = typer.Typer(help="The pool of KV blocks that the engines of a run share.", no_args_is_help=True)
+store_app = typer.Typer(help="The KV pool shared by the engines of a run.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +63,7 @@ def canary(
     """Put a block into the pool from this machine, read it back, remove it. Engines do the same when they start."""
     import msgspec
 
-    from hpcrl.interfaces import address_towards
+    from hpcrl.network.interfaces import address_towards
     from hpcrl.runs.record import RunRecord
     from hpcrl.store.canary import run_canary
     from hpcrl.store.view import CANARY_SCHEMA

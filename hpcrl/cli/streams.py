@@ -6,8 +6,6 @@ import fcntl
 import os
 import sys
 
-__all__ = ["fill_standard_streams"]
-
 _STREAMS = ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY))
 
 

@@ -13,8 +13,6 @@ from hpcrl.cli.selection import RunsArgument, RunsRootOption, find
 if TYPE_CHECKING:
     from hpcrl.runs.observe import RunView
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -23,9 +21,11 @@ def register(app: typer.Typer) -> None:
 
 def wait(
     runs: RunsArgument,
-    running: Annotated[bool, typer.Option("--running", help="Wait until all roles are ready instead.")] = False,
+    running: Annotated[
+        bool, typer.Option("--running", help="Wait until all roles are ready, not until the end.")
+    ] = False,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="The longest wait, all runs together.")
+        float | None, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Maximum wait for all runs together.")
     ] = None,
     root: RunsRootOption = None,
 ) -> None:

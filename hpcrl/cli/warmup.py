@@ -9,8 +9,6 @@ import typer
 from hpcrl.cli.options import RecipeArgument, SetOption
 from hpcrl.cli.output import say
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -20,10 +18,10 @@ def register(app: typer.Typer) -> None:
 def warmup(
     recipe: RecipeArgument,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="DIR", help="Where to put it; model.path by default.")
+        str | None, typer.Option("--output", "-o", metavar="DIR", help="Target directory; model.path by default.")
     ] = None,
     overrides: SetOption = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace a model that is already there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an existing model.")] = False,
 ) -> None:
     """Make the start model of a recipe by a short supervised training on its environments."""
     import os
@@ -35,20 +33,20 @@ def warmup(
 
     from hpcrl.config.load import load_recipe
     from hpcrl.errors import ExitCode, MissingExtraError, UsageError
-    from hpcrl.fs import StagedDirectory
-    from hpcrl.interpreter import module_command
     from hpcrl.jobplan import absolute_paths
+    from hpcrl.processes.interpreter import module_command
+    from hpcrl.storage.files import StagedDirectory
 
     loaded = load_recipe(recipe, overrides or ())
     if loaded.value.model.warmup is None:
-        raise UsageError(f"{loaded.source} has no model.warmup: its model is given, not made")
+        raise UsageError(f"{loaded.source} has no model.warmup: it uses an existing model")
     resolved = absolute_paths(loaded.value, Path.cwd())
     target = Path(output).resolve() if output is not None else Path(resolved.model.path)
     if target.exists() and not replace:
         raise UsageError(f"{target} exists already\n    hint: use it as it is, or give --replace or --output")
     if find_spec("torch") is None:
         raise MissingExtraError("trainer", "torch")
-    # where no directory can be made, that is said at once, not when torch has been imported
+    # an unusable directory is reported at once, not after the import of torch
     stage = StagedDirectory(target, token=f"tried-{os.getpid()}")
     stage.create()
     stage.discard()

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from hpcrl.runs.rundir import RunDir
     from hpcrl.runs.views.stores import StoredItem
 
-__all__ = ["register"]
-
 weights_app = typer.Typer(help="Weight hand-offs of a run.", no_args_is_help=True)
 
 AllVersionsArgument = Annotated[
@@ -34,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 @weights_app.command("ls")
 def weights_ls(run: OptionalRunArgument = None, as_json: JsonOption = False, root: RunsRootOption = None) -> None:
-    """List published versions."""
+    """List versions, durable and announced ones."""
     from hpcrl.runs.views.stores import weights_items
 
     found = find(run, root)
@@ -57,6 +55,9 @@ def weights_show(
         say(json.dumps(shown, indent=2))
         return
     say(f"version {shown['version']}  {shown['kind']}  by {shown['producer']}\n{shown['path']}")
+    if not shown["durable"]:
+        served = f"served from memory by {shown['served_by_ranks']} of the trainer's ranks, and lost when they end"
+        say(f"{_announced(shown['announced_by'])}: {served}")
     sizes = ", ".join(f"{dtype} {decimal(size)}" for dtype, size in shown["dtypes"].items())
     say(f"{decimal(shown['bytes'])} in {len(shown['files'])} files; {shown['tensors']} tensors: {sizes}")
     if shown["needs"]:
@@ -111,7 +112,7 @@ def weights_diff(
 def weights_pin(
     run: RunArgument,
     version: VersionArgument,
-    reason: Annotated[str, typer.Option("--reason", "-m", help="Why it is kept; for people.")],
+    reason: Annotated[str, typer.Option("--reason", "-m", help="Reason for keeping it, for people.")],
     root: RunsRootOption = None,
 ) -> None:
     """Keep a version, and what it is made from, until it is unpinned."""
@@ -124,7 +125,7 @@ def weights_pin(
 
 @weights_app.command("unpin")
 def weights_unpin(run: RunArgument, version: VersionArgument, root: RunsRootOption = None) -> None:
-    """Let a pinned version go where nothing else keeps it."""
+    """Unpin a version; it is removed if nothing else keeps it."""
     from hpcrl.runs.views.handoffs import unpin
 
     found = find(run, root)
@@ -132,8 +133,8 @@ def weights_unpin(run: RunArgument, version: VersionArgument, root: RunsRootOpti
     say(f"version {version} of {found.name} {'is no longer' if was else 'was not'} pinned", err=True)
 
 
-@weights_app.command("gc")
-def weights_gc(
+@weights_app.command("prune")
+def weights_prune(
     run: RunArgument,
     keep: Annotated[
         int | None, typer.Option("--keep", min=1, help="Newest versions to keep; the recipe's keep_last by default.")
@@ -143,7 +144,7 @@ def weights_gc(
     as_json: JsonOption = False,
     root: RunsRootOption = None,
 ) -> None:
-    """Remove versions that nobody needs. Shows which, why the others stay, and asks before."""
+    """Remove versions that are not needed. Shows which, why the others stay, and asks before."""
     import json
 
     from rich.filesize import decimal
@@ -152,7 +153,9 @@ def weights_gc(
     from hpcrl.runs.views.handoffs import collector_of, removal_plan, version_bytes
 
     if as_json and not (dry_run or yes):
-        raise UsageError("--json cannot ask\n    hint: add --dry-run or --yes")
+        raise UsageError(
+            "prune asks before it removes versions, and --json cannot ask\n    hint: add --dry-run or --yes"
+        )
     found = find(run, root)
     collector = collector_of(found, keep)
     doomed, kept = removal_plan(collector)
@@ -195,8 +198,14 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
             table.add_column(column, overflow="fold")
         for item in items:
             old = "?" if item.age_s is None else age(item.age_s)
-            state = markup("[red]{}[/red]", item.problem) if item.problem else "whole" if verified else "complete"
+            good = _announced(item.announced_by) if not item.durable else "whole" if verified else "complete"
+            state = markup("[red]{}[/red]", item.problem) if item.problem else good
             table.add_row(str(item.number), old, decimal(item.bytes), str(item.files), item.by, state)
         table_console().print(table)
     if any(item.problem for item in items):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _announced(attempt: int | None) -> str:
+    """Return the state of a version that is not durable."""
+    return "announced, not durable" + ("" if attempt is None else f" (attempt {attempt})")

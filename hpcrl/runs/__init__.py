@@ -1,1 +1,1 @@
-"""A run on disk: its directory, record, events, metrics, logs, and what they say about it."""
+"""State of a run on disk: its directory, record, events, metrics, logs, and views of them."""

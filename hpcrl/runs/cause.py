@@ -1,4 +1,4 @@
-"""What ended a run: candidates for the cause, and which of them was first."""
+"""Cause of the end of a run: candidates, and which of them was first."""
 
 from __future__ import annotations
 
@@ -20,38 +20,36 @@ from hpcrl.errors import (
 from hpcrl.runs.clocks import Clocks
 from hpcrl.runs.role import FailureRecord
 
-__all__ = ["Cause", "CauseKind", "choose_cause", "describe_end", "find_dead_worker", "from_record", "signal_name"]
-
 
 class CauseKind(StrEnum):
-    """What kind of end it was; part of the JSON of ``status`` and ``why``."""
+    """Kind of the end of a run; part of the JSON of ``status`` and ``why``."""
 
     ERROR = "error"
-    """A role said why it failed (`hpcrl.runs.role.FailureRecord`)."""
+    """A role recorded why it failed (`hpcrl.runs.role.FailureRecord`)."""
     EXIT = "exit"
-    """A role ended with an exit code or by a signal, and left no word."""
+    """A role ended with an exit code or by a signal, without a failure record."""
     EARLY_EXIT = "early_exit"
-    """A role ended cleanly that was to go on."""
+    """A role ended cleanly that should have continued."""
     SPAWN = "spawn"
     """The command of a role could not be started."""
     NO_STEP = "no_step"
-    """Slurm refused a role its step, or that ended before anything of ours ran in it."""
+    """Slurm refused a role its step, or the step ended before a process of hpcrl ran in it."""
     START_TIMEOUT = "start_timeout"
     """A role was not ready by its deadline."""
     HUNG = "hung"
-    """A role lived and made no progress."""
+    """A role's process ran and made no progress."""
     STALE = "stale"
-    """An engine did not take a policy version."""
+    """An engine did not accept a policy version."""
     WRONG_WEIGHTS = "wrong_weights"
-    """An engine computed with other weights than those of the version that it said it served."""
+    """An engine computed with other weights than those of the version that it reported."""
     GUARD_LOST = "guard_lost"
-    """The guard process of a role went away, and the role with it."""
+    """The guard process of a role was lost, and the role with it."""
     SUPERVISOR_LOST = "supervisor_lost"
-    """The supervisor went away without a last word."""
+    """The supervisor was lost without recording an end."""
     SUPERVISOR_ERROR = "supervisor_error"
     """The supervisor itself failed."""
     LAUNCHER_LOST = "launcher_lost"
-    """The process that started the supervisor went away."""
+    """The process that started the supervisor was lost."""
     TIME_LIMIT = "time_limit"
     """The run took longer than the plan allows."""
     NODE_FAIL = "node_fail"
@@ -59,21 +57,21 @@ class CauseKind(StrEnum):
     PREEMPTED = "preempted"
     """Slurm gave the nodes to another job."""
     NO_PROGRESS = "no_progress"
-    """Attempts in a row ended without a new joint checkpoint, or there were too many attempts."""
+    """Consecutive attempts ended without a new joint checkpoint, or there were too many attempts."""
     DISK_FULL = "disk_full"
     """The filesystem of the run, or its quota, was full."""
     NOTHING_TO_RESTORE = "nothing_to_restore"
-    """The run has saved checkpoints, none can be restored, and it does not begin again by itself."""
+    """The run has saved checkpoints, none can be restored, and it does not start from the beginning by itself."""
     ROLLOUTS_FAILED = "rollouts_failed"
     """Too large a share of the rollouts of an environment failed (``rollouts.failures``)."""
     CHANGED = "changed"
-    """It would run something else than was submitted, and ``job.on_change`` is ``stop``."""
+    """The software differs from that of the submit, and ``job.on_change`` is ``stop``."""
     CANCELLED = "cancelled"
-    """Somebody asked for it."""
+    """The run was cancelled on request."""
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of the job, and of a command that follows the run."""
+        """Return the exit code of the job, and of a command that follows the run."""
         return _EXIT_CODES.get(self, ExitCode.FAILED)
 
 
@@ -84,33 +82,33 @@ _EXIT_CODES = {
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a run ended, or a candidate for it.
+    """Cause of the end of a run, or a candidate for it.
 
     Attributes
     ----------
     kind:
-        What kind of end.
+        Kind of the end.
     time_s:
-        When, in seconds since the epoch.
+        Time of the end, in seconds since the epoch.
     message:
         One sentence for a person.
     role, replica, rank:
-        Where, if it was a role.
+        The role that ended, if it was one.
     exit_code, signal:
-        How the process ended, where known; one of the two.
+        End of the process, where known; one of the two.
     error, traceback:
-        Type of the exception and its traceback, where the role left them.
+        Type of the exception and its traceback, where the role recorded them.
     secondary:
         True where it followed from the end of another role.
     dump, frames:
         Stacks of a role that hung: the file, relative to the run directory, and the top frames.
     details:
-        What else is to be said, in lines, the hints with it.
+        Further details in lines, hints included.
     node:
-        The node by whose clock it was seen, in Slurm's words; empty for the supervisor's own. ``time_s`` is by the
-        supervisor's clock all the same.
+        Slurm's name of the node whose clock timed the end; empty for the supervisor's own node. ``time_s`` is by the
+        supervisor's clock in either case.
     doubt:
-        Why another failure may have been earlier, as far as clocks tell; empty where it was not.
+        Why another failure may have been earlier, within the precision of the clocks; empty where it was not.
     """
 
     kind: CauseKind
@@ -132,19 +130,19 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """``<role> <replica>`` (and the rank above 0), or ``run``."""
+        """Return ``<role> <replica>`` (and the rank above 0), or ``run``."""
         if self.role is None:
             return "run"
         return f"{self.role} {self.replica}" + (f" rank {self.rank}" if self.rank else "")
 
 
 _SIGNALLED = 128
-"""A shell, and launchers like it, exit with this and the number of the signal that has killed their process."""
-_SHELL_CODES = {126: "its command cannot be run", 127: "its command was not found"}
+"""Offset of the exit code with which shells and launchers report the signal that killed their process."""
+_SHELL_CODES = {126: "its command is not executable", 127: "its command was not found"}
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; ``signal 77`` for what has no name."""
+    """Return ``SIGKILL`` for 9; ``signal 77`` for a number without a name."""
     return _name_of_signal(number) or f"signal {number}"
 
 
@@ -156,7 +154,7 @@ def _name_of_signal(number: int) -> str:
 
 
 def describe_end(exit_code: int | None, signum: int | None) -> str:
-    """How a process ended, as the end of a sentence: ``was killed by SIGKILL``, ``exited with code 1``."""
+    """Return how a process ended, as the end of a sentence: ``was killed by SIGKILL``, ``exited with code 1``."""
     if signum is not None:
         return f"was killed by {signal_name(signum)}"
     if not exit_code:
@@ -168,7 +166,7 @@ def describe_end(exit_code: int | None, signum: int | None) -> str:
 
 
 def from_record(record: FailureRecord) -> Cause:
-    """What a role said about its own failure, as a candidate."""
+    """Return a role's own failure record as a candidate."""
     rank = f" rank {record.rank}" if record.rank else ""
     first_line, *more = record.message.strip().split("\n")
     environment = EnvironmentFailedError.__name__
@@ -179,7 +177,7 @@ def from_record(record: FailureRecord) -> Cause:
     }
     where = f"{record.role} {record.replica}{rank}"
     if record.error in told:
-        # no failure of that role; or one of the user's code, of which our traceback says nothing
+        # not a failure of that role, or one of the user's code, which hpcrl's traceback does not explain
         return Cause(
             kind=told[record.error],
             time_s=record.time_s,
@@ -190,7 +188,7 @@ def from_record(record: FailureRecord) -> Cause:
             details=more,
             node=record.node if record.error == environment else "",
         )
-    if record.error == RunFailedError.__name__:  # its lines say all, and where in our code it was found says nothing
+    if record.error == RunFailedError.__name__:  # its lines are complete, and the place in hpcrl's code is irrelevant
         return Cause(
             kind=CauseKind.ERROR,
             time_s=record.time_s,
@@ -220,23 +218,23 @@ def from_record(record: FailureRecord) -> Cause:
 
 
 def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord], clocks: Clocks | None = None) -> Cause | None:
-    """The first primary candidate by time; a secondary one only where there is no other.
+    """Return the first primary candidate by time, else the first secondary one; None without candidates.
 
     Parameters
     ----------
     ends:
-        What the supervisor saw: ends of roles nobody had asked to stop, deadlines, its own troubles.
+        Observations of the supervisor: unrequested ends of roles, missed deadlines, its own errors.
     records:
-        What the roles wrote before they were asked to stop.
+        Failure records that roles wrote before they were asked to stop.
     clocks:
-        Those of the attempt's nodes, by which times were corrected: where they do not tell which of two failures was
-        earlier, the cause says so (`Cause.doubt`).
+        Clocks of the attempt's nodes, by which times were corrected. Where they are too imprecise to order two
+        failures, the cause says so (`Cause.doubt`).
 
     Notes
     -----
-    The exit of a role that said it lost a peer is a consequence as much as the record is. And where one worker
-    of a replica was killed by a signal, the complaints of its sister ranks are consequences, although they
-    are written earlier than the launcher of the ranks reports the death.
+    The exit of a role that reports a lost peer is a consequence, as its record is. Where one worker of a replica was
+    killed by a signal, the records of its sister ranks are consequences, although they are written earlier than the
+    launcher of the ranks reports the death.
     """
     ends = list(ends)
     killed = {(end.role, end.replica) for end in ends if end.rank is not None and end.signal is not None}
@@ -250,7 +248,7 @@ def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord], clocks
         said = [record for record in records if (record.role, record.replica) == (end.role, end.replica)]
         follows = bool(said) and all(record.secondary for record in said) and end.signal is None
         first_word = min((record.time_s for record in said), default=end.time_s)
-        # a worker died before its sisters complained; the launcher of the ranks only told us later
+        # a worker died before its sister ranks failed; the launcher of the ranks reported it later
         time_s = min(end.time_s, first_word) if end.rank is not None and end.signal is not None else end.time_s
         candidates.append(msgspec.structs.replace(end, time_s=time_s, secondary=end.secondary or follows))
     first = min(candidates, key=lambda cause: (cause.secondary, cause.time_s), default=None)
@@ -260,23 +258,23 @@ def choose_cause(ends: Iterable[Cause], records: Sequence[FailureRecord], clocks
 
 
 def _doubt(first: Cause, candidates: Sequence[Cause], clocks: Clocks) -> str:
-    """Whose failure may have been earlier than the first; empty where the clocks are good enough."""
+    """Return which other failure may have been earlier than the first; empty where the clocks are precise enough."""
     for other in sorted(candidates, key=lambda cause: cause.time_s):
         if other.secondary != first.secondary or other.node == first.node:
-            continue  # one of the two is a consequence; or both times are of one clock
+            continue  # one of the two is a consequence, or both times are of the same clock
         clock = clocks.compared(first.node, other.node)
         if other.time_s - first.time_s < clock.uncertain_s:
             nodes = " and ".join(node or "the supervisor's node" for node in (first.node, other.node))
             who = f"{first.where} or {other.where}"
-            return f"the clocks of {nodes} differ by {clock}: whether {who} failed first cannot be told"
+            return f"the clocks of {nodes} differ by {clock}: whether {who} failed first is unknown"
     return ""
 
 
-#: the words of `hpcrl.trainer.launcher` about a rank that was killed
+#: message of `hpcrl.trainer.launcher` about a killed rank
 _KILLED_RANK = re.compile(
     rb" launcher hpcrl\.trainer\.launcher: rank (\d+) \(pid \d+\) was killed by (SIG\w+|signal \d+)"
 )
-#: those of torchrun, which older runs had, about the first worker that it saw dead, for example
+#: message of torchrun, which older runs used, about the first dead worker, for example
 #: ``failed (exitcode: -9) local_rank: 1 (pid: 4242) of binary``
 _DEAD_WORKER = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 #: and the same in its summary, where it also knows the rank among all nodes

@@ -1,8 +1,8 @@
-"""How far the clocks of nodes are from the supervisor's, and times of nodes by that clock.
+"""Offsets of the clocks of nodes from the supervisor's, and times of nodes corrected by them.
 
-Measured at the start of an attempt, by the shortest of a few round trips: the node's time lies somewhere between
-question and answer, so that half of the round trip is what is not known. ``attempts/NNNN/clocks.json`` holds it; where
-it is missing, or a node is not in it, times are taken as they are.
+They are measured at the start of an attempt, by the shortest of a few round trips: the node's time lies between request
+and answer, so that half of the round trip is the uncertainty. ``attempts/NNNN/clocks.json`` holds it; where it is
+missing, or a node is not in it, times are used unchanged.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["FAR_S", "Clocks", "NodeClock", "own_node"]
+from hpcrl.storage.msgspec_types import prepared
 
 FAR_S = 1.0
-"""Clocks that differ by more are worth a word: they make logs of several nodes hard to read."""
+"""Difference of clocks in seconds above which a warning is given: logs of several nodes are hard to read then."""
 
 
 class NodeClock(msgspec.Struct, frozen=True):
-    """The clock of one node against the supervisor's, in seconds.
+    """Clock of one node against the supervisor's, in seconds.
 
     Attributes
     ----------
     ahead_s:
         Its time minus the supervisor's.
     uncertain_s:
-        The true difference lies no further away than this.
+        Bound of the error of ``ahead_s``.
     """
 
     ahead_s: float
@@ -37,7 +35,7 @@ class NodeClock(msgspec.Struct, frozen=True):
 
     @property
     def differs(self) -> bool:
-        """Whether the two are surely not the same."""
+        """Return whether the difference of the two clocks exceeds its uncertainty."""
         return abs(self.ahead_s) > self.uncertain_s
 
     def __str__(self) -> str:
@@ -45,7 +43,7 @@ class NodeClock(msgspec.Struct, frozen=True):
 
 
 def own_node() -> str:
-    """Slurm's name of the node that we are on; empty outside of Slurm."""
+    """Return Slurm's name of the current node; empty outside of Slurm."""
     return os.environ.get("SLURMD_NODENAME", "")
 
 
@@ -56,11 +54,11 @@ class Clocks(msgspec.Struct, frozen=True):
 
     @staticmethod
     def path(run: RunDir, attempt: int) -> Path:
-        """The file with the clocks of an attempt."""
+        """Return the path of the file with the clocks of an attempt."""
         return run.attempt_dir(attempt) / "clocks.json"
 
     def encode(self) -> bytes:
-        """What is in the file."""
+        """Return the content of the file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
     @classmethod
@@ -72,16 +70,16 @@ class Clocks(msgspec.Struct, frozen=True):
             return cls()
 
     def corrected(self, time_s: float, node: str) -> float:
-        """A time of a node in seconds, by the supervisor's clock; as it is where no difference was found."""
+        """Return a time of a node, in seconds by the supervisor's clock; unchanged where no difference was found."""
         clock = self.nodes.get(node)
         return time_s if clock is None or not clock.differs else time_s - clock.ahead_s
 
     def compared(self, one: str, other: str) -> NodeClock:
-        """The clock of one node against that of another; a node that was not asked has the supervisor's."""
+        """Return the clock of one node against that of another; an unmeasured node has the supervisor's clock."""
         mine, theirs = self.nodes.get(one, NodeClock(0.0, 0.0)), self.nodes.get(other, NodeClock(0.0, 0.0))
         return NodeClock(mine.ahead_s - theirs.ahead_s, mine.uncertain_s + theirs.uncertain_s)
 
     @property
     def far(self) -> dict[str, NodeClock]:
-        """Give the clocks that differ by more than `FAR_S`, whatever is not known of them."""
+        """Return the clocks that differ by more than `FAR_S`, even after their uncertainty is subtracted."""
         return {node: c for node, c in self.nodes.items() if abs(c.ahead_s) - c.uncertain_s > FAR_S}

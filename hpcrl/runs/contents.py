@@ -1,4 +1,4 @@
-"""What a run directory says, as values that one function hands to the next."""
+"""Contents of a run directory, as values that are passed between functions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.plan import Plan
 
-__all__ = ["RunContents"]
-
 
 class RunContents(NamedTuple):
-    """A run with its plan, profile and record.
+    """Run with its plan, profile and record.
 
-    Whoever has just made or read them hands them on: the directory is read where another process wrote.
+    A function that has made or read them passes them on; the directory is read only where another process wrote it.
 
     Attributes
     ----------
     run:
-        The directory.
+        Its directory.
     cluster, plan, record:
-        As its files say.
+        Contents of its files.
     """
 
     run: RunDir

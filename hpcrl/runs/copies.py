@@ -18,17 +18,14 @@ from hpcrl.runs.known import remember
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["belongs_elsewhere", "original_of", "with_own_identity"]
-
 
 def original_of(run: RunDir, record: RunRecord, planned: str | None = None) -> Path | None:
-    """Return where the run lies that a directory is a copy of; None where it is the run itself, moved or not.
+    """Return the directory of the run that this one is a copy of; None where it is the run itself, moved or not.
 
     Parameters
     ----------
     planned:
-        What its ``plan.json`` says, where the caller has read that: records of earlier versions do not say where the
-        run was made.
+        Directory by its ``plan.json``, where the caller has read that: records of earlier versions do not contain it.
     """
     place = record.run_dir or (_planned(run) if planned is None else planned)
     if not os.path.isabs(place) or _same(place, run.path):
@@ -40,10 +37,10 @@ def original_of(run: RunDir, record: RunRecord, planned: str | None = None) -> P
 
 
 def with_own_identity(run: RunDir, record: RunRecord) -> RunRecord:
-    """The record of a run that is about to be handed over here, written where it has changed.
+    """Return the record of a run that is about to be submitted here, written where it has changed.
 
-    A copy becomes a run of its own: with a new id, its own name, and no submissions, which were the original's. A
-    directory that was moved says where it is now.
+    A copy becomes a run of its own: it gets a new id and its own name, and loses the submissions of the original. For a
+    directory that was moved the record's path is updated.
     """
     here = str(run.path.resolve())
     if original_of(run, record) is not None:
@@ -58,9 +55,9 @@ def with_own_identity(run: RunDir, record: RunRecord) -> RunRecord:
 
 
 def belongs_elsewhere(place: str, run_dir: Path) -> bool:
-    """Whether a process that was started for a run in ``place`` is none of the run in ``run_dir``.
+    """Return whether a process that was started for a run in ``place`` belongs to another run than that in ``run_dir``.
 
-    A directory that was moved since is not there any more.
+    A directory that was moved no longer exists at its old place, and does not count.
     """
     return bool(place) and not _same(place, run_dir) and RunDir(Path(place)).record_path.is_file()
 

@@ -1,4 +1,4 @@
-"""How the jobs of one run meet in its directory (layout ``elastic``): who holds which nodes, how many are wanted.
+"""Coordination of the jobs of one run in its directory (layout ``elastic``): held nodes and wanted replicas.
 
 ::
 
@@ -18,11 +18,9 @@ from pathlib import Path
 import msgspec
 
 from hpcrl.config.plan import Plan
-from hpcrl.decoding import prepared
-from hpcrl.fs import make_directory, write_json
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["HeldNodes", "Wanted", "wanted_replicas"]
+from hpcrl.storage.files import make_directory, write_json
+from hpcrl.storage.msgspec_types import prepared
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +31,7 @@ class HeldNodes(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     role, replica:
-        Whose they are.
+        Role and replica that hold the nodes.
     submission:
         Number of the submission of the run that the job is part of.
     job_id, restart:
@@ -53,22 +51,25 @@ class HeldNodes(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
 
     def path(self, run: RunDir) -> Path:
-        """Where the holder writes it."""
+        """Return the path of the file that the holder writes."""
         return _directory(run) / f"{self.role}-{self.replica}-{self.job_id}.json"
 
     def write(self, run: RunDir) -> None:
-        """Say that we hold them."""
+        """Write the file, which records that this job holds the nodes."""
         path = self.path(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, self)
 
     def remove(self, run: RunDir) -> None:
-        """We do not any more."""
+        """Remove the file: this job does not hold the nodes any more."""
         self.path(run).unlink(missing_ok=True)
 
     @staticmethod
     def read_all(run: RunDir) -> list[HeldNodes]:
-        """What holders say. A job that was killed leaves its file: only Slurm knows which jobs live."""
+        """Return the statements of all holders.
+
+        A job that was killed leaves its file: only Slurm knows which jobs are running.
+        """
         try:
             names = os.listdir(_directory(run))
         except FileNotFoundError:
@@ -87,14 +88,14 @@ class HeldNodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What `hpcrl scale` asked for last. It outlives attempts and resumes.
+    """Replica counts that `hpcrl scale` requested last. They outlast attempts and resumes.
 
     Attributes
     ----------
     counts:
-        Replicas by role; roles that are not in it have as many as the plan says.
+        Replicas by role; other roles have the number of the plan.
     user, time_s:
-        Who asked, and when.
+        User who requested them, and the time.
     """
 
     counts: dict[str, int]
@@ -107,7 +108,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, run: RunDir) -> Wanted | None:
-        """The last wish; None where nobody had one."""
+        """Return the last request; None where there was none."""
         try:
             return msgspec.json.decode(cls.path(run).read_bytes(), type=prepared(cls))
         except FileNotFoundError:
@@ -115,7 +116,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def ask(cls, run: RunDir, counts: Mapping[str, int], *, user: str) -> Wanted:
-        """Ask for numbers of replicas; what was asked before for other roles stays."""
+        """Request numbers of replicas; earlier requests for other roles are kept."""
         before = cls.read(run)
         wanted = cls(counts={**(before.counts if before else {}), **counts}, user=user, time_s=time.time())
         make_directory(cls.path(run).parent)
@@ -124,7 +125,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wanted_replicas(run: RunDir, plan: Plan) -> dict[str, int]:
-    """How many replicas each role with jobs of its own is to have now."""
+    """Return the wanted number of replicas of each role that has its own jobs."""
     wanted = Wanted.read(run)
     counts = {} if wanted is None else wanted.counts
     groups = (group for group in plan.groups if plan.own_jobs(group))

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["engine_samples"]
-
 _MAX_COUNT = 2.0**63
-"""No engine counts as far."""
+"""Maximum value of a counter; engines do not reach it."""
 
 
 def engine_samples(text: str, names: Iterable[str]) -> dict[str, list[float]]:
-    """Values of each name, one for each rank (or other label); those without a sample are missing.
+    """Return the values of each name, one for each rank (or other label); names without a sample are missing.
 
     Parameters
     ----------
@@ -25,7 +23,7 @@ def engine_samples(text: str, names: Iterable[str]) -> dict[str, list[float]]:
     Raises
     ------
     ValueError
-        A value is no number, or none that is counted: not finite, or below 0.
+        A value is not a number, is not finite, or is below 0.
     """
     text = f"\n{text}"
     found: dict[str, list[float]] = {}

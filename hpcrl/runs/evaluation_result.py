@@ -1,4 +1,4 @@
-"""The result of a run that only evaluates: ``evaluation.json`` in its directory."""
+"""Result of a run that only evaluates: ``evaluation.json`` in its directory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import msgspec
 
 from hpcrl.errors import RunDirError
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["read_result", "result_path"]
 
 
 def result_path(run: RunDir) -> Path:

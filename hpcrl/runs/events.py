@@ -1,7 +1,8 @@
-"""What happened in a run, as JSON lines.
+"""Events of a run, as JSON lines.
 
 Each writer has a file of its own, because appends from several nodes to one file on NFS may overwrite each
-other; a reader merges the files by time.
+other; a reader merges the files by time. Events are plain values without cycles, as records of steps
+(`hpcrl.runs.metrics`), and are left out of Python's collection of cycles.
 """
 
 from __future__ import annotations
@@ -9,27 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcrl import reporting
-from hpcrl.reporting import Outage, ReportedLines
+from hpcrl.reporting import reports
+from hpcrl.reporting.reports import Outage, ReportedLines
 from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.lenient import decode_lenient
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Event", "EventWriter", "read_events"]
-
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
-_OWN_S = 2.0
-"""How long a reader waits for what its own process has not written yet."""
+OWN_S = 2.0
+"""Maximum time in seconds that a reader waits for pending events of its own process."""
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened.
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Event of a run.
 
     Attributes
     ----------
@@ -58,7 +56,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class EventWriter:
     """Appends events of one writer; each line is one ``write`` and survives the death of the writer.
 
-    Nothing here fails or waits because of the filesystem: see `hpcrl.reporting`.
+    Nothing here fails or waits because of the filesystem: see `hpcrl.reporting.reports`.
     """
 
     def __init__(self, run: RunDir, *, attempt: int, writer: str) -> None:
@@ -87,9 +85,9 @@ class EventWriter:
         )
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Wait until all is written, for so many seconds at most, and close the file.
+        """Wait at most ``timeout_s`` seconds until all is written, and close the file.
 
-        What is not written then is tried until the process ends.
+        Events that are not written then are retried until the process ends.
         """
         if not self._lines.flush(timeout_s):
             _log.error("not all events could be written within %g s: %s", timeout_s, self._lines.path)
@@ -104,10 +102,17 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _read_file(path: Path, kind: str) -> Iterator[Event]:
-    for line in path.read_bytes().split(b"\n"):
+def decode_events(data: bytes, kind: str) -> Iterator[Event]:
+    """Return the events of a kind in lines of a file; the empty kind means all. Lines that are not events are left out.
+
+    Parameters
+    ----------
+    data:
+        Whole lines; the last one may be torn.
+    """
+    for line in data.split(b"\n"):
         if kind.encode() not in line:
-            continue  # before decoding: who follows a run asks for few of very many lines, again and again
+            continue  # before decoding, because a command that follows a run needs few of very many lines, repeatedly
         event = decode_lenient(line, Event)
         if event is None:
             continue  # empty, or the torn last line of a writer that was killed
@@ -116,10 +121,10 @@ def _read_file(path: Path, kind: str) -> Iterator[Event]:
 
 
 def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> list[Event]:
-    """All events of a run (or of one attempt, or of one kind) in time order, by the supervisor's clock.
+    """Return all events of a run (or of one attempt, or of one kind) in time order, by the supervisor's clock.
 
-    What this process has said itself is written first. Torn last lines of writers that were killed are passed over, and
-    a run without events has none.
+    Pending events of this process are written first. Torn last lines of killed writers are skipped. A run without
+    events gives an empty list.
 
     Parameters
     ----------
@@ -129,13 +134,20 @@ def read_events(run: RunDir, *, attempt: int | None = None, kind: str = "") -> l
     Raises
     ------
     OSError
-        A file is there and cannot be read: nobody is told that nothing happened.
+        A file exists and cannot be read; it is not treated as empty.
     """
-    reporting.flush(_OWN_S, directory=run.events_dir)  # a process reads what it has said itself
+    reports.flush(OWN_S, directory=run.events_dir)  # so that a process reads its own events
     pattern = "*.jsonl" if attempt is None else f"{attempt:04d}-*.jsonl"
     if not run.events_dir.is_dir():
         return []
-    events = [event for path in sorted(run.events_dir.glob(pattern)) for event in _read_file(path, kind)]
+    events = [
+        event for path in sorted(run.events_dir.glob(pattern)) for event in decode_events(path.read_bytes(), kind)
+    ]
+    return by_supervisor_clock(run, events)
+
+
+def by_supervisor_clock(run: RunDir, events: list[Event]) -> list[Event]:
+    """Return events with times by the supervisor's clock, in time order."""
     clocks = {number: Clocks.read(run, number) for number in {event.attempt for event in events if event.node}}
     if any(clock.differs for known in clocks.values() for clock in known.nodes.values()):
         events = [

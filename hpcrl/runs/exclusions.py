@@ -10,24 +10,22 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["ExcludedNode", "choose_exclusions", "exclude", "read_exclusions"]
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 
 class ExcludedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that later attempts stay away from, and why.
+    """Node that later attempts avoid, and why.
 
     Attributes
     ----------
     node:
         Slurm's name.
     reason:
-        What happened there, as a sentence.
+        Description of the event there, as a sentence.
     attempt:
-        In which attempt.
+        Attempt of the event.
     since_s, until_s:
         Seconds since the epoch.
     """
@@ -40,7 +38,7 @@ class ExcludedNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_exclusions(run: RunDir, *, now_s: float) -> list[ExcludedNode]:
-    """Entries that have not ended, the newest first."""
+    """Return the entries that have not expired, newest first."""
     try:
         entries = msgspec.json.decode(
             (run.path / "excluded_nodes.json").read_bytes(), type=prepared(list[ExcludedNode])
@@ -51,7 +49,7 @@ def read_exclusions(run: RunDir, *, now_s: float) -> list[ExcludedNode]:
 
 
 def exclude(run: RunDir, nodes: Mapping[str, str], *, attempt: int, now_s: float, seconds: float) -> None:
-    """Add nodes with the reason of each; one that is there already begins anew.
+    """Add nodes with the reason of each; the time of an existing entry starts again.
 
     Parameters
     ----------
@@ -72,7 +70,7 @@ def exclude(run: RunDir, nodes: Mapping[str, str], *, attempt: int, now_s: float
 def choose_exclusions(
     entries: Sequence[ExcludedNode], *, usable: Mapping[str, Sequence[str]], needed: Mapping[str, int]
 ) -> list[str]:
-    """Names to exclude: as many entries, from the newest on, as leave each partition enough usable nodes.
+    """Return the nodes to exclude: the newest entries that leave each partition enough usable nodes.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
-"""How each engine replica of a run is: one word for what supervisor and orchestrator know of it.
+"""State of each engine replica of a run: one word for what supervisor and orchestrator know of it.
 
-The supervisor says whether its process lives and is ready (``status.json``). The orchestrator says whether it answers,
-samples, and serves the newest weights: in ``attempts/NNNN/fleet.json``, which it replaces every few seconds. A file,
-because who asks for the status may not reach the orchestrator's port, and must not wait for it.
+The supervisor writes whether its process runs and is ready (``status.json``). The orchestrator writes whether it
+answers, samples, and serves the newest weights, in ``attempts/NNNN/fleet.json``, which it replaces every few seconds.
+This is a file, because the reader of the status may be unable to reach the orchestrator's port, and must not wait for
+it.
 """
 
 from __future__ import annotations
@@ -15,20 +16,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.fs import atomic_write
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus
-
-__all__ = ["EngineView", "Fleet", "FleetView", "Replica", "ReplicaState", "judge", "read_fleet"]
+from hpcrl.storage.files import atomic_write
+from hpcrl.storage.msgspec_types import prepared
 
 _FRESH_S = 15.0
-"""A view that is older says nothing about now (it is written every two seconds; clocks and NFS may lag)."""
+"""Maximum age in seconds of a usable view (it is written every two seconds; clocks and NFS may lag)."""
 _ENGINE_ROLES = ("engine", "prefill", "decode")
 
 
 class ReplicaState(StrEnum):
-    """How an engine replica is."""
+    """State of an engine replica."""
 
     STARTING = "starting"
     """Its process starts, or it has no weights yet."""
@@ -39,36 +38,36 @@ class ReplicaState(StrEnum):
     STALE = "stale"
     """It serves an older version than the newest and is not loading that one. Behind a router it gets nothing new."""
     RESTARTING = "restarting"
-    """It failed or hung, and is started again; until it has the newest weights."""
+    """It failed or hung, and is being restarted, until it has the newest weights."""
     DEAD = "dead"
-    """It has no process, and gets none."""
+    """It has no process, and will not be restarted."""
     UNKNOWN = "unknown"
-    """Its process is ready, and the orchestrator has not said anything about it lately."""
+    """Its process is ready, and the orchestrator's view of it is missing or out of date."""
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine as the orchestrator knows it. None: not known now.
+    """One engine as the orchestrator knows it. None: unknown now.
 
     Attributes
     ----------
     role, replica:
-        Which it is.
+        Role and replica of the engine.
     version, loading:
-        Policy version that it serves (-1: none), and that it is being brought to.
+        Policy version that it serves (-1: none), and that it is loading.
     answers:
-        Whether it answers, as far as is known; a replica of several servers where all of them do.
+        Whether it answers, as far as is known; for a replica of several servers, whether all do.
     servers:
-        How many it has; what follows is of all of them together.
+        Number of its servers; the following fields are about all of them together.
     silent_rank:
-        Of several, the one that makes it ``stuck``.
+        Rank of the server that makes a replica of several servers ``stuck``.
     updating:
-        Its weights change just now, or it has none: it need not sample.
+        Its weights change now, or it has none: it need not sample.
     quiet_s:
         Seconds with requests since it computed something last.
     stuck:
-        That is too long.
+        Whether ``quiet_s`` is too long.
     why:
-        What was wrong with it last; empty where nothing was.
+        Its last problem; empty where there was none.
     in_flight:
         Requests that the router has sent there and that were not answered; without a router, rollouts assigned to it.
     routed:
@@ -80,11 +79,11 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_rate:
         Share of prompt tokens that it found in its cache, since it was started.
     tokens_per_s:
-        Tokens sampled, since the look before.
+        Tokens sampled per second since the previous look.
     preemptions:
-        Requests that had to give their KV back, since it was started.
+        Requests whose KV cache was taken away (preempted), since it was started.
     window:
-        Rollouts that it gets at once by the adaptive limit; None where that is off.
+        Maximum number of concurrent rollouts by the adaptive limit; None where that is off.
     """
 
     role: str = "engine"
@@ -109,19 +108,45 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     window: float | None = None
 
 
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of environments as the orchestrator knows it.
+
+    Attributes
+    ----------
+    replica:
+        Number of the worker.
+    up:
+        Whether it is there, and its environments are.
+    calls:
+        Rollouts, and prompts that were asked for, that it works on.
+    losses:
+        How often it was lost in this attempt.
+    """
+
+    replica: int
+    up: bool
+    calls: int = 0
+    losses: int = 0
+
+
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """All engines of an attempt as the orchestrator knows them.
+    """All engines, and workers of environments, of an attempt as the orchestrator knows them.
 
     Attributes
     ----------
     time_s:
-        When it was written, in seconds since the epoch.
+        Time of writing, in seconds since the epoch.
     newest:
-        Newest version that is published; None before the first.
+        Newest version that engines can have; None before the first.
+    durable:
+        With ``handoff.transport: fabric``: newest version in the store, to which ``newest`` need not belong.
     in_flight, limit:
         Rollouts in flight, and how many may be: the recipe's bound, or the adaptive one.
     router:
         Whether there is a router and it answers; None without one.
+    weights:
+        With ``handoff.transport: fabric``: ``fabric_bytes``, ``node_bytes`` and ``share_bytes`` that engines have read,
+        ``fabric_s`` and ``fabric_failures``, since the start of the orchestrator. None: not counted.
     """
 
     time_s: float
@@ -129,19 +154,22 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     limit: int
     router: bool | None = None
+    weights: dict[str, float] | None = None
     engines: list[EngineView] = []
+    workers: list[WorkerView] = []
+    durable: int | None = None
 
     @staticmethod
     def path(run: RunDir, attempt: int) -> Path:
         return run.attempt_dir(attempt) / "fleet.json"
 
     def write(self, run: RunDir, attempt: int) -> None:
-        """Replace the file. It is not synchronised to disk: after a crash of the machine nobody asks for it."""
+        """Replace the file, without synchronising it to disk: it is not needed after a crash of the machine."""
         atomic_write(self.path(run, attempt), msgspec.json.encode(self), durable=False)
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> FleetView | None:
-        """What the file says; None where there is none, it cannot be read, or it is too old to say anything."""
+        """Return the content of the file; None where it does not exist, cannot be read, or is out of date."""
         try:
             view = msgspec.json.decode(cls.path(run, attempt).read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
@@ -149,19 +177,19 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
         return view if time.time() - view.time_s < _FRESH_S else None
 
     def engine(self, replica: int, role: str = "engine") -> EngineView | None:
-        """One engine; None where the orchestrator does not have it."""
+        """Return one engine; None where the orchestrator does not have it."""
         return next((engine for engine in self.engines if (engine.role, engine.replica) == (role, replica)), None)
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine replica, judged.
+    """Engine replica and its state.
 
     Attributes
     ----------
     why:
-        More than the state says; may be empty.
+        Further explanation of the state; may be empty.
     view:
-        What the orchestrator says; None where that is not known.
+        View of the orchestrator; None where it is unknown.
     """
 
     role: str
@@ -172,14 +200,14 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(NamedTuple):
-    """The engines of a run.
+    """Engines of a run.
 
     Attributes
     ----------
     view:
-        What the orchestrator says; None where it says nothing, or did so too long ago.
+        View of the orchestrator; None where it is missing or out of date.
     replicas:
-        Each of them, judged.
+        Replicas with their states.
     """
 
     view: FleetView | None
@@ -187,14 +215,14 @@ class Fleet(NamedTuple):
 
 
 def read_fleet(run: RunDir, attempt: int, components: Sequence[ComponentStatus]) -> Fleet:
-    """The engines of an attempt now. Nobody is asked: two files are read, of which the caller has one.
+    """Return the engines of an attempt now, from two files, of which the caller has one; no process is asked.
 
     Parameters
     ----------
     attempt:
-        0 before the first: then there is no view of the orchestrator's.
+        0 before the first attempt: then the orchestrator has written no view.
     components:
-        All of the attempt, of its ``status.json``; those that are no engines are passed over.
+        All components in the ``status.json`` of the attempt; those that are not engines are ignored.
     """
     view = FleetView.read(run, attempt) if attempt else None
     newest = None if view is None else view.newest
@@ -202,7 +230,7 @@ def read_fleet(run: RunDir, attempt: int, components: Sequence[ComponentStatus])
     for component in components:
         if component.role in _ENGINE_ROLES:
             engine = None if view is None else view.engine(component.replica, component.role)
-            state, why = judge(component, engine, newest)
+            state, why = judge_replica(component, engine, newest)
             found.append(Replica(role=component.role, replica=component.replica, state=state, why=why, view=engine))
     return Fleet(view, found)
 
@@ -218,17 +246,17 @@ _BY_PROCESS = {
 }
 
 
-def judge(component: ComponentStatus, view: EngineView | None, newest: int | None) -> tuple[ReplicaState, str]:
-    """How a replica is, and why.
+def judge_replica(component: ComponentStatus, view: EngineView | None, newest: int | None) -> tuple[ReplicaState, str]:
+    """Return the state of a replica and the reason for it.
 
     Parameters
     ----------
     component:
-        What the supervisor says.
+        Status by the supervisor.
     view:
-        What the orchestrator says; None where it is not known, or old.
+        View of the orchestrator; None where it is unknown or out of date.
     newest:
-        Newest version that is published.
+        Newest published version.
     """
     beginning = ReplicaState.RESTARTING if component.restarts else ReplicaState.STARTING
     state = _BY_PROCESS.get(component.state)
@@ -237,12 +265,12 @@ def judge(component: ComponentStatus, view: EngineView | None, newest: int | Non
     if state is not None:
         return (beginning if state is ReplicaState.STARTING else state), component.last_failure
     if view is None:
-        return ReplicaState.UNKNOWN, "the orchestrator says nothing about it"
+        return ReplicaState.UNKNOWN, "the orchestrator does not report it"
     return _by_work(view, newest, beginning)
 
 
 def _by_work(view: EngineView, newest: int | None, beginning: ReplicaState) -> tuple[ReplicaState, str]:
-    """How a replica is whose process is ready."""
+    """Return the state, and its reason, of a replica whose process is ready."""
     if not view.answers:
         return ReplicaState.SUSPECT, view.why or "it does not answer"
     if view.stuck and view.silent_rank is not None:

@@ -1,4 +1,4 @@
-"""How the job of a run ended: the cause of an end by Slurm, Slurm's words for it, and the end of submitit's log."""
+"""End of a run's job: the cause of an end by Slurm, Slurm's description of it, and the end of submitit's log."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.record import Submission
 from hpcrl.runs.status import RunState
 
-__all__ = ["end_by_slurm", "log_words", "slurm_words"]
-
 _LOG_END_BYTES = 4096
-"""Number of bytes at the end of a log in which its last line is looked for."""
+"""Number of bytes at the end of a log in which its last line is searched."""
 #: ends for which Slurm knows the reason
 _KINDS = {
     "TIMEOUT": CauseKind.TIME_LIMIT,

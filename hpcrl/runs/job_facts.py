@@ -1,4 +1,4 @@
-"""What Slurm says about the job of a run, for readers. Who can ask Slurm is told at the start of a command."""
+"""State of a run's job by Slurm, for readers. The source that asks Slurm is set at the start of a command."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ import msgspec
 
 from hpcrl.runs.record import Submission
 
-__all__ = ["JobFact", "JobSource", "ask", "use_source"]
-
 
 class JobFact(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as far as Slurm told.
+    """State of a job as far as Slurm reported it.
 
     Attributes
     ----------
     job_id:
-        Of a heterogeneous job, that of its first component.
+        Id; of a heterogeneous job, that of its first component.
     state:
-        Slurm's word, for example ``PENDING``; ``UNKNOWN`` where it did not say.
+        Slurm's state, for example ``PENDING``; ``UNKNOWN`` where it gave none.
     waiting, holding, ended:
         In the queue; has nodes; is over. None of them where the state is unknown.
     gone:
         Slurm answered, and does not know the job (any more).
     reason:
-        Why it waits or ended, in Slurm's words.
+        Reason why it waits or ended, in Slurm's words.
     nodes:
         Names of its nodes.
     restarts:
-        Requeues so far; None where Slurm does not say.
+        Requeues so far; None where Slurm does not report it.
     start_s, end_s:
         Seconds since the epoch: start (of a waiting job Slurm's guess), and end (of a running one its limit).
     usable_nodes:
-        Nodes of its partitions on which jobs run or could start, while it waits; None where nobody asked.
+        Nodes of its partitions on which jobs run or could start, while it waits; None where Slurm was not asked.
     warning:
-        Why the state is unknown.
+        Reason why the state is unknown.
     """
 
     job_id: str
@@ -59,12 +57,12 @@ JobSource = Callable[[Sequence[Submission]], Mapping[str, JobFact]]
 _sources: list[JobSource] = []
 
 
-def use_source(source: JobSource) -> None:
-    """From now on ask here."""
+def set_job_query(source: JobSource) -> None:
+    """Set the source of job facts."""
     _sources[:] = [source]
 
 
-def ask(submissions: Sequence[Submission]) -> Mapping[str, JobFact]:
-    """Facts by job id about submissions to Slurm; nothing where nobody can be asked."""
+def query_jobs(submissions: Sequence[Submission]) -> Mapping[str, JobFact]:
+    """Return facts by job id about submissions to Slurm; empty without a source."""
     wanted = [submission for submission in submissions if submission.executor == "slurm"]
     return _sources[0](wanted) if wanted and _sources else {}

@@ -1,12 +1,12 @@
-"""Which runs this user has, wherever they lie: one symbolic link a run in the user's state directory.
+"""Registry of the user's runs, in any directory: one symbolic link per run in the user's state directory.
 
 ::
 
     $XDG_STATE_HOME/hpcrl/runs/<name>,<run id>  ->  the run directory       (~/.local/state by default)
 
-A link is only a hint where to look. What a run is, its ``run.json`` says; a link whose run is gone, or has become
-another one, counts for nothing, and what is missing is entered again when somebody finds the run. There is one file a
-run, so that several login nodes with one home directory never write the same one.
+A link is only a hint where to search. The identity of a run is in its ``run.json``: a link whose run is gone, or was
+replaced by another one, is ignored, and a missing link is made again when the run is found. There is one file per run,
+so that several login nodes with one home directory never write the same one.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl import lost_answers
-from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["forget", "known_runs", "own_run_id", "remember", "state_directory"]
+from hpcrl.storage import lost_replies
+from hpcrl.storage.msgspec_types import prepared
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """What the registry reads of a ``run.json``, of any format."""
+    """Fields that the registry reads of a ``run.json`` of any format."""
 
     run_id: str = ""
 
 
 def state_directory() -> Path | None:
-    """``$XDG_STATE_HOME/hpcrl``; None where the user has no home."""
+    """Return ``$XDG_STATE_HOME/hpcrl``; None where the user has no home."""
     given = os.environ.get("XDG_STATE_HOME")
     try:
         base = Path(given) if given and os.path.isabs(given) else Path.home() / ".local" / "state"
@@ -43,7 +41,9 @@ def state_directory() -> Path | None:
 
 
 def remember(run: RunDir, run_id: str | None = None) -> bool:
-    """Enter a run of our own; returns whether the registry knows it now. A home that refuses it is no error.
+    """Enter a run of this user into the registry; return whether the registry knows it now.
+
+    A home directory that cannot be written is not an error.
 
     Parameters
     ----------
@@ -61,14 +61,14 @@ def remember(run: RunDir, run_id: str | None = None) -> bool:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = directory / f".{uuid.uuid4().hex}"
         temporary.symlink_to(target)
-        lost_answers.replace(temporary, link)
+        lost_replies.replace(temporary, link)
     except OSError:
         return False
     return True
 
 
 def forget(run: RunDir) -> None:
-    """Take a run out of the registry that is about to be removed, or that never came to be."""
+    """Remove a run from the registry that is about to be removed, or was never created."""
     directory = _links()
     if directory is None:
         return
@@ -104,7 +104,7 @@ def known_runs(name: str | None = None) -> Iterator[tuple[str, RunDir]]:
 
 
 def own_run_id(run: RunDir) -> str | None:
-    """The id of a run of ours; None where it is no run, cannot be read, or is somebody else's."""
+    """Return the id of a run of this user; None where it is missing, unreadable, or another user's."""
     try:
         with run.record_path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_uid != os.geteuid():
@@ -115,7 +115,7 @@ def own_run_id(run: RunDir) -> str | None:
 
 
 def _is_gone(run: RunDir) -> bool:
-    """Whether there is no run any more, or another one, in a directory that can be looked into."""
+    """Return whether a readable directory no longer contains this run."""
     try:
         return run.record_path.is_file() or run.path.name not in os.listdir(run.path.parent)
     except OSError:

@@ -1,7 +1,7 @@
-"""Read records for people: what is null where a number should be is unknown, and a line that is no record is left out.
+"""Read records for people leniently: a null in place of a number is unknown, and invalid lines are left out.
 
-JSON has no number for what is not finite, and earlier versions wrote null in its place. Nothing that a record says ends
-a command that shows it.
+JSON cannot represent numbers that are not finite, and earlier versions wrote null instead. The content of a record
+never makes a command fail that shows it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpcrl.decoding import prepared
-
-__all__ = ["convert_lenient", "decode_lenient", "finite"]
+from hpcrl.storage.msgspec_types import prepared
 
 _T = TypeVar("_T")
 _NO_JSON = (b"NaN", b"Infinity")
 _LEFT_OUT: Any = object()
 _IDENTITY = frozenset({"attempt", "step", "version"})
-"""Fields without which nobody knows what a record is about."""
+"""Fields that identify a record."""
 
 
 def decode_lenient(line: bytes, kind: type[_T]) -> _T | None:
-    """Decode a line of JSON as a struct; None where it is no such record.
+    """Decode a line of JSON as a struct; None where it is not such a record.
 
     A number that is null, or is written as ``NaN`` or ``Infinity``, is NaN in a field of a struct; in a dictionary or
     a list it is left out.
@@ -44,9 +42,19 @@ def decode_lenient(line: bytes, kind: type[_T]) -> _T | None:
 def convert_lenient(value: Any, kind: type[_T]) -> _T | None:
     """Convert plain values to a struct as `decode_lenient` does; None where they are no such record."""
     try:
-        return msgspec.convert(_mended(value, msgspec.inspect.type_info(kind)), kind)
+        return msgspec.convert(_mended(value, _type_info(kind)), kind)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+_type_infos: dict[Any, msgspec.inspect.Type] = {}
+
+
+def _type_info(kind: Any) -> msgspec.inspect.Type:
+    # it takes a millisecond, and a run has thousands of records of a type
+    if kind not in _type_infos:
+        _type_infos[kind] = msgspec.inspect.type_info(kind)
+    return _type_infos[kind]
 
 
 def finite(value: Any) -> Any:
@@ -77,7 +85,7 @@ def _mended(value: Any, kind: msgspec.inspect.Type) -> Any:
 
 
 def _unknown(kind: msgspec.inspect.Type) -> Any:
-    """Return what stands for an unknown value of a type: NaN, None, or that there is none."""
+    """Return the replacement for an unknown value of a type: NaN, None, or a mark to leave it out."""
     if isinstance(kind, msgspec.inspect.FloatType):
         return math.nan
     allowed = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
@@ -90,7 +98,7 @@ def _mended_struct(value: dict[str, Any], kind: msgspec.inspect.StructType) -> d
     mended = {name: _mended(each, known[name].type) if name in known else each for name, each in value.items()}
     found = {name: each for name, each in mended.items() if each is not _LEFT_OUT}
     for name, field in known.items():
-        # a count or a table that is unknown, in a record that must have it; not what says which record it is
+        # a required count or table that is unknown; fields that identify the record are not replaced
         if field.required and mended.get(name) is _LEFT_OUT and name not in _IDENTITY:
             if isinstance(field.type, msgspec.inspect.IntType):
                 found[name] = 0

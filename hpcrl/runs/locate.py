@@ -1,4 +1,4 @@
-"""Where runs are, from what a person names: a run, a directory of runs, or nothing."""
+"""Resolve a user's argument to runs: a run, a directory of runs, or none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hpcrl.runs.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
-
-__all__ = ["locate_run", "profile_roots", "runs_in_sight", "runs_root"]
 
 
 def runs_root(given: str | None, cluster: ClusterProfile | None = None) -> Path:

@@ -1,8 +1,11 @@
-"""One record an optimizer step: what ``status``, the live table, the report and the benches read.
+"""Metrics of a run, one record per optimizer step: the source of ``status``, the live table, the report and benches.
 
 ``metrics/NNNN.jsonl`` has one line a step. The line of a step that saves a checkpoint is written before the save, so
-that whoever resumes from it finds the step on record; how long the phases of that step took in the end is a line in
+that a resume from that checkpoint finds the step on record; the final durations of that step's phases are a line in
 ``metrics/saved/NNNN.jsonl``.
+
+Records are plain values, which cannot form cycles. Python's collector of cycles therefore does not look at them
+(``gc=False``): with those of a long run it would take a third of the time of reading.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ from typing import TypeVar
 
 import msgspec
 
-from hpcrl.reporting import Outage, ReportedLines
+from hpcrl.reporting import reports
+from hpcrl.reporting.reports import Outage, ReportedFile, ReportedLines
 from hpcrl.runs.lenient import decode_lenient
+from hpcrl.runs.past import Past, Start, read_past
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.past import Past, Start, read_past
-
-__all__ = ["MetricsWriter", "StepRecord", "read_metrics", "read_newest"]
+from hpcrl.runs.token_ratios import RolloutRatios, StepRatios, ratios_path
 
 _CLOSE_S = 10.0
+_RATIOS_CLOSE_S = 2.0
+"""Timeout in seconds of the wait for log-ratios at the end: only pages show them."""
 _TAIL_BYTES = 64 << 10
 _Line = TypeVar("_Line", bound=msgspec.Struct)
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Measurements of one optimizer step.
 
     Attributes
@@ -53,6 +58,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         The same by version lag of the token (string keys): trainer version minus token version. ``mixed`` holds
         tokens whose rollout crossed a weight update before them: they were sampled by new weights on a context
         that older ones had computed, which no single version explains.
+    loss_metrics:
+        Token means of what a loss of the user's own measures, by name; without those that no token has.
     masked_share:
         Share of trained tokens that the loss masked or cut.
     ess:
@@ -65,10 +72,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     routed_tokens:
         Tokens of the batch whose experts engines returned.
     routes_bytes:
-        Of the rows of experts that ranks fetched with the batch, in all layers, each rollout once.
+        Size of the rows of experts that ranks fetched with the batch, in all layers, each rollout once.
     replayed_mismatch_kl, unreplayed_mismatch_kl:
-        ``mismatch_kl`` of the same trained tokens with the experts of the engine and without, in every so many steps
-        (``trainer.replay_probe_steps``); None in others.
+        ``mismatch_kl`` of the same trained tokens with the experts of the engine and without, once every
+        ``trainer.replay_probe_steps`` steps; None in others.
     replayed_share:
         Share of the batch's tokens that took the experts of the engine (``trainer.router_replay``); None where experts
         are not replayed.
@@ -78,17 +85,22 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
         Mean over trained tokens of the engine's log-probability minus the teacher's, an estimate of KL(engine ||
         teacher), with ``algorithm.distillation``; None without.
     unknown_routing:
-        Share of the batch's tokens whose experts no engine said, by kind: ``last``, the last token of a rollout, which
-        never went into an engine; ``sampled``, other sampled tokens; ``context``, prompts and what tools said. Empty
-        where engines return no experts.
+        Share of the batch's tokens whose experts no engine returned, by kind: ``last``, the last token of a rollout,
+        which never went into an engine; ``sampled``, other sampled tokens; ``context``, prompts and outputs of tools.
+        Empty where engines return no experts.
     rollouts_digest:
-        Of the rollouts that ranks trained on, by `hpcrl.dock.ledger.digest`; None in records of earlier versions.
+        Digest of the rollouts that ranks trained on, by `hpcrl.dock.ledger.digest`; None in records of earlier
+        versions.
     staleness_mean, staleness_max:
         Trainer version minus version of the first sampled token, over rollouts.
     staleness_histogram:
         Rollouts by staleness (string keys).
     tokens, sampled_tokens:
         Tokens in the batch, and those the model sampled.
+    branches_mean, branches_max:
+        Sequences of a rollout, over the consumed rollouts: 1 where its history only grew.
+    prefix_repeated_tokens:
+        Tokens of the batch that are context in a sequence because an earlier one of the same rollout has them.
     tokens_per_s:
         ``tokens`` over the duration of the step.
     grad_norm:
@@ -149,10 +161,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_count: int = 0
     reward_count_by_env: dict[str, int] = {}
     reward_count_by_part: dict[str, int] = {}
+    branches_mean: float = 1.0
+    branches_max: int = 1
+    prefix_repeated_tokens: int = 0
+    loss_metrics: dict[str, float] = {}
 
 
-class FinalPhases(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step that saved a checkpoint took in the end: fields of `StepRecord` that its record has too early."""
+class FinalPhases(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Final phases of a step that saved a checkpoint: fields of `StepRecord` that its record has too early."""
 
     time_s: float
     attempt: int
@@ -161,36 +177,47 @@ class FinalPhases(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsWriter:
-    """Appends step records of one attempt: an earlier one that is still alive writes into a file of its own.
+    """Appends step records of one attempt; an earlier attempt that still runs writes another file.
 
-    It neither fails nor waits: see `hpcrl.reporting`.
+    It neither fails nor waits: see `hpcrl.reporting.reports`.
 
     Parameters
     ----------
     on_caught_up:
-        Told when records could be written again after an outage.
+        Called when records could be written again after an outage.
     """
 
     def __init__(self, run: RunDir, attempt: int, *, on_caught_up: Callable[[Outage], None] | None = None) -> None:
         self._lines = ReportedLines(run.metrics_dir / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
         self._saved = ReportedLines(_saved_dir(run) / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
+        self._run, self._attempt, self._ratios = run, attempt, dict[Path, ReportedFile]()
 
     def write(self, record: StepRecord) -> None:
         """Add a record."""
         self._lines.append(msgspec.json.encode(record))
 
     def write_final_phases(self, record: StepRecord) -> None:
-        """Say what the phases of a step took in the end whose record was written before them."""
+        """Write the final durations of a step's phases, whose record was written before they ended."""
         final = FinalPhases(time_s=record.time_s, attempt=record.attempt, step=record.step, phases_s=record.phases_s)
         self._saved.append(msgspec.json.encode(final))
 
+    def write_ratios(self, step: int, rollouts: list[RolloutRatios]) -> None:
+        """Write the log-ratios of some rollouts of a step, in place of those of ten steps before."""
+        if rollouts:
+            path = ratios_path(self._run, step)
+            if path not in self._ratios:
+                self._ratios[path] = ReportedFile(path, durable=False)
+            self._ratios[path].put(StepRatios(step, self._attempt, rollouts).encode())
+
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all records are written, for so many seconds at most; whether they are."""
+        """Wait at most ``timeout_s`` seconds until all records are written; return whether they are."""
         return self._lines.flush(timeout_s) and self._saved.flush(timeout_s)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """`flush`, and close the file."""
+        """Flush (see `flush`), and close the file."""
         self.flush(timeout_s)
+        if self._ratios:
+            reports.flush(min(timeout_s, _RATIOS_CLOSE_S), directory=ratios_path(self._run, 0).parent)
         self._lines.close()
         self._saved.close()
 
@@ -200,12 +227,12 @@ def _saved_dir(run: RunDir) -> Path:
 
 
 def read_metrics(run: RunDir) -> list[StepRecord]:
-    """Step records in step order. A step that a resume did again counts once, in its last form.
+    """Return step records in step order. A step that a resume repeated counts once, in its last form.
 
-    Numbers that a record says null for are NaN: they are not known. A line that is no record is left out.
+    A number that is null in a record is unknown, and becomes NaN. Lines that are not records are left out.
 
-    What an attempt says about steps after the one that a later attempt restored does not count
-    (`hpcrl.runs.start.past`), whenever it was written.
+    Records of an attempt about steps after the one that a later attempt restored do not count
+    (`hpcrl.runs.past`), whenever it was written.
     """
     found = [record for path in _files(run) for record in _read_file(path, StepRecord)]
     saved = _saved_dir(run)
@@ -219,17 +246,18 @@ def read_metrics(run: RunDir) -> list[StepRecord]:
     firsts: dict[int, int] = {}
     for record in found:
         firsts[record.attempt] = min(record.step, firsts.get(record.attempt, record.step))
-    # an attempt whose decision is not there began just before its first step
+    # an attempt without a recorded decision began just before its first step
     past = Past({attempt: Start(step - 1) for attempt, step in firsts.items()} | starts)
     records: dict[int, StepRecord] = {}
-    for record in sorted(found, key=lambda record: record.attempt):  # stable: of one attempt the last form counts
+    # a stable sort: within one attempt the last record of a step counts
+    for record in sorted(found, key=lambda record: record.attempt):
         if past.holds(record.attempt, record.step):
             records[record.step] = record
     return [records[step] for step in sorted(records)]
 
 
 def read_newest(run: RunDir) -> StepRecord | None:
-    """The newest step record, as `read_metrics` has it; reads the end of one file where it can."""
+    """Return the newest step record, as `read_metrics` has it; read only the end of one file where possible."""
     attempts = run.attempts()
     if attempts and (path := run.metrics_dir / f"{attempts[-1]:04d}.jsonl").is_file():
         with path.open("rb") as stream:
@@ -244,7 +272,7 @@ def read_newest(run: RunDir) -> StepRecord | None:
 
 
 def _files(run: RunDir) -> list[Path]:
-    """The files of all attempts; that of a run of an earlier version is one for all."""
+    """Return the files of all attempts, after the one file of a run of an earlier version."""
     old = [run.metrics_path] if run.metrics_path.is_file() else []
     return old + (sorted(run.metrics_dir.glob("*.jsonl")) if run.metrics_dir.is_dir() else [])
 
@@ -257,7 +285,7 @@ def _read_file(path: Path, kind: type[_Line]) -> Iterator[_Line]:
 
 
 def _completed(record: StepRecord, final: FinalPhases | None) -> StepRecord:
-    """Return a record with what its phases took in the end."""
+    """Return a record with the final durations of its phases."""
     if final is None:
         return record
     seconds = max(sum(final.phases_s.values()), 1e-9)

@@ -1,8 +1,9 @@
-"""The state of a run, also when its supervisor can no longer say it."""
+"""Observe the state of a run, also when its supervisor cannot report it any more."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,23 +15,22 @@ from hpcrl.errors import RunDirError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.copies import original_of
-from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.job_end import end_by_slurm, log_words, slurm_words
-from hpcrl.runs.job_facts import JobFact, ask
+from hpcrl.runs.job_facts import JobFact, query_jobs
+from hpcrl.runs.missing_end import cancelled_cause, view_without_end
 from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import PlanNames, RunDir
-from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
-
-__all__ = ["RunView", "observe", "observe_all", "open_job"]
+from hpcrl.runs.status import ComponentStatus, ProcessId, RunState, RunStatus
 
 _SUBMIT_GRACE_S = 60.0
-"""A submission without a local controller counts as alive for this long before a supervisor must have written."""
+"""Time in seconds for which a submission without a local controller counts as running before its supervisor writes."""
 _KNOWN_GRACE_S = 120.0
-"""So long Slurm may not know a job that it has just taken: answers may come from a cache, or from a backup."""
+"""Time in seconds for which Slurm may not know a job that it has just accepted: answers may come from a cache or a
+backup."""
 _UNTOLD = (
-    "Slurm has requeued the job by itself, as the supervisor was lost before it could say which nodes to avoid: "
-    "the next attempt finds out, and goes back into the queue once where it began on one of them"
+    "Slurm has requeued the job by itself: the supervisor was lost before it could record nodes to avoid; the next "
+    "attempt determines them, and is requeued once if it began on one of them"
 )
 
 
@@ -50,17 +50,20 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     components:
         All replicas.
     warnings:
-        What the supervisor warns of (`hpcrl.runs.status.RunStatus`).
+        Warnings of the supervisor (`hpcrl.runs.status.RunStatus`).
     job:
-        What Slurm says about the job; None for a local run, and where nobody asked.
+        Slurm's state of the job; None for a local run, and where Slurm was not asked.
     nodes_needed:
         Nodes that its (main) job asks for, while that waits; else 0.
     elastic:
         It waits, and its replicas have jobs of their own.
     origin:
-        Whose weights it began with, in words; empty where ``model.path`` says it.
+        Origin of its start weights, in words; empty where it is ``model.path``.
     clocks:
-        How far the clocks of nodes are off (`hpcrl.runs.clocks`).
+        Offsets of the clocks of nodes (`hpcrl.runs.clocks`).
+    spare_nodes, lost_nodes:
+        Nodes of the job that no role uses yet, and those that are not used any more, with the reason of each
+        (`hpcrl.runs.status.RunStatus`).
     copy_of:
         The run directory that this one is a copy of; empty where it is the run itself. Its state is what was copied:
         processes and jobs are the original's.
@@ -89,39 +92,43 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     origin: str = ""
     clocks: dict[str, NodeClock] = {}
+    spare_nodes: list[str] = []
+    lost_nodes: dict[str, str] = {}
     copy_of: str = ""
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds of this attempt so far."""
+        """Return the seconds of this attempt so far."""
         if self.started_at_s is None:
             return None
         return (self.ended_at_s or time.time()) - self.started_at_s
 
 
 def observe(run: RunDir, *, now_s: float | None = None) -> RunView:
-    """The state of a run now.
+    """Return the state of a run now.
 
-    A status without an end whose supervisor is gone is ``LOST``, or ``CANCELLED`` where somebody had asked for
-    it. A submission that no supervisor has answered yet is ``SUBMITTED`` as long as its controller lives. Under
-    Slurm a run is over when its job is; a dead supervisor whose job waits again is ``REQUEUED``. Where Slurm was not
-    asked, or does not answer, the state is the last one that was written.
+    A status without an end whose supervisor is gone is ``LOST``, or ``CANCELLED`` where a cancel was requested. A
+    submission that no supervisor has answered yet is ``SUBMITTED`` as long as its controller runs. Under Slurm a run is
+    over when its job is; a dead supervisor whose job waits again is ``REQUEUED``. A run is lost only if its status is
+    the same after the end of the supervisor was seen, and, if that was on another machine, a minute after the end of
+    the job: until then it is ``STOPPING``. Where Slurm was not asked, or does not answer, the state is the last one
+    that was written.
 
     Raises
     ------
     RunDirError
-        It is no run.
+        The directory is not a run.
     """
     return _view(_read(run), time.time() if now_s is None else now_s)
 
 
 class _Files(NamedTuple):
-    """What was read of a run, each file once.
+    """Files of a run, each read once.
 
     Attributes
     ----------
     original:
-        Where the run lies that this directory is a copy of; None where it is none.
+        Directory of the run that this directory is a copy of; None where it is not a copy.
     """
 
     run: RunDir
@@ -132,13 +139,13 @@ class _Files(NamedTuple):
 
 
 def _read(run: RunDir) -> _Files:
-    """Read what a view is made of (RunDirError where it is no run)."""
+    """Read the files of which a view is made (RunDirError where the directory is not a run)."""
     record, status, names = RunRecord.read(run), RunStatus.read(run), run.names()
     return _Files(run, record, status, names, original_of(run, record, names.run_dir))
 
 
 def _view(files: _Files, now_s: float) -> RunView:
-    """`observe`, by what was just read."""
+    """Return the view of `observe`, from files that were just read."""
     return _view_of_run(files, now_s) if files.original is None else _view_of_copy(files, files.original)
 
 
@@ -163,7 +170,8 @@ def _view_of_run(files: _Files, now_s: float) -> RunView:
         layout = run.plan().layout
         view = msgspec.structs.replace(view, nodes_needed=layout.main_nodes, elastic=layout.kind == "elastic")
     if status is None or (submission is not None and status.attempt <= submission.after_attempt):
-        return _before_first_word(view, submission, now_s)
+        found = _not_started(view, record) or _before_first_word(view, submission, now_s)
+        return (_judged_again(run, status, now_s) or found) if found.state.ended else found
     view = msgspec.structs.replace(
         view,
         state=status.state,
@@ -178,6 +186,8 @@ def _view_of_run(files: _Files, now_s: float) -> RunView:
         components=status.components,
         warnings=[] if status.state.ended else status.warnings,
         clocks=status.clocks,
+        spare_nodes=status.spare_nodes,
+        lost_nodes=status.lost_nodes,
     )
     if view.job is not None and view.job.waiting:
         untold = [_UNTOLD] if _lost_unseen(run, status, now_s) else []
@@ -189,14 +199,14 @@ def _view_of_run(files: _Files, now_s: float) -> RunView:
         return view
     if not _job_is_over(view.job, submission):
         return _between(view, run)
-    latest = RunStatus.read(run)  # it may have written its end between our two looks
-    if latest is not None and latest.state.ended:
-        return observe(run, now_s=now_s)
-    return _lost(view, run, submission)
+    return _judged_again(run, status, now_s) or view_without_end(view, run, submission, now_s)
 
 
 def _view_of_copy(files: _Files, original: Path) -> RunView:
-    """The state of a copy: nobody works on it, whatever its files say, and nobody is asked about the original's job."""
+    """Return the state of a copy, which has no processes, whatever its files say.
+
+    Slurm is not asked about the original's job.
+    """
     run, record, status, names, _ = files
     attempts = run.attempts()
     ended = status is not None and status.state.ended
@@ -205,7 +215,7 @@ def _view_of_copy(files: _Files, original: Path) -> RunView:
         time_s=record.created_at_s if status is None else status.heartbeat_s,
         message=f"this is a copy of {original}, made before that had ended",
     )
-    words = f"it is a copy of {original}; hpcrl resume makes it a run of its own"
+    words = f"it is a copy of {original}; hpcrl resume turns it into a separate run"
     return RunView(
         name=run.name,
         run_id=record.run_id,
@@ -227,14 +237,14 @@ def _view_of_copy(files: _Files, original: Path) -> RunView:
 
 
 def open_job(run: RunDir) -> Submission | None:
-    """The newest submission to Slurm, where Slurm alone can say what becomes of the run.
+    """Return the newest submission to Slurm, where only Slurm can determine the state of the run.
 
-    None where the run has said its end, or has no job.
+    None where the run has recorded its end, or has no job.
 
     Raises
     ------
     RunDirError
-        It is no run.
+        The directory is not a run.
     """
     record = RunRecord.read(run)
     if not record.submissions or record.submissions[-1].executor != "slurm":
@@ -246,63 +256,88 @@ def open_job(run: RunDir) -> Submission | None:
 
 
 def observe_all(runs: Iterable[RunDir]) -> Iterator[tuple[RunDir, RunRecord, RunView]]:
-    """`observe` many runs, in their order; Slurm is asked about the jobs of all at once. What cannot be read is left
-    out."""
+    """Observe many runs, in their order (see `observe`); unreadable ones are left out.
+
+    Slurm is asked about the jobs of all runs at once.
+    """
     found, open_ends = [], []
     for run in runs:
-        with contextlib.suppress(RunDirError):
+        with contextlib.suppress(RunDirError, OSError, ValueError):
             files = _read(run)
             found.append(files)
             submissions, theirs = files.record.submissions, files.original is not None
             if submissions and not theirs and not _has_last_word(files.status, submissions[-1]):
                 open_ends.append(submissions[-1])
-    ask(open_ends)
+    query_jobs(open_ends)
     for files in found:
-        with contextlib.suppress(RunDirError):
+        with contextlib.suppress(RunDirError, OSError, ValueError):
             yield files.run, files.record, _view(files, time.time())
 
 
 def _lost_unseen(run: RunDir, status: RunStatus, now_s: float) -> bool:
-    """Whether an attempt whose job waits again ended without a word, and nobody has said which nodes it lost."""
+    """Return whether an attempt whose job waits again ended unrecorded, with no record of the nodes that it lost."""
     if status.state is RunState.REQUEUED or status.state.ended:
         return False
     return all(entry.attempt != status.attempt for entry in read_exclusions(run, now_s=now_s))
 
 
 def _has_last_word(status: RunStatus | None, submission: Submission) -> bool:
-    """Whether the status says the end of the run, whatever its job is. Slurm requeues also what failed on the way."""
+    """Return whether the status records the end of the run, regardless of its job.
+
+    Slurm requeues also what failed on the way.
+    """
     if status is None or status.attempt <= submission.after_attempt or not status.state.ended:
         return False
     return status.state is RunState.COMPLETED or not submission.requeues or submission.cancelled_by != ""
 
 
 def _ask(submission: Submission) -> JobFact | None:
-    return ask([submission]).get(submission.job_id)
+    return query_jobs([submission]).get(submission.job_id)
 
 
 def _job_is_over(job: JobFact | None, submission: Submission | None) -> bool:
-    """Whether no job can begin another attempt. Under Slurm only its answer counts: silence is no end."""
+    """Return whether no job can begin another attempt. Under Slurm only its answer counts, not its silence."""
     if job is not None:
         return job.ended or job.gone
     return submission is None or submission.executor != "slurm"
 
 
 def _between(view: RunView, run: RunDir) -> RunView:
-    """The supervisor is gone, its job is not: Slurm ends it, or starts it again, or was not asked, or is silent."""
+    """Return the state of a run without a supervisor whose job has not ended, or is unknown."""
     if view.job is not None and view.job.holding:
         restarts = run.plan().attempts.requeue and view.job.state != "COMPLETING"
         return msgspec.structs.replace(view, state=RunState.REQUEUED if restarts else RunState.STOPPING)
     return view
 
 
+def _judged_again(run: RunDir, status: RunStatus | None, now_s: float) -> RunView | None:
+    """Return the view of a status that was written after ``status`` was read; None where none was.
+
+    A supervisor may write its last one between that and the look at its process or job.
+    """
+    os.listdir(run.path)  # a client of NFS may remember that there was none; a listing makes it forget
+    return None if RunStatus.read(run) == status else observe(run, now_s=now_s)
+
+
+def _not_started(view: RunView, record: RunRecord) -> RunView | None:
+    """Return the state of a member that its sweep has not started; None for all other runs."""
+    if record.queued:
+        return msgspec.structs.replace(view, state=RunState.QUEUED)
+    if record.withdrawn is None or record.submissions:
+        return None
+    at_s, message = record.withdrawn.time_s, f"cancelled by {record.withdrawn.user} before it was started"
+    cause = Cause(kind=CauseKind.CANCELLED, time_s=at_s, message=message)
+    return msgspec.structs.replace(view, state=RunState.CANCELLED, ended_at_s=at_s, cause=cause)
+
+
 def _before_first_word(view: RunView, submission: Submission | None, now_s: float) -> RunView:
-    """A run whose newest submission no supervisor has answered."""
+    """Return the state of a run whose newest submission no supervisor has answered."""
     if submission is None:
         alive, ended_at_s = now_s - view.created_at_s < _SUBMIT_GRACE_S, view.created_at_s
     else:
         seen = None if submission.process is None else submission.process.alive()
         if submission.executor == "slurm":
-            # what nobody asked about, or Slurm does not answer about, may wait in the queue for days
+            # a job about which Slurm was not asked, or does not answer, may wait in the queue for days
             seen = view.job is None or not (view.job.ended or view.job.gone)
             if not seen and view.job is not None and view.job.gone:
                 seen = now_s - submission.submitted_at_s < _KNOWN_GRACE_S
@@ -314,60 +349,15 @@ def _before_first_word(view: RunView, submission: Submission | None, now_s: floa
         return view
     if submission is not None and submission.cancel_requested_at_s is not None:
         return msgspec.structs.replace(
-            view, state=RunState.CANCELLED, ended_at_s=ended_at_s, cause=_cancelled(submission)
+            view, state=RunState.CANCELLED, ended_at_s=ended_at_s, cause=cancelled_cause(submission)
         )
     if (end := end_by_slurm(view.job, ended_at_s)) is not None:
         return msgspec.structs.replace(view, state=end[0], ended_at_s=end[1].time_s, cause=end[1])
     cause = Cause(
         kind=CauseKind.SUPERVISOR_LOST,
         time_s=ended_at_s,
-        message="the supervisor went away before it wrote a word"
+        message="the supervisor ended before it wrote its status"
         + slurm_words(view.job)
         + (": it was never submitted" if submission is None else log_words(submission)),
     )
     return msgspec.structs.replace(view, state=RunState.LOST, ended_at_s=ended_at_s, cause=cause)
-
-
-def _cancelled(submission: Submission) -> Cause:
-    assert submission.cancel_requested_at_s is not None
-    return Cause(
-        kind=CauseKind.CANCELLED,
-        time_s=submission.cancel_requested_at_s,
-        message=f"cancelled by {submission.cancelled_by}",
-    )
-
-
-def _lost(view: RunView, run: RunDir, submission: Submission | None) -> RunView:
-    """A run whose supervisor is gone without a last word. Its guards say when they noticed."""
-    noticed = [event.time_s for event in _guard_events(run, view.attempt)]
-    assert view.heartbeat_s is not None
-    ended_at_s = min(noticed, default=view.heartbeat_s)
-    components = [
-        component if component.state.ended else msgspec.structs.replace(component, state=ComponentState.LOST)
-        for component in view.components
-    ]
-    if submission is not None and submission.cancel_requested_at_s is not None:
-        state, cause = RunState.CANCELLED, _cancelled(submission)
-    elif view.cause is not None:  # it was stopping already, and knew why
-        state = RunState.CANCELLED if view.cause.kind is CauseKind.CANCELLED else RunState.FAILED
-        cause = view.cause
-    elif (end := end_by_slurm(view.job, ended_at_s)) is not None:
-        state, cause = end
-    else:
-        state = RunState.LOST
-        cause = Cause(
-            kind=CauseKind.SUPERVISOR_LOST,
-            time_s=ended_at_s,
-            message=f"the supervisor (pid {view.pid} on {view.host}) went away without a last word: "
-            + (
-                "it was killed, and the guards ended the roles"
-                if noticed
-                else "it was killed, or the machine went down"
-            )
-            + slurm_words(view.job),
-        )
-    return msgspec.structs.replace(view, state=state, cause=cause, ended_at_s=ended_at_s, components=components)
-
-
-def _guard_events(run: RunDir, attempt: int) -> list[Event]:
-    return read_events(run, attempt=attempt, kind="guard.supervisor_lost")

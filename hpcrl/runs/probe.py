@@ -1,9 +1,9 @@
-"""The payload ``probe``: a small program in place of a rank. It reports where it is and what it sees.
+"""Payload ``probe``: a small program in place of a rank, which reports its placement and its environment.
 
-Ranks of one node are started as the trainer's are, by one process of Slurm (`hpcrl.trainer.launcher`).
-Every rank writes ``attempts/NNNN/probe/<role>-<replica>-<rank>.json``. The trainer's first rank waits until all ranks
-of the plan have reported, checks that each is where the plan says, and ends the run; the others wait to be stopped.
-``PROBE_HOLD_S`` in the profile's ``env`` keeps all of them there for so long, for a look at the nodes.
+Ranks of one node are started as the trainer's are, by one process of Slurm (`hpcrl.trainer.launcher`). Every rank
+writes ``attempts/NNNN/probe/<role>-<replica>-<rank>.json``. The trainer's first rank waits until all ranks of the plan
+have reported, checks that each is placed as planned, and ends the run; the others wait to be stopped. ``PROBE_HOLD_S``
+in the profile's ``env`` keeps all of them running for this many seconds, to inspect the nodes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import DeadlineError, HpcrlError
-from hpcrl.fs import write_json
 from hpcrl.runs.role import RoleContext, run_role
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import prepared
 
 if TYPE_CHECKING:
-    from hpcrl.config.plan import Plan  # most of a rank's start would be this import, which only one of them needs
-
-__all__ = ["ProbeReport", "collect", "misplaced", "report"]
+    # not at run time: this import would dominate the start of a rank, and only one rank needs it
+    from hpcrl.config.plan import Plan
 
 _TICK_S = 0.2
 _HOLD = "PROBE_HOLD_S"
@@ -37,14 +36,14 @@ _NETWORK_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "VLLM_")
 
 
 class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank sees.
+    """Environment of a rank, as the probe observes it.
 
     Attributes
     ----------
     time_s:
-        When the report was written, by the clock of the node.
+        Time of the report, by the clock of the node.
     host:
-        Slurm's name of the node, or the machine's where there is no Slurm.
+        Slurm's name of the node, or the machine's outside of Slurm.
     gpus:
         ``CUDA_VISIBLE_DEVICES`` as a list; empty where it is not set.
     node_gpus:
@@ -60,7 +59,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     free_port:
         A port that could be opened.
     has_scontrol:
-        Whether ``scontrol`` is there and answers.
+        Whether ``scontrol`` is installed and answers.
     environment:
         Variables of the network libraries.
     """
@@ -84,7 +83,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(context: RoleContext) -> ProbeReport:
-    """Look around."""
+    """Return a report about this process and its node."""
     env = os.environ
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -114,7 +113,7 @@ def _listed(variable: str) -> tuple[str, ...]:
 
 
 def collect(directory: Path, count: int, *, timeout_s: float) -> tuple[list[ProbeReport], float]:
-    """Wait for all reports; returns them and the largest lag in seconds between writing one and seeing it here.
+    """Wait for all reports; return them and the largest lag in seconds between writing and seeing one.
 
     Raises
     ------
@@ -125,7 +124,7 @@ def collect(directory: Path, count: int, *, timeout_s: float) -> tuple[list[Prob
     seen: dict[str, ProbeReport] = {}
     lag_s = 0.0
     while len(seen) < count:
-        # the list of the directory: asking for a name that is not there yet would be remembered by NFS
+        # the directory is listed, because NFS would cache that a name looked up too early does not exist
         for path in sorted(directory.iterdir()):
             if path.suffix == ".json" and not path.name.startswith(".") and path.name not in seen:
                 found = msgspec.json.decode(path.read_bytes(), type=prepared(ProbeReport))
@@ -138,7 +137,7 @@ def collect(directory: Path, count: int, *, timeout_s: float) -> tuple[list[Prob
 
 
 def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
-    """What is not where the plan says, one sentence each."""
+    """Return the differences between the reports and the plan, one sentence each."""
     wrong = []
     owners: dict[str, set[str]] = {}
     for group in plan.groups:
@@ -172,7 +171,7 @@ def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
 
 
 def main(context: RoleContext) -> None:
-    """Report, and be a role: ready, and there until told otherwise."""
+    """Write the report and act as a role: report ready, and wait until asked to stop."""
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     directory = context.run.attempt_dir(context.attempt) / "probe"
@@ -185,7 +184,7 @@ def main(context: RoleContext) -> None:
     if leads:
         _lead(context, directory)
         return
-    # other trainer ranks leave when the first has seen all; everybody else is stopped by the supervisor
+    # other trainer ranks end when the first has seen all reports; all other roles are stopped by the supervisor
     done = directory / "done"
     while not stopped and not (mine.role == _TRAINER and done.name in os.listdir(directory)):
         time.sleep(_TICK_S)

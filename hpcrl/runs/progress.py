@@ -1,7 +1,7 @@
-"""What a role says about its progress, for the supervisor's watchdog and for ``status``.
+"""Progress of a role, for the supervisor's watchdog and for ``status``.
 
-One small file a process, ``attempts/<n>/progress/<writer>.json``, replaced when the work changes. It is not
-synchronised to disk: after a crash of the machine nobody asks for it.
+Each process has one small file, ``attempts/<n>/progress/<writer>.json``, replaced when the work changes. It is not
+synchronised to disk, because it is not needed after a crash of the machine.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
-from hpcrl.reporting import ReportedFile
+from hpcrl.reporting.reports import ReportedFile
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["ProgressReporter", "RoleProgress", "progress_path"]
+from hpcrl.storage.msgspec_types import prepared
 
 
 class RoleProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process does.
+    """Progress of a process.
 
     Attributes
     ----------
     time_s:
-        When it was written, in seconds since the epoch.
+        Time of writing, in seconds since the epoch.
     phase:
         Its work, for example ``forward_backward``.
     waits:
-        In this phase it waits for another role, however long that takes; it says so again every few seconds.
+        In this phase it waits for another role without a time limit; it repeats the report every few seconds.
     counts:
-        What it has done so far, by name.
+        Completed work by name.
     longest_s:
         Longest duration so far of each phase that it has left, in seconds.
     """
@@ -45,26 +43,27 @@ class RoleProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> RoleProgress | None:
-        """What the file says; None where there is none, or it cannot be read now."""
+        """Return the content of the file; None where it does not exist, or cannot be read now."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=prepared(cls))
         except (OSError, msgspec.DecodeError):
             return None
 
     def words(self) -> str:
-        """Say it for people: ``step 12, forward_backward``."""
+        """Return the progress in words: ``step 12, forward_backward``."""
         return ", ".join([*(f"{name} {value:g}" for name, value in self.counts.items()), self.phase])
 
 
 def progress_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
-    """The file in which rank 0 of a replica says where it is; the watchdog reads how old that is."""
+    """Return the path of rank 0's progress file of a replica; the watchdog reads its age."""
     return run.attempt_dir(attempt) / "progress" / f"{role}-{replica}.json"
 
 
 class ProgressReporter:
     """Writes the file of this process, when a phase begins and with each beat.
 
-    A full disk, a stale handle or a filesystem that hangs must not end or hold up training: see `hpcrl.reporting`.
+    A full disk, a stale handle or a filesystem that hangs must not end or hold up training: see
+    `hpcrl.reporting.reports`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,12 +89,12 @@ class ProgressReporter:
                 self._longest[name] = max(self._longest.get(name, 0.0), seconds)
 
     def beat(self, phase: str, **counts: float) -> None:
-        """Say that the process does ``phase`` and is alive."""
+        """Report that the process does ``phase`` and is alive."""
         self._counts.update(counts)
         self._write(phase, waits=False)
 
     def again(self) -> None:
-        """Say that the phase goes on: who waits and says nothing counts as hung."""
+        """Report that the phase continues: a role that waits without reports counts as hung."""
         self._write(self._phase, waits=self._waits)
 
     def _write(self, phase: str, *, waits: bool) -> None:

@@ -11,26 +11,26 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from hpcrl import __version__, procfs
-from hpcrl.decoding import prepared
+from hpcrl import __version__
 from hpcrl.errors import RunDirError
-from hpcrl.fs import write_json
-from hpcrl.ours import files_as
+from hpcrl.processes import procfs
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId
-
-__all__ = ["Origin", "RunRecord", "Submission", "hash_text", "this_process", "user_name"]
+from hpcrl.storage.files import write_json
+from hpcrl.storage.msgspec_types import decode_json
+from hpcrl.storage.trusted_paths import files_as
 
 FORMAT_VERSION = 1
 _RUN_ID_BYTES = 16
-"""128 bits: nobody prepares a job with the comment of a run that does not exist yet."""
+"""Size of a run id: with 128 bits, a job with the comment of a future run cannot be prepared."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """One hand-over of the run: the first, or a resume.
+    """Submission of the run: the first, or a resume.
 
     Attributes
     ----------
@@ -43,24 +43,24 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     components:
         Components of the job (``slurm``).
     requeues:
-        Slurm may start the job again by itself (``slurm``): a failed attempt is the end of the run only when its job
-        has ended, too.
+        Slurm may start the job again by itself (``slurm``): a failed attempt ends the run only when its job has ended
+        as well.
     slurm_conf:
         ``SLURM_CONF`` of the submit (``slurm``); empty where Slurm finds its configuration by itself.
     slurm_cluster:
-        Cluster of the job, where Slurm has several (``slurm``); empty where it was not asked for one. None in records
+        Cluster of the job, where Slurm has several (``slurm``); empty where none was requested. None in records
         of earlier versions.
     user_id:
-        Whose job it is (``slurm``): a later job of somebody else under the same number is not ours. None in records
-        of earlier versions.
+        Owner of the job (``slurm``): a later job of another user under the same number does not belong to the run. None
+        in records of earlier versions.
     process:
-        The job's controller on this machine (``local``).
+        Controller of the job on this machine (``local``).
     in_job:
         Id of the allocation that it was started in, which is not the run's own (``local``); empty for none.
     after_attempt:
         Newest attempt at that time; the submission begins the next one.
     submitted_by:
-        User, process and machine that handed it over; empty in records of earlier versions.
+        User, process and machine of the submission; empty in records of earlier versions.
     cancel_requested_at_s, cancelled_by:
         Set by ``hpcrl cancel``.
     """
@@ -83,18 +83,18 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run began with that another one has learned (`hpcrl.runs.start.origin`).
+    """Origin of a start model that another run has trained (`hpcrl.runs.start.origin`).
 
     Attributes
     ----------
     run, run_id, run_dir:
         The other run.
     kind, number, path:
-        ``checkpoint`` or ``version``, its step or number, and where it was.
+        ``checkpoint`` or ``version``, its step or number, and its path.
     taken_at_s:
         Seconds since the epoch.
     hpcrl_version, recipe_sha256:
-        Of the other run, by its record.
+        Values of the other run, by its record.
     """
 
     run: str
@@ -112,6 +112,40 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         return f"{what} {self.number} of {self.run}"
 
 
+class SweepMember(msgspec.Struct, frozen=True, kw_only=True):
+    """Place of a run in a sweep (`hpcrl.sweeps`).
+
+    Attributes
+    ----------
+    sweep, sweep_id, directory:
+        Name, id and directory of the sweep.
+    number:
+        Number of the member, from 1.
+    values:
+        Swept values by dotted key, as JSON.
+    """
+
+    sweep: str
+    sweep_id: str
+    directory: str
+    number: int
+    values: dict[str, str] = {}
+
+
+class Withdrawal(msgspec.Struct, frozen=True, kw_only=True):
+    """Cancel of a member of a sweep that was not started yet."""
+
+    user: str
+    time_s: float
+
+
+class Labels(NamedTuple):
+    """Tags of a new run, and its place in a sweep."""
+
+    tags: tuple[str, ...] = ()
+    sweep: SweepMember | None = None
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Identity and origin of a run.
 
@@ -121,19 +155,25 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         128 random bits, hexadecimal; every process of the run carries it in its environment as ``HPCRL_RUN_ID``, and
         its jobs in their comment.
     name, created_at_s, user, host, cwd, argv:
-        Who called what, where and when.
+        Caller, command line, machine, directory and time.
     hpcrl_version, git_commit:
-        Version of the package; commit of the directory hpcrl was called in (empty where it is no checkout).
+        Version of the package; commit of the directory hpcrl was called in (empty where it is not a checkout).
     recipe_sha256, cluster_sha256:
         Hashes of ``recipe.yaml`` and ``cluster.yaml`` as resolved.
     provenance:
-        Where values that are no defaults came from, by dotted key.
+        Sources of values that are not defaults, by dotted key.
     submissions:
         In time order.
     origin:
-        Whose weights it began with; None where ``model.path`` says it.
+        Origin of its start weights; None where it is ``model.path``.
     run_dir:
-        Where it was made or last handed over (`hpcrl.runs.copies`); empty in records of earlier versions.
+        Directory in which it was created or last submitted (`hpcrl.runs.copies`); empty in records of earlier versions.
+    tags:
+        Words of the user by which runs are found (``hpcrl ls --tag``); a sweep's name is a tag of its members.
+    sweep:
+        Its place in a sweep; None where it belongs to none.
+    withdrawn:
+        Set where it was cancelled before its sweep started it; removed when it is started all the same.
     """
 
     run_id: str
@@ -151,6 +191,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     submissions: list[Submission] = []
     origin: Origin | None = None
     run_dir: str = ""
+    tags: list[str] = []
+    sweep: SweepMember | None = None
+    withdrawn: Withdrawal | None = None
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -162,8 +205,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
         provenance: Mapping[str, str],
         origin: Origin | None = None,
         run_dir: Path | None = None,
+        labels: Labels | None = None,
     ) -> RunRecord:
-        """The record of a run whose configuration was just written to ``run``, and which will lie in ``run_dir``."""
+        """Return the record of a run whose configuration was just written to ``run``, to be moved to ``run_dir``."""
         return cls(
             run_id=cls.new_id(),
             name=name,
@@ -179,11 +223,13 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             provenance=dict(provenance),
             origin=origin,
             run_dir="" if run_dir is None else os.path.realpath(run_dir),
+            tags=[] if labels is None else list(labels.tags),
+            sweep=None if labels is None else labels.sweep,
         )
 
     @staticmethod
     def new_id() -> str:
-        """A run id that nobody has."""
+        """Return an unused run id."""
         return secrets.token_hex(_RUN_ID_BYTES)
 
     def write(self, run: RunDir) -> None:
@@ -201,9 +247,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             It is missing, damaged, or of a format this code does not know.
         """
         try:
-            record = msgspec.json.decode(run.record_path.read_bytes(), type=prepared(cls))
+            record: RunRecord = decode_json(run.record_path.read_bytes(), cls)
         except FileNotFoundError as error:
-            raise RunDirError(f"{run.path} is no run directory: it has no {run.record_path.name}") from error
+            raise RunDirError(f"{run.path} is not a run directory: it has no {run.record_path.name}") from error
         except msgspec.DecodeError as error:
             raise RunDirError(f"{run.record_path} cannot be read: {error}") from error
         if record.format_version != FORMAT_VERSION:
@@ -213,12 +259,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             )
         return record
 
+    @property
+    def queued(self) -> bool:
+        """Return whether it waits for its sweep to start it for the first time."""
+        return self.sweep is not None and not self.submissions and self.withdrawn is None
+
     def with_submission(self, submission: Submission) -> RunRecord:
-        """A copy with one submission more."""
-        return msgspec.structs.replace(self, submissions=[*self.submissions, submission])
+        """Return a copy with one more submission."""
+        return msgspec.structs.replace(self, submissions=[*self.submissions, submission], withdrawn=None)
 
     def with_cancel(self, user: str, now_s: float) -> RunRecord:
-        """A copy whose newest submission says that somebody asked it to stop."""
+        """Return a copy whose newest submission records a requested cancel."""
         if not self.submissions:
             return self
         newest = msgspec.structs.replace(self.submissions[-1], cancel_requested_at_s=now_s, cancelled_by=user)
@@ -226,17 +277,17 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hash_text(data: bytes) -> str:
-    """The SHA-256 of ``data`` in hexadecimal."""
+    """Return the SHA-256 of ``data`` in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def this_process() -> str:
-    """User, process and machine, for `Submission.submitted_by`."""
+    """Return user, process and machine, for `Submission.submitted_by`."""
     return f"{user_name()} (pid {os.getpid()} on {procfs.hostname()})"
 
 
 def user_name() -> str:
-    """The name of whoever calls; the number of the user where that has no name."""
+    """Return the name of the current user, or the uid where that has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a uid without a name, as in many containers

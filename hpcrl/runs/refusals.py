@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpcrl.credentials import Credentials, read_token
-from hpcrl.gate import Gate, RefusedRequest, Report
+from hpcrl.network.auth import Gate, RefusedRequest, Report
+from hpcrl.network.credentials import Credentials, read_token
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["gate_from_env", "gate_of", "refusal_report"]
-
 
 def refusal_report(run: RunDir, attempt: int, writer: str) -> Report:
-    """A report that makes an event of each refusal; its file is made with the first.
+    """Return a report that writes an event for each refusal; its file is created with the first.
 
     Parameters
     ----------
     writer:
-        Of the events: a name that no other process of the attempt has.
+        Writer of the events: a name that no other process of the attempt has.
     """
     writers: list[EventWriter] = []
 
@@ -33,27 +31,42 @@ def refusal_report(run: RunDir, attempt: int, writer: str) -> Report:
 
 
 def gate_of(context: RoleContext, server: str, *, open_health: bool = False) -> Gate:
-    """The gate of a server of a role (RunDirError where the token cannot be read).
+    """Return the gate of a server of a role.
+
+    Parameters
+    ----------
+    server:
+        Name of the server; several in one process have different names.
+    open_health:
+        See `hpcrl.network.auth.Gate`.
+
+    Raises
+    ------
+    RunDirError
+        The token cannot be read.
+    """
+    return Gate(server, context.credentials, report=report_of(context, server), open_health=open_health)
+
+
+def report_of(context: RoleContext, server: str) -> Report:
+    """Return the report of a server of a role, which makes an event of each refusal.
 
     Parameters
     ----------
     server:
         Name of the server; several in one process have different ones.
-    open_health:
-        See `hpcrl.gate.Gate`.
     """
     # several processes of a replica may serve, on several nodes
     node = os.uname().nodename.partition(".")[0]
     writer = f"access-{context.role}-{context.replica}-{server}-{node}-{os.getpid()}"
-    report = refusal_report(context.run, context.attempt, writer)
-    return Gate(server, context.credentials, report=report, open_health=open_health)
+    return refusal_report(context.run, context.attempt, writer)
 
 
 def gate_from_env(server: str, *, token_file: Path | None = None, open_health: bool = False) -> Gate:
-    """The gate of a server that this process is.
+    """Return the gate of a server that runs in this process.
 
-    In a run it is that of the role. Outside of one the token is in ``token_file``; without, everybody is answered, on
-    loopback only (`hpcrl.gate.Gate.check_host`).
+    In a run it is the gate of the role. Outside of a run the token is in ``token_file``; without a token every client
+    is accepted, on loopback only (`hpcrl.network.auth.Gate.check_host`).
 
     Raises
     ------

@@ -14,19 +14,16 @@ from hpcrl.runs.known import known_runs, remember
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["Roots", "all_runs", "check_name", "find_run", "list_runs", "newest_run", "reference"]
-
-
 #: as `hpcrl.config.base.Name`
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _RUN_ID = re.compile(r"[0-9a-f]{6,32}")
 
 Roots = Callable[[], Iterable[Path]]
-"""Further directories of runs, those of all profiles; only asked for where it is needed."""
+"""Returns further directories of runs, those of all profiles; called only where needed."""
 
 
 def check_name(name: str) -> str:
-    """``name`` itself if a run may be called so: it names directories, jobs and files.
+    """Return ``name`` if a run may have this name, which becomes a name of directories, jobs and files.
 
     Raises
     ------
@@ -42,19 +39,19 @@ def check_name(name: str) -> str:
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """Runs below ``root`` that we may read, newest first. A root that does not exist has none."""
+    """Return the readable runs below ``root``, newest first; none where ``root`` does not exist."""
     return _newest_first(_below(root))
 
 
 def all_runs(root: Path | None, roots: Roots) -> list[RunDir]:
-    """Runs that the user has anywhere, newest first, and those below ``root`` of others that may be read.
+    """Return all runs of the user anywhere, and readable runs of others below ``root``, newest first.
 
     Parameters
     ----------
     root:
-        Where runs of this directory are; None: nowhere.
+        Directory of runs; None: no directory.
     roots:
-        What of our own lies there and is not known yet is entered into the registry.
+        Runs of the user below these that the registry does not know yet are entered into it.
     """
     found = _rebuild(roots)
     for run in [] if root is None else _below(root, found):
@@ -63,7 +60,7 @@ def all_runs(root: Path | None, roots: Roots) -> list[RunDir]:
 
 
 def newest_run(runs: list[RunDir], where: str) -> RunDir:
-    """The first of ``runs``, which are sorted from the newest on.
+    """Return the first of ``runs``, which are sorted newest first.
 
     Parameters
     ----------
@@ -73,7 +70,7 @@ def newest_run(runs: list[RunDir], where: str) -> RunDir:
     Raises
     ------
     RunDirError
-        There is none.
+        The list is empty.
     """
     if not runs:
         raise RunDirError(
@@ -85,23 +82,23 @@ def newest_run(runs: list[RunDir], where: str) -> RunDir:
 
 
 def find_run(name: str, root: Path, roots: Roots | None = None, *, chosen: bool = False) -> RunDir:
-    """The run that ``name`` means: a path; a name, id or job number of one below ``root`` or that the user has.
+    """Return the run that ``name`` identifies: by path, or by the name, id or job number of a run.
 
     Parameters
     ----------
     root:
-        Where runs of this directory are.
+        Directory of runs.
     roots:
-        None: it must lie below ``root`` (or at the path). Else it is looked for in the registry, and where that does
-        not know it, below these, too.
+        None: the run must lie below ``root`` (or at the path). Else it is searched in the registry, and then below
+        these.
     chosen:
-        The user has named ``root``: a run of it is meant, also where another one is called so.
+        The user has named ``root``: a run below it takes precedence over another one of this name.
 
     Raises
     ------
     RunDirError
-        There is none; the message names runs with a similar name. Or there are several of this name; it names their
-        directories. Or it is somebody else's, who lets nobody look.
+        The run does not exist; the message names runs with a similar name. Or several have this name; the message names
+        their directories. Or it belongs to another user and is not readable.
     """
     if os.sep in name or name in (os.curdir, os.pardir):
         path = RunDir(Path(name).expanduser().resolve())
@@ -133,8 +130,10 @@ def find_run(name: str, root: Path, roots: Roots | None = None, *, chosen: bool 
 
 
 def reference(run: RunDir) -> str:
-    """How a command that is printed names a run so that it works from any directory: its name, or where another one
-    is called so too, or the registry cannot know it, its directory."""
+    """Return an argument that identifies a run in a printed command, valid in any directory.
+
+    It is the name, or the directory where another run has this name, or the registry cannot know the run.
+    """
     path = run.path.resolve()
     if remember(run) and [other.path for _, other in known_runs(run.name)] == [path]:
         return run.name
@@ -151,7 +150,7 @@ def _by_name(name: str, root: Path, *, anywhere: bool) -> list[RunDir]:
 
 
 def _by_number(text: str) -> list[RunDir]:
-    """Runs with this (beginning of an) id, or else with a job of this number."""
+    """Return runs whose id is or begins with ``text``, or else runs that have a job of this number."""
     if _RUN_ID.fullmatch(text) and (found := [run for run_id, run in known_runs() if run_id.startswith(text)]):
         return found
     return [run for _, run in known_runs() if text in _jobs_of(run)] if text.isdecimal() else []
@@ -166,7 +165,7 @@ def _jobs_of(run: RunDir) -> set[str]:
 
 
 def _rebuild(roots: Roots) -> dict[str, RunDir]:
-    """Enter the runs of our own below these directories; returns all of the user's, by their resolved paths."""
+    """Enter the user's runs below these directories; return all of the user's, by their resolved paths."""
     found = {str(run.path): run for _, run in known_runs()}
     for root in roots():
         for run in _below(root, found):
@@ -176,12 +175,12 @@ def _rebuild(roots: Roots) -> dict[str, RunDir]:
 
 
 def _below(root: Path, found: Container[str] = ()) -> list[RunDir]:
-    """What may be a run below ``root``, without the paths that were ``found`` before."""
+    """Return candidates for runs below ``root``, without the paths in ``found``."""
     try:
         names = os.listdir(root)
     except OSError:
         return []
-    # what is being staged is hidden, and becomes a run when it is renamed
+    # a run that is being staged is hidden until it is renamed
     return [RunDir(root / name) for name in names if not name.startswith(".") and f"{root}/{name}" not in found]
 
 
@@ -193,25 +192,25 @@ def _noticed(run: RunDir) -> RunDir:
 def _is_run(run: RunDir) -> bool:
     try:
         return run.record_path.is_file()
-    except OSError:  # nobody else may look into it
+    except OSError:  # not readable for this user
         return False
 
 
 def _refuse_closed(run: RunDir) -> None:
-    """Say that there is something, and whose, where nobody else may look into it (RunDirError)."""
+    """Raise RunDirError where a run exists and its owner does not permit other users to read it."""
     try:
         run.record_path.stat()
     except PermissionError:
         raise RunDirError(
-            f"you may not look into {run.path}{_owner(run.path)}\n"
-            "    hint: a run is its user's alone; `files: {group: NAME}` in the cluster profile lets a group read it"
+            f"you may not read {run.path}{_owner(run.path)}\n"
+            "    hint: a run is private to its user; the user can open it to a group: hpcrl share RUN --group NAME"
         ) from None
     except OSError:
         return
 
 
 def _owner(path: Path) -> str:
-    """Whose a directory is, as the end of a sentence; empty where that cannot be seen."""
+    """Return the owner of a directory as the end of a sentence; empty where the owner is unknown."""
     try:
         return f", which is {path.owner()}'s"
     except (OSError, KeyError):
@@ -229,6 +228,6 @@ def _newest_first(runs: Iterable[RunDir]) -> list[RunDir]:
         try:
             if run.record_path.is_file():
                 dated.append((run.plan_path.stat().st_mtime, run))
-        except OSError:  # it has just gone, or nobody else may look into it
+        except OSError:  # it was just removed, or is not readable for this user
             continue
     return [run for _, run in sorted(dated, key=lambda each: each[0], reverse=True)]

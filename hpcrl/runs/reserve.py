@@ -1,9 +1,9 @@
-"""A few KiB of the filesystem that are kept from the start of an attempt, for its last words.
+"""Reserved space of a few KiB on the filesystem, kept from the start of an attempt for its final records.
 
-A run that fills its disk, or its quota, could not say so any more: no failure record, no last status. So an attempt
-begins with two small files that take space, and gives them back when its end is to be said: one for what roles say
-about their failure, one for the status and the events of the supervisor. A third one is there from the moment a run is
-submitted: with it an attempt that finds the disk full can begin, and say that.
+A run that fills its disk, or its quota, could not record that: neither a failure record nor a last status. So an
+attempt begins with two small files that take space, and removes them when its end must be recorded: one for failure
+records of roles, one for the status and the events of the supervisor. A third one exists from the submit on: with it an
+attempt can begin on a full disk, and report that.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import logging
 import os
 from pathlib import Path
 
-from hpcrl.fs import atomic_write
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["SIZES", "START_BYTES", "keep_reserve", "keep_start_reserve", "release_reserve"]
+from hpcrl.storage.files import atomic_write
 
 _log = logging.getLogger(__name__)
 SIZES = {"roles": 256 << 10, "supervisor": 128 << 10}
-"""Bytes, by whose last words they are for."""
+"""Reserved bytes, by the processes whose final records they are for."""
 START_BYTES = 128 << 10
-"""For the directory of an attempt, its status and its events."""
+"""Reserved bytes for the directory of an attempt, its status and its events."""
 
 
 def _path(run: RunDir, whose: str) -> Path:
@@ -29,27 +27,33 @@ def _path(run: RunDir, whose: str) -> Path:
 
 
 def keep_reserve(run: RunDir) -> None:
-    """Take the space. OSError where there is none."""
+    """Reserve the space. OSError where there is none."""
     keep_start_reserve(run)
     for whose, size in SIZES.items():
-        # random: a filesystem that compresses would keep nothing for zeros
+        # random data: a compressing filesystem would reserve nothing for zeros
         atomic_write(_path(run, whose), os.urandom(size))
 
 
 def keep_start_reserve(run: RunDir) -> None:
-    """Take the space that the next attempts begin in where there is no other. OSError where there is none."""
+    """Reserve the space in which later attempts can start on a full filesystem, unless it is reserved already.
+
+    Raises
+    ------
+    OSError
+        The filesystem has not enough space.
+    """
     path = _path(run, "start")
     if not path.exists():
         atomic_write(path, os.urandom(START_BYTES))
 
 
 def release_reserve(run: RunDir, whose: str) -> bool:
-    """Give the space back (``roles``, ``supervisor`` or ``start``); whether there was some."""
+    """Release the space (``roles``, ``supervisor`` or ``start``); return whether there was any."""
     try:
         _path(run, whose).unlink()
     except FileNotFoundError:
         return False
     except OSError as error:
-        _log.warning("the space kept for last words could not be given back: %s", error)
+        _log.warning("the space reserved for final records could not be released: %s", error)
         return False
     return True

@@ -1,4 +1,4 @@
-"""The side of a role process: who am I, where is the rest, I am ready, this is why I failed.
+"""Role side of a run: identity and endpoints of a role process, its ready file, its failure record.
 
 The supervisor sets ``HPCRL_RUN_DIR``, ``HPCRL_ATTEMPT``, ``HPCRL_ROLE`` and ``HPCRL_REPLICA``; the launcher of a
 trainer's ranks (`hpcrl.trainer.launcher`) sets ``RANK``.
@@ -11,56 +11,42 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 from msgspec.structs import replace
 
-from hpcrl.credentials import Credentials
-from hpcrl.decoding import prepared
 from hpcrl.errors import HpcrlError, PeerLostError
-from hpcrl.fs import atomic_write
-from hpcrl.log_format import start_logging
-from hpcrl.reporting import ReportedFile
+from hpcrl.network.credentials import Credentials
+from hpcrl.reporting.log_format import start_logging
+from hpcrl.reporting.reports import ReportedFile
 from hpcrl.runs.clocks import Clocks, own_node
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.progress import ProgressReporter, progress_path
 from hpcrl.runs.reserve import release_reserve
 from hpcrl.runs.rundir import RunDir
-
-__all__ = [
-    "Complaint",
-    "Endpoints",
-    "FailureRecord",
-    "Member",
-    "RoleContext",
-    "ready_path",
-    "restore_path",
-    "run_role",
-    "save_answer_path",
-    "save_request_path",
-]
+from hpcrl.storage.files import atomic_write
+from hpcrl.storage.msgspec_types import prepared
 
 _log = logging.getLogger(__name__)
 _SAY_S = 5.0
-"""How long a role waits for the file that says it is ready; it is written later where that is too short."""
+"""Maximum time in seconds that a role waits for its ready file to be written; a later write is not lost."""
 _BEFORE_RESERVE_S = 1.0
 _LAST_WORD_S = 10.0
-"""How long a role that fails tries to say why."""
+"""Maximum time in seconds for which a failing role tries to write its failure record."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A replica of a role whose replicas come and go.
+    """Replica of a role whose replicas join and leave.
 
     Attributes
     ----------
     start:
-        Which start of the replica this is: one that came back knows nothing of what it was told before, also where it
-        has the same address.
+        Number of the start of the replica: a restarted one has lost its state, also where it has the same address.
     url:
-        Of its first server.
+        URL of its first server.
     servers:
         URLs of all of its servers, in the order of ranks; empty where it has one.
     """
@@ -91,12 +77,12 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[str, list[Member]] = {}
 
     def one(self, role: str) -> str:
-        """The URL of a role that has one replica."""
+        """Return the URL of a role that has one replica."""
         (url,) = self.urls[role]
         return url
 
     def fixed(self, role: str) -> list[Member]:
-        """The replicas of a role that do not come and go; none where the attempt has none."""
+        """Return the replicas of a role that do not join or leave; none where the attempt has none."""
         urls = self.urls.get(role, [])
         servers: list[tuple[str, ...]] = self.servers.get(role) or [()] * len(urls)
         return [Member(i, 1, url, own) for i, (url, own) in enumerate(zip(urls, servers, strict=True))]
@@ -106,7 +92,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
         return run.attempt_dir(attempt) / "endpoints.json"
 
     def encode(self) -> bytes:
-        """As the file has it."""
+        """Return the content of the file."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     def write(self, run: RunDir, attempt: int) -> None:
@@ -118,14 +104,14 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a role said about its own failure.
+    """Failure that a role recorded about itself.
 
     Attributes
     ----------
     time_s:
         Seconds since the epoch; in the file by the clock of the node.
     secondary:
-        True where it failed because another role went away.
+        True where it failed because another role was lost.
     node:
         Slurm's name of the node; empty outside of Slurm.
     """
@@ -142,7 +128,7 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def read_all(run: RunDir, attempt: int) -> list[FailureRecord]:
-        """The failure records of an attempt in time order, with times by the supervisor's clock."""
+        """Return the failure records of an attempt in time order, with times by the supervisor's clock."""
         records = []
         directory = run.attempt_dir(attempt) / "failures"
         try:
@@ -150,7 +136,7 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             names = []
         except OSError as error:
-            _log.warning("what roles say about their failure cannot be read now: %s", error)
+            _log.warning("the failure records of roles cannot be read now: %s", error)
             names = []
         for name in names:
             if name.startswith(".") or not name.endswith(".json"):
@@ -175,7 +161,7 @@ class RoleContext:
 
     @classmethod
     def from_env(cls) -> RoleContext:
-        """Read the environment (KeyError where the supervisor did not start us)."""
+        """Read the environment (KeyError where the supervisor did not start this process)."""
         env = os.environ
         return cls(
             RunDir(Path(env["HPCRL_RUN_DIR"])),
@@ -187,28 +173,34 @@ class RoleContext:
 
     @property
     def writer(self) -> str:
-        """Name in event files."""
+        """Return the writer's name in event files."""
         return f"{self.role}-{self.replica}" + (f".{self.rank}" if self.rank else "")
 
     @property
     def credentials(self) -> Credentials:
-        """Credentials for requests to other roles of the attempt (RunDirError where the token cannot be read)."""
+        """Return the credentials for requests to other roles of the attempt.
+
+        Raises
+        ------
+        RunDirError
+            The token cannot be read.
+        """
         return Credentials.of_run(self.run.path, self.attempt)
 
     def events(self) -> EventWriter:
-        """A writer for the events of this process."""
+        """Return a writer for the events of this process."""
         return EventWriter(self.run, attempt=self.attempt, writer=self.writer)
 
     def progress(self) -> ProgressReporter:
-        """Tells the watchdog of the supervisor what this replica does (rank 0 only)."""
+        """Return the reporter of this replica's progress for the supervisor's watchdog (rank 0 only)."""
         return ProgressReporter(progress_path(self.run, self.attempt, self.role, self.replica))
 
     def endpoints(self) -> Endpoints:
-        """Addresses of this attempt."""
+        """Return the addresses of this attempt."""
         return Endpoints.read(self.run, self.attempt)
 
     def ready(self) -> None:
-        """Tell the supervisor that this replica does its work now (for roles with a `FileProbe`)."""
+        """Report to the supervisor that this replica is ready (for roles with a `FileProbe`)."""
         file = ReportedFile(ready_path(self.run, self.attempt, self.role, self.replica))
         file.put(msgspec.json.encode({"time_s": time.time()}))
         file.flush(_SAY_S)
@@ -231,7 +223,7 @@ class RoleContext:
         if not file.flush(_BEFORE_RESERVE_S):
             release_reserve(self.run, "roles")  # the disk may be full
         if not file.flush(_LAST_WORD_S):
-            _log.error("why this process fails could not be written to %s within %g s", file.path, _LAST_WORD_S)
+            _log.error("this process could not write its failure record to %s within %g s", file.path, _LAST_WORD_S)
 
     def redirect_output(self) -> None:
         """Send the output of ranks above 0 to a log of their own; rank 0 shares its launcher's."""
@@ -246,18 +238,18 @@ class RoleContext:
 
 
 class Complaint(msgspec.Struct, frozen=True, kw_only=True):
-    """What one role says about another that only the supervisor can help with: an engine that takes no weights, say.
+    """Report of one role about another that only the supervisor can act on, such as an engine that rejects weights.
 
     Attributes
     ----------
     role, replica:
-        Whom it is about.
+        The replica that it is about.
     message:
-        What is wrong, as the end of a sentence that begins with the replica.
+        The problem, as the end of a sentence that begins with the replica.
     node:
-        Slurm's name of the node of who complains; empty outside of Slurm.
+        Slurm's name of the reporter's node; empty outside of Slurm.
     wrong_weights:
-        Whether it is an engine that computes with other weights than those of the version that it says.
+        Whether it is an engine that computes with other weights than those of the version that it reports.
     """
 
     time_s: float
@@ -277,7 +269,7 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read_all(cls, run: RunDir, attempt: int) -> list[Complaint]:
-        """The newest complaint about each replica, with times by the supervisor's clock."""
+        """Return the newest complaint about each replica, with times by the supervisor's clock."""
         complaints, clocks = [], None
         for path in cls._directory(run, attempt).glob("[!.]*.json"):
             try:
@@ -290,22 +282,46 @@ class Complaint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ready_path(run: RunDir, attempt: int, role: str, replica: int) -> Path:
-    """The file with which a replica says that it is ready; it is there from then on, and says since when."""
+    """Return the path of the file that marks a replica as ready, and since when."""
     return run.attempt_dir(attempt) / "ready" / f"{role}-{replica}.json"
 
 
+def write_left_out(run: RunDir, attempt: int, engines: Collection[str]) -> None:
+    """Replace the names of the engines that a router which is started from now on gets no addresses of.
+
+    Raises
+    ------
+    OSError
+        The filesystem refuses.
+    """
+    # not durable: the attempt ends with the machine
+    atomic_write(_left_out_path(run, attempt), msgspec.json.encode(sorted(engines)), durable=False)
+
+
+def read_left_out(run: RunDir, attempt: int) -> set[str]:
+    """Return what `write_left_out` wrote last (OSError, or msgspec.DecodeError, where it cannot be read)."""
+    try:
+        return msgspec.json.decode(_left_out_path(run, attempt).read_bytes(), type=set[str])
+    except FileNotFoundError:
+        return set()
+
+
+def _left_out_path(run: RunDir, attempt: int) -> Path:
+    return run.attempt_dir(attempt) / "router_leaves_out.json"
+
+
 def restore_path(run: RunDir, attempt: int) -> Path:
-    """Where the trainer says which checkpoint the attempt restores (`hpcrl.checkpoints.restore`)."""
+    """Return the path of the trainer's decision about the restored checkpoint (`hpcrl.checkpoints.restore`)."""
     return run.attempt_dir(attempt) / "restore.json"
 
 
 def save_answer_path(run: RunDir, attempt: int) -> Path:
-    """Where the trainer answers that request: ``step`` of the checkpoint, or null and the ``reason``."""
+    """Return the path of the trainer's answer: ``step`` of the checkpoint, or null and the ``reason``."""
     return run.attempt_dir(attempt) / "save_answered.json"
 
 
 def save_request_path(run: RunDir, attempt: int) -> Path:
-    """Where the supervisor asks the trainer for a checkpoint after its step: the attempt is about to end."""
+    """Return the path of the supervisor's request for a checkpoint after the current step, before an attempt ends."""
     return run.attempt_dir(attempt) / "save_requested.json"
 
 

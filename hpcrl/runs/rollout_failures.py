@@ -12,47 +12,38 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.runs.rundir import RunDir
-
-__all__ = [
-    "WARN_SHARE",
-    "EnvironmentFailures",
-    "FailureCause",
-    "FirstFailure",
-    "RolloutFailures",
-    "failures_of_counters",
-    "failures_path",
-    "read_failures",
-]
+from hpcrl.storage.msgspec_types import prepared
 
 WARN_SHARE = 0.02
-"""From this share of failed rollouts on people are warned."""
+"""Minimum share of failed rollouts for a warning."""
 
 
 class FailureCause(StrEnum):
-    """Why a rollout ended without a reward."""
+    """Cause of the end of a rollout without a reward."""
 
     RAISED = "raised"
     """The environment's code raised an exception."""
     UNUSABLE = "unusable"
-    """The environment gave a reward that is no finite number."""
+    """The environment gave a reward that is not a finite number."""
     TIMEOUT = "timeout"
-    """The environment gave no answer in time."""
+    """The environment did not answer in time."""
     LOST = "lost"
     """The environment's process died, or was ended because it hung."""
     NO_ROOM = "no_room"
     """The prompt left no room for an answer."""
+    BRANCHES = "branches"
+    """The rollout would have had more sequences than ``rollouts.max_branches``."""
     ENGINE = "engine"
     """No engine answered after the last retry."""
     TEACHER = "teacher"
     """The teacher gave no log-probabilities that could be used (``algorithm.distillation``)."""
     ENVIRONMENT = "environment"
-    """Any of those of the environment: an earlier version did not tell them apart."""
+    """Any failure of the environment, in records of earlier versions, which did not distinguish them."""
 
     @property
     def words(self) -> str:
-        """Say it for people, behind a number of rollouts."""
+        """Return the cause as text for people, to follow a number of rollouts."""
         return _WORDS[self]
 
 
@@ -62,6 +53,7 @@ _WORDS = {
     FailureCause.TIMEOUT: "timed out",
     FailureCause.LOST: "lost their process",
     FailureCause.NO_ROOM: "had no room for an answer",
+    FailureCause.BRANCHES: "had too many branches",
     FailureCause.ENGINE: "got no answer of an engine",
     FailureCause.TEACHER: "got no log-probabilities of the teacher",
     FailureCause.ENVIRONMENT: "failed in the environment",
@@ -69,16 +61,16 @@ _WORDS = {
 
 
 class FirstFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """The first failure of a kind.
+    """First failure of a kind.
 
     Attributes
     ----------
     time_s:
-        When, in seconds since the epoch.
+        Time in seconds since the epoch.
     what:
-        The exception and its message, in one line.
+        Exception and its message, in one line.
     where:
-        The innermost frame of the environment's own code, ``file:line in function``; empty where none is known.
+        Innermost frame of the environment's own code, ``file:line in function``; empty where none is known.
     """
 
     time_s: float
@@ -100,9 +92,11 @@ class EnvironmentFailures(msgspec.Struct, frozen=True, kw_only=True):
     first:
         The first failure of each cause.
     refused_parts:
-        How often a part of a reward was left out because it is no finite number, by name of the part.
+        Number of parts of rewards left out because they are not finite numbers, by name of the part.
     first_refused:
-        What the first of them was.
+        Value of the first of them.
+    tampered:
+        Finished rollouts that interfered with their judge.
     """
 
     environment: str
@@ -112,28 +106,29 @@ class EnvironmentFailures(msgspec.Struct, frozen=True, kw_only=True):
     first: dict[str, FirstFailure] = {}
     refused_parts: dict[str, int] = {}
     first_refused: dict[str, str] = {}
+    tampered: int = 0
 
     @property
     def total(self) -> int:
-        """Rollouts that failed."""
+        """Return the number of failed rollouts."""
         return sum(self.failed.values())
 
     @property
     def share(self) -> float:
-        """Failed rollouts as a share of those that began; 0 where none did.
+        """Return failed rollouts as a share of those that began; 0 where none did.
 
-        Those that run still count as good: rollouts that fail often fail fast, and of those that have ended at the
-        beginning of a run most have failed.
+        Running rollouts count as good: failures are often fast, so that most of the rollouts that end first in a run
+        have failed.
         """
         return self.total / max(1, self.started, self.total + self.finished)
 
     @property
     def warns(self) -> bool:
-        """Whether people are warned."""
+        """Return whether the share of failures is high enough for a warning."""
         return self.total > 0 and self.share >= WARN_SHARE
 
     def plus(self, later: EnvironmentFailures) -> EnvironmentFailures:
-        """Add what a later attempt counted."""
+        """Return the sum with the counts of a later attempt."""
         return EnvironmentFailures(
             environment=self.environment,
             started=self.started + later.started,
@@ -142,6 +137,7 @@ class EnvironmentFailures(msgspec.Struct, frozen=True, kw_only=True):
             first={**later.first, **self.first},
             refused_parts=_sum(self.refused_parts, later.refused_parts),
             first_refused={**later.first_refused, **self.first_refused},
+            tampered=self.tampered + later.tampered,
         )
 
 
@@ -150,14 +146,14 @@ def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
 
 
 class RolloutFailures(msgspec.Struct, frozen=True, kw_only=True):
-    """The file of one attempt.
+    """File of the failures of one attempt.
 
     Attributes
     ----------
     time_s:
-        When it was written, in seconds since the epoch.
+        Time of writing, in seconds since the epoch.
     environments:
-        Each environment of which a rollout began.
+        Environments of which a rollout began.
     """
 
     time_s: float
@@ -170,7 +166,7 @@ def failures_path(run: RunDir, attempt: int) -> Path:
 
 
 def read_failures(run: RunDir) -> list[EnvironmentFailures]:
-    """Read the rollouts of a run by environment, all attempts together; empty where no attempt has said anything."""
+    """Return the failures of a run by environment, all attempts together; empty where no attempt has a report."""
     found: dict[str, EnvironmentFailures] = {}
     for attempt in run.attempts():
         try:
@@ -185,7 +181,7 @@ def read_failures(run: RunDir) -> list[EnvironmentFailures]:
 
 
 def failures_of_counters(counters: Mapping[str, float]) -> list[EnvironmentFailures]:
-    """Say what the orchestrator's counters in a step record tell: all environments together, without exceptions."""
+    """Return the failures in the counters of a step record: all environments together, without exceptions."""
     failed = {
         cause.value: int(counters.get(name, 0))
         for cause, name in ((FailureCause.ENVIRONMENT, "dropped_environment"), (FailureCause.ENGINE, "dropped_engine"))

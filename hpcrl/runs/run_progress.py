@@ -1,9 +1,10 @@
-"""How far a run is: steps, held-out evaluations, checkpoints, and the time that is left."""
+"""Progress of a run: steps, held-out evaluations, checkpoints, and the remaining time."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,63 +12,53 @@ import msgspec
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
-from hpcrl.runs.events import read_events
+from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.lenient import convert_lenient
 from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.past import read_past
+from hpcrl.runs.resume_request import read_restored
 from hpcrl.runs.rollout_failures import EnvironmentFailures, failures_of_counters, read_failures
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.past import read_past
-from hpcrl.runs.start.restart import read_restored
-
-__all__ = [
-    "Evaluation",
-    "MeanOfPrompts",
-    "Progress",
-    "SetEvaluation",
-    "read_evaluations",
-    "read_progress",
-    "read_set_evaluations",
-]
 
 _RATE_STEPS = 20
-"""Steps that the estimate of the remaining time looks back on."""
+"""Number of newest steps from which the remaining time is estimated."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One held-out evaluation (event ``evaluation`` of the orchestrator)."""
+    """Held-out evaluation (event ``evaluation`` of the orchestrator)."""
 
     version: int
     reward: float
     time_s: float = 0.0
     due: int | None = None
-    """The version that was to be evaluated, where the engines skipped it."""
+    """Version that was to be evaluated, where the engines skipped it."""
     by_env: dict[str, float] = {}
     parts: dict[str, float] = {}
     prompts: int = 0
-    """Held-out rollouts that finished."""
+    """Number of held-out rollouts that finished."""
     failed: int = 0
-    """Those that did not."""
+    """Number of held-out rollouts that failed."""
     counted: int | None = None
-    """Rollouts that ``reward`` is a mean over; None in records of earlier versions: those that finished."""
+    """Number of rollouts that ``reward`` is a mean over; None in records of earlier versions: those that finished."""
     counted_by_env: dict[str, int] = {}
     counted_by_part: dict[str, int] = {}
-    """The same of each mean in ``by_env`` and ``parts``."""
+    """Number of rollouts of each mean in ``by_env`` and ``parts``."""
     failures: str = "exclude"
-    """How those that failed count in ``reward`` (``evaluation.failures`` of the recipe)."""
+    """Treatment of failed rollouts in ``reward`` (``evaluation.failures`` of the recipe)."""
     failed_by_env: dict[str, int] = {}
     failed_by_cause: dict[str, int] = {}
     first_failure: dict[str, str] | None = None
-    """The first of them: ``environment``, ``what`` and ``where``."""
+    """First failure: ``environment``, ``what`` and ``where``."""
     attempt: int = 0
 
     @property
     def count(self) -> int:
-        """Rollouts that ``reward`` is a mean over."""
+        """Return the number of rollouts that ``reward`` is a mean over."""
         return self.prompts if self.counted is None else self.counted
 
 
 class MeanOfPrompts(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over prompts, and the ends of its interval by bootstrap; None where that is not known."""
+    """Mean over prompts, and the ends of its bootstrap interval; None where that is unknown."""
 
     value: float | None = None
     low: float | None = None
@@ -76,7 +67,7 @@ class MeanOfPrompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation of a set of held-out prompts (event ``evaluation.set`` of the orchestrator)."""
+    """Evaluation of a set of held-out prompts (event ``evaluation.set`` of the orchestrator)."""
 
     set: str
     version: int
@@ -94,24 +85,24 @@ class SetEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     failures: str = "zero"
     pass_reward: float = 1.0
     pass_at: dict[str, MeanOfPrompts] = {}
-    """By k."""
+    """Values by k."""
     by_env: dict[str, Any] = {}
     """The same numbers of each environment."""
     attempt: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is.
+    """Progress of a run.
 
     Attributes
     ----------
     steps, total_steps:
         Optimizer steps done, and of the whole run.
     staleness_bound:
-        ``rollouts.max_off_policy_steps`` of the recipe: what is older is not trained on.
+        ``rollouts.max_off_policy_steps`` of the recipe: older rollouts are not trained on.
     skipped_steps, last_skipped_step:
-        How many steps left the weights as they were because their gradient was not finite (``trainer.nonfinite``), and
-        the newest of them; None where there is none.
+        Number of steps that left the weights unchanged because their gradient was not finite (``trainer.nonfinite``),
+        and the newest of them; None where there is none.
     last:
         The newest step record; None before the first step.
     evaluations:
@@ -125,9 +116,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     eta_s:
         Estimate of the remaining seconds from the newest steps; None before the second step.
     restored:
-        What the newest attempt began with, by its trainer; None before it has said so.
+        State with which the newest attempt began, as its trainer recorded it; None before that.
     changes:
-        What it runs that was not submitted so (`hpcrl.runs.start.snapshot`).
+        Differences between what the newest attempt runs and what was submitted (`hpcrl.runs.start.snapshot`).
     """
 
     steps: int
@@ -147,13 +138,18 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_evaluations(run: RunDir) -> list[Evaluation]:
-    """Held-out evaluations in version order. A version that a resume evaluated again counts once.
+    """Return the held-out evaluations in version order. A version that a resume evaluated again counts once.
 
-    What an attempt evaluated of a past that a later one has given up does not count (`hpcrl.runs.start.past`).
+    Evaluations by an attempt of steps that a later one has abandoned do not count (`hpcrl.runs.past`).
     """
+    return valid_evaluations(run, read_events(run, kind="evaluation"))
+
+
+def valid_evaluations(run: RunDir, events: Iterable[Event]) -> list[Evaluation]:
+    """Return the evaluations of events of the kind ``evaluation``, selected as in `read_evaluations`."""
     found: dict[int, Evaluation] = {}
     past = read_past(run)
-    for event in sorted(read_events(run, kind="evaluation"), key=lambda event: event.attempt):
+    for event in sorted(events, key=lambda event: event.attempt):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s, "attempt": event.attempt}
         if data.get("due") == data.get("version"):
             data.pop("due", None)
@@ -164,10 +160,15 @@ def read_evaluations(run: RunDir) -> list[Evaluation]:
 
 
 def read_set_evaluations(run: RunDir) -> list[SetEvaluation]:
-    """Evaluations of sets in version order, as `read_evaluations` has those of the others."""
+    """Return the evaluations of sets in version order, selected as in `read_evaluations`."""
+    return valid_set_evaluations(run, read_events(run, kind="evaluation.set"))
+
+
+def valid_set_evaluations(run: RunDir, events: Iterable[Event]) -> list[SetEvaluation]:
+    """Return the evaluations of events of the kind ``evaluation.set``, selected as in `read_evaluations`."""
     found: dict[tuple[int, str], SetEvaluation] = {}
     past = read_past(run)
-    for event in sorted(read_events(run, kind="evaluation.set"), key=lambda event: event.attempt):
+    for event in sorted(events, key=lambda event: event.attempt):
         data: dict[str, Any] = {**event.data, "time_s": event.time_s, "attempt": event.attempt}
         evaluation = convert_lenient(data, SetEvaluation)
         if evaluation is not None and past.holds(event.attempt, evaluation.version):
@@ -177,13 +178,13 @@ def read_set_evaluations(run: RunDir) -> list[SetEvaluation]:
 
 @functools.lru_cache
 def _steps_and_bound(run_path: Path, written_ns: int) -> tuple[int, int]:
-    # written at submit and by a resume; parsing YAML at each look would cost more than all the rest
+    # cached: the file is written at submit and by a resume, and parsing YAML takes longer than everything else here
     recipe = RunDir(run_path).recipe()
     return recipe.trainer.steps, recipe.rollouts.max_off_policy_steps
 
 
 def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progress:
-    """How far a run is. ``metrics`` saves reading them where the caller has them already."""
+    """Return the progress of a run. ``metrics`` saves reading them where the caller has them already."""
     metrics = read_metrics(run) if metrics is None else metrics
     total, bound = _steps_and_bound(run.path, run.recipe_path.stat().st_mtime_ns)
     recent = metrics[-_RATE_STEPS:]
@@ -218,7 +219,7 @@ def read_progress(run: RunDir, metrics: list[StepRecord] | None = None) -> Progr
 
 
 def _age_s(path: Path) -> float | None:
-    """Seconds since a checkpoint got its name; None where it was removed meanwhile."""
+    """Return the seconds since a checkpoint got its name; None where it was removed meanwhile."""
     try:
         # the directory changed last when its manifest was written
         return max(0.0, time.time() - path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""The run directory: where everything of a run lies. The layout is a contract between all roles.
+"""Run directory: the paths of all files of a run. The layout is a contract between all roles.
 
 ::
 
@@ -6,29 +6,35 @@
       recipe.yaml  cluster.yaml  plan.json    as resolved at submit
       run.json                                ids and provenance; written by submit and resume
       start-model/                            weights of another run that this one began with (submit --from)
-      token                                   who has it is answered by the servers of the run (hpcrl.credentials)
+      token                                   shared secret of the run's servers and clients (hpcrl.network.credentials)
       snapshots/0001/                         hpcrl, Python, packages and environment modules at each submit and resume
       restart.json                            where the next attempts begin; written by resume
       status.json                             state of the run and its roles; written by the supervisor
       metrics/<attempt>.jsonl                 one line an optimizer step; written by trainer rank 0
-      events/<attempt>-<writer>.jsonl         what happened; one file a writer, merged by readers
+      events/<attempt>-<writer>.jsonl         events; one file per writer, merged by readers
       attempts/0001/endpoints.json            ports of this attempt
       attempts/0001/restore.json              the checkpoint it begins with; written by the trainer
-      attempts/0001/save_requested.json       the supervisor wants a checkpoint; save_answered.json: it is there
+      attempts/0001/save_requested.json       request of the supervisor for a checkpoint; save_answered.json
       attempts/0001/ready/                    ready files of roles
-      attempts/0001/failures/                 what roles say about their own failure
-      attempts/0001/progress/                 what roles say about their progress
+      attempts/0001/failures/                 failure records of roles
+      attempts/0001/progress/                 progress of roles
       attempts/0001/complaints/               engines that the orchestrator cannot use
+      attempts/0001/router_leaves_out.json    engines that a router of prefill and decode is started without
       attempts/0001/dumps/                    stacks of roles that hung
+      attempts/0001/profile-trainer-3.json    request to profile a rank (hpcrl.runs.profile_request)
+      attempts/0001/profiles/                 what `hpcrl profile` recorded
       attempts/0001/logs/<role>/<replica>-<rank>.log
       excluded_nodes.json                     nodes that later attempts avoid; written by the supervisor
       attempts/latest                         symbolic link to the newest attempt
+      sinks/                                  logs and positions of metric sinks, log of the notifiers
+      sinks/notices/<notifier>/               what became of each message
       submitit/                               pickles and logs of submitit and the supervisor
       weights/v000012/                        hand-offs
       checkpoints/step-000010/                joint checkpoints
       sft/                                    conversations of a supervised run as tokens; written by trainer rank 0
       rollouts/                               consumed rollouts, for people
-      rollouts/ledger/  rollouts/payload/     what became of each finished rollout, and its arrays
+      rollouts/ledger/  rollouts/payload/     outcome of each finished rollout, and its arrays
+      rollouts/ratios/                        log-ratios of tokens of a few rollouts; written by trainer rank 0
 """
 
 from __future__ import annotations
@@ -42,19 +48,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import yaml
 
-from hpcrl import lost_answers
-from hpcrl.config.earlier import cluster_of_today
-from hpcrl.credentials import ensure_token
-from hpcrl.decoding import prepared
+from hpcrl.config.earlier import SCHEMA, FileKind, read_earlier, take_schema
 from hpcrl.errors import RunDirError
-from hpcrl.fs import atomic_write, fsync_dir, make_directory
+from hpcrl.network.credentials import ensure_token
+from hpcrl.storage import lost_replies
+from hpcrl.storage.files import atomic_write, fsync_dir, make_directory
+from hpcrl.storage.msgspec_types import prepared
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.plan import Plan
     from hpcrl.config.recipe import Recipe
 
-__all__ = ["RunDir"]
+_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""PyYAML's safe loader in C, which is seven times faster; in Python where PyYAML was built without it."""
 
 
 class PlanNames(msgspec.Struct, frozen=True):
@@ -74,6 +81,12 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether this user wrote the files that name programs of the run; those of others are not started."""
+        paths = (self.path, self.plan_path, self.recipe_path, self.cluster_path)
+        return all(path.stat().st_uid == os.geteuid() for path in paths)
 
     @property
     def record_path(self) -> Path:
@@ -109,12 +122,16 @@ class RunDir:
 
     @property
     def metrics_path(self) -> Path:
-        """Where runs of an earlier version have the records of all attempts."""
+        """Return the path of the records of all attempts of runs of an earlier version."""
         return self.path / "metrics.jsonl"
 
     @property
     def events_dir(self) -> Path:
         return self.path / "events"
+
+    @property
+    def sinks_dir(self) -> Path:
+        return self.path / "sinks"
 
     @property
     def attempts_dir(self) -> Path:
@@ -136,7 +153,7 @@ class RunDir:
         return self.attempts_dir / f"{attempt:04d}"
 
     def attempts(self) -> list[int]:
-        """Numbers of the attempts so far, ascending."""
+        """Return the numbers of the attempts so far, ascending."""
         try:
             names = os.listdir(self.attempts_dir)
         except FileNotFoundError:
@@ -149,13 +166,13 @@ class RunDir:
     def start_attempt(self) -> int:
         """Make the directory of the next attempt, point ``latest`` to it, and return its number.
 
-        The directory survives a power failure: with a lower number than that of an attempt before it, the next one
-        would be refused by the fence of every store.
+        The directory is durable across a power failure: an attempt with a lower number than an earlier one would be
+        refused by the fence of every store.
 
         Raises
         ------
         OSError
-            The filesystem refuses; there is no attempt.
+            The filesystem refuses; the attempt does not exist.
         """
         make_directory(self.attempts_dir)
         number = (self.attempts() or [0])[-1] + 1
@@ -163,57 +180,86 @@ class RunDir:
         path.mkdir()
         try:
             for part in ("ready", "failures", "logs"):
-                lost_answers.make_own_directory(path / part)
-            ensure_token(self.path)  # of a run that was made before there were tokens
+                lost_replies.make_own_directory(path / part)
+            ensure_token(self.path)  # the run may have been made by a version without tokens
             link = self.attempts_dir / f".latest-{number}"
             link.unlink(missing_ok=True)
             link.symlink_to(path.name)
-            lost_answers.replace(link, self.attempts_dir / "latest")
+            lost_replies.replace(link, self.attempts_dir / "latest")
             fsync_dir(self.attempts_dir)
         except OSError:
-            shutil.rmtree(path, ignore_errors=True)  # no attempt: the next try has its number
+            shutil.rmtree(path, ignore_errors=True)  # not an attempt: the next one gets its number
             raise
         return number
 
     def write_configuration(self, recipe: Recipe, cluster: ClusterProfile, plan: Plan) -> None:
-        """Write what was resolved at submit."""
+        """Write the configuration as resolved at submit."""
         for path, model in ((self.recipe_path, recipe), (self.cluster_path, cluster)):
-            text = yaml.safe_dump(model.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            tree = {"schema": SCHEMA, **model.model_dump(mode="json")}
+            text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
             atomic_write(path, text.encode())
         atomic_write(self.plan_path, plan.model_dump_json(indent=2).encode() + b"\n")
 
     def recipe(self) -> Recipe:
-        """The resolved recipe (RunDirError where it cannot be read)."""
+        """Return the resolved recipe.
+
+        Raises
+        ------
+        RunDirError
+            The recipe cannot be read.
+        """
         from hpcrl.config.recipe import Recipe  # noqa: PLC0415 - not for lists of many runs
 
-        return Recipe.model_validate_json(json.dumps(self._yaml(self.recipe_path)))
+        return Recipe.model_validate_json(json.dumps(self._yaml(self.recipe_path, "recipe")))
 
     def cluster(self) -> ClusterProfile:
-        """The resolved cluster profile (RunDirError where it cannot be read)."""
+        """Return the resolved cluster profile.
+
+        Raises
+        ------
+        RunDirError
+            The profile cannot be read.
+        """
         from hpcrl.config.cluster import cluster_from_json  # noqa: PLC0415 - not for lists of many runs
 
-        return cluster_from_json(json.dumps(cluster_of_today(self._yaml(self.cluster_path))))
+        return cluster_from_json(json.dumps(self._yaml(self.cluster_path, "cluster profile")))
 
     def names(self) -> PlanNames:
-        """What the plan is of, without checking all of it, for lists of many runs (RunDirError as `plan`)."""
+        """Return the names in the plan without validating all of it, for lists of many runs.
+
+        Raises
+        ------
+        RunDirError
+            As in `plan`.
+        """
         try:
             return msgspec.json.decode(self.plan_path.read_bytes(), type=prepared(PlanNames))
         except FileNotFoundError as error:
-            raise RunDirError(f"{self.path} is no run directory: it has no {self.plan_path.name}") from error
+            raise RunDirError(f"{self.path} is not a run directory: it has no {self.plan_path.name}") from error
         except msgspec.DecodeError as error:
             raise RunDirError(f"{self.plan_path} cannot be read: {error}") from error
 
     def plan(self) -> Plan:
-        """The plan (RunDirError where it cannot be read)."""
+        """Return the plan.
+
+        Raises
+        ------
+        RunDirError
+            The plan cannot be read.
+        """
         from hpcrl.config.plan import Plan  # noqa: PLC0415 - not for lists of many runs
 
         try:
             return Plan.model_validate_json(self.plan_path.read_bytes())
         except FileNotFoundError as error:
-            raise RunDirError(f"{self.path} is no run directory: it has no {self.plan_path.name}") from error
+            raise RunDirError(f"{self.path} is not a run directory: it has no {self.plan_path.name}") from error
 
-    def _yaml(self, path: Path) -> object:
+    def _yaml(self, path: Path, kind: FileKind) -> object:
+        """Return the tree of a resolved file in the current form."""
         try:
-            return yaml.safe_load(path.read_bytes())
+            tree = yaml.load(path.read_bytes(), Loader=_YamlLoader)
         except FileNotFoundError as error:
-            raise RunDirError(f"{self.path} is no run directory: it has no {path.name}") from error
+            raise RunDirError(f"{self.path} is not a run directory: it has no {path.name}") from error
+        if isinstance(tree, dict) and take_schema(tree, str(path)) is None:
+            read_earlier(kind, tree)
+        return tree

@@ -6,44 +6,45 @@ from enum import StrEnum
 
 import msgspec
 
-from hpcrl import procfs
-from hpcrl.decoding import prepared
-from hpcrl.fs import atomic_write
+from hpcrl.errors import RunDirError
+from hpcrl.processes import procfs
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["HEARTBEAT_S", "ComponentState", "ComponentStatus", "ProcessId", "ReplicaJob", "RunState", "RunStatus"]
+from hpcrl.storage.files import atomic_write
+from hpcrl.storage.msgspec_types import prepared
 
 FORMAT_VERSION = 1
 HEARTBEAT_S = 2.0
-"""The supervisor writes at least this often, in seconds."""
+"""Maximum time in seconds between two writes of the supervisor."""
 _STALE_HEARTBEATS = 30
-"""Heartbeats missed by a supervisor on another host before it counts as dead (its clock and NFS may lag)."""
+"""Number of missed heartbeats after which a supervisor on another host counts as dead (its clock and NFS may lag)."""
 
 
 class RunState(StrEnum):
-    """State of a run. The supervisor writes all but `SUBMITTED` and `LOST`, which readers infer; of `REQUEUED` both."""
+    """State of a run. The supervisor writes all but `QUEUED`, `SUBMITTED` and `LOST`, which readers infer."""
 
+    QUEUED = "QUEUED"
+    """Waits for its sweep to start it (`hpcrl.sweeps`); nothing of it runs."""
     SUBMITTED = "SUBMITTED"
-    """Handed over; the supervisor has not written yet."""
+    """Submitted; the supervisor has not written yet."""
     STARTING = "STARTING"
     """Roles are being started."""
     RUNNING = "RUNNING"
     """All roles are ready."""
     STOPPING = "STOPPING"
-    """Roles are being stopped; the outcome is known, but not yet that nothing is left."""
+    """Roles are being stopped; the outcome is known, but processes may still run."""
     REQUEUED = "REQUEUED"
     """The attempt has ended, Slurm starts the next one."""
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
     LOST = "LOST"
-    """The supervisor is gone and left no last word."""
+    """The supervisor is gone without recording an end."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen in this attempt."""
+        """Return whether the attempt has ended."""
         return self in (RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.LOST)
 
 
@@ -51,16 +52,16 @@ class ComponentState(StrEnum):
     """State of one replica of a role."""
 
     PENDING = "PENDING"
-    """Waits for the roles it comes after."""
+    """Waits for roles that start before it."""
     STARTING = "STARTING"
     """Its process runs, its probe has not succeeded yet."""
     READY = "READY"
     RESTARTING = "RESTARTING"
-    """It failed or hung, and is started again after a pause."""
+    """It failed or hung, and is restarted after a pause."""
     STOPPING = "STOPPING"
     """It was asked to stop."""
     EXITED = "EXITED"
-    """Ended as it should: cleanly, or after it was asked."""
+    """Ended as expected: cleanly, or after a stop request."""
     FAILED = "FAILED"
     """Ended by itself with an error, or was never ready."""
     LOST = "LOST"
@@ -68,7 +69,7 @@ class ComponentState(StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Whether it has no process any more."""
+        """Return whether the component has no process any more."""
         return self in (ComponentState.EXITED, ComponentState.FAILED, ComponentState.LOST)
 
 
@@ -80,7 +81,7 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
     host, boot_id:
         Machine, and which of its boots.
     pid, start_ticks:
-        See `hpcrl.procfs.Process`.
+        See `hpcrl.processes.procfs.Process`.
     """
 
     host: str
@@ -90,32 +91,32 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has ``pid`` on this machine now; None where there is none."""
+        """Return the process that has ``pid`` on this machine now; None where there is none."""
         process = procfs.read_process(pid)
         if process is None:
             return None
         return cls(host=procfs.hostname(), boot_id=procfs.boot_id(), pid=pid, start_ticks=process.start_ticks)
 
     def alive(self) -> bool | None:
-        """Whether it still runs; None where that cannot be seen from this machine."""
+        """Return whether the process still runs; None where that is not visible from this machine."""
         if self.host != procfs.hostname():
             return None
         return self.boot_id == procfs.boot_id() and procfs.is_alive(self.pid, self.start_ticks)
 
 
 class ReplicaJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The Slurm job of one replica (layout ``elastic``), as the supervisor last heard of it.
+    """Slurm job of one replica (layout ``elastic``), as the supervisor last observed it.
 
     Attributes
     ----------
     job_id:
-        None while it has none.
+        Id; None while it has none.
     state, reason:
-        In Slurm's words; empty where it has no job.
+        Slurm's values; empty where it has no job.
     replaced:
         Jobs of this replica that ended in this attempt and were replaced.
     lost:
-        How the replica was lost the last time, in a sentence; empty where it never was.
+        Description of the last loss of the replica, in a sentence; empty where there was none.
     """
 
     job_id: int | None = None
@@ -126,34 +127,34 @@ class ReplicaJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica of a role.
+    """Replica of a role.
 
     Attributes
     ----------
     state:
-        Where it stands.
+        State of its process.
     pid, guard_pid:
-        The role's process and the guard above it; None before the start.
+        PIDs of the role's process and of its guard; None before the start.
     host, port:
         Its address.
     nodes:
         Slurm's names of its nodes, in order; empty on this machine.
     started_at_s, ready_at_s, ended_at_s:
-        Seconds since the epoch; None where it has not come to that.
+        Seconds since the epoch; None before that.
     exit_code, signal:
-        How it ended; one of the two.
+        Its end; one of the two.
     log:
         Log file, relative to the run directory.
     job:
         Its own job, where it has one.
     restarts:
-        How often it was started again in this attempt.
+        Number of restarts in this attempt.
     last_failure:
-        How its life before this one ended; empty without a restart.
+        End of its previous process; empty without a restart.
     progress:
-        What it said or showed last of its work, in words; empty where it says nothing.
+        Its last reported or observed progress, in words; empty where it reports none.
     progress_at_s:
-        When that last changed, in seconds since the epoch.
+        Time of the last change of ``progress``, in seconds since the epoch.
     """
 
     role: str
@@ -178,7 +179,7 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor says.
+    """Status of a run, as the supervisor writes it.
 
     Attributes
     ----------
@@ -187,7 +188,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     attempt:
         Number of the attempt.
     state, cause:
-        Where the run stands; why it ended or is ending (None while it runs, and after success).
+        State of the run; why it ended or is ending (None while it runs, and after success).
     supervisor:
         The process that wrote this.
     started_at_s, heartbeat_s, ended_at_s:
@@ -195,9 +196,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     components:
         All replicas of all roles.
     warnings:
-        What will end the run, or keeps it from being seen, if nobody acts: a sentence each.
+        Problems that will end the run or hide its state unless a person acts: a sentence each.
     clocks:
-        How far the clocks of the attempt's nodes are ahead of the supervisor's; empty outside of Slurm.
+        Offsets of the clocks of the attempt's nodes from the supervisor's; empty outside of Slurm.
+    spare_nodes:
+        Nodes of the job that no role uses (``job.spare_nodes``), in the order of their use.
+    lost_nodes:
+        Nodes of the job that are not used any more, with the reason of each.
     """
 
     run_id: str
@@ -211,10 +216,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     components: list[ComponentStatus] = []
     warnings: list[str] = []
     clocks: dict[str, NodeClock] = {}
+    spare_nodes: list[str] = []
+    lost_nodes: dict[str, str] = {}
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
-        """As ``status.json`` has it."""
+        """Return the content of ``status.json``."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     def write(self, run: RunDir) -> None:
@@ -223,19 +230,32 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, run: RunDir) -> RunStatus | None:
-        """The last status; None where no supervisor has written yet."""
+        """Return the last status; None where no supervisor has written one yet.
+
+        Raises
+        ------
+        RunDirError
+            The file is damaged.
+        """
         try:
             return msgspec.json.decode(run.status_path.read_bytes(), type=prepared(cls))
         except FileNotFoundError:
             return None
+        except msgspec.DecodeError as error:
+            raise RunDirError(
+                f"{run.status_path} cannot be read: {error}\n"
+                "    hint: move it away; the next attempt of the run writes a new one"
+            ) from error
 
     @classmethod
     def ready_since(cls, run: RunDir, attempt: int, role: str, replica: int) -> float | None:
-        """Since when the present process of a replica is ready, in seconds since the epoch: another time, another
-        process. None where it is not, and where that cannot be read now."""
+        """Return since when the present process of a replica is ready, in seconds since the epoch.
+
+        A different time means a different process. None where it is not ready, or that cannot be read now.
+        """
         try:
             status = cls.read(run)
-        except (OSError, ValueError):
+        except (OSError, RunDirError):
             return None
         if status is None or status.attempt != attempt:
             return None
@@ -243,7 +263,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         return next((c.ready_at_s for c in named if c.state is ComponentState.READY), None)
 
     def supervisor_alive(self, now_s: float) -> bool:
-        """Whether the supervisor still runs; seen from another machine, whether its heartbeat is fresh."""
+        """Return whether the supervisor still runs; on another machine, whether its heartbeat is recent."""
         alive = self.supervisor.alive()
         if alive is None:
             return now_s - self.heartbeat_s < _STALE_HEARTBEATS * HEARTBEAT_S

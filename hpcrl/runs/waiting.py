@@ -10,13 +10,11 @@ from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 
-__all__ = ["WaitTimeoutError", "wait_for_state"]
-
 _FIRST_POLL_S, _LAST_POLL_S = 0.5, 10.0
 
 
 class WaitTimeoutError(HpcrlError):
-    """A run has not come to the state in time; nothing was changed."""
+    """Raised where a run has not reached the state in time; nothing was changed."""
 
 
 def wait_for_state(
@@ -26,14 +24,14 @@ def wait_for_state(
     timeout_s: float | None = None,
     told: Callable[[RunView], None] = lambda view: None,
 ) -> RunView:
-    """Wait until a run has ended; returns what it is then.
+    """Wait until a run has ended; return its state then.
 
     Parameters
     ----------
     running:
         Wait until all of its roles are ready, or it has ended.
     timeout_s:
-        The longest wait; None: as long as it takes.
+        Maximum wait in seconds; None: without limit.
     told:
         Called with the first state and with each that follows.
 
@@ -42,7 +40,7 @@ def wait_for_state(
     WaitTimeoutError
         After ``timeout_s``.
     RunDirError
-        It is no run.
+        The directory is not a run.
     """
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     last: tuple[RunState, int] | None = None
@@ -59,5 +57,5 @@ def wait_for_state(
             wanted = "is not ready" if running else "has not ended"
             raise WaitTimeoutError(f"{run.name} {wanted} within {timeout_s:g} s: it is {view.state}")
         time.sleep(min(poll_s, left_s))
-        # a run of days is looked at less often than one that is about to start
+        # a long run is polled less often than one that is about to start
         poll_s = min(_LAST_POLL_S, poll_s * 1.5)

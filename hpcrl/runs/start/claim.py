@@ -10,23 +10,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from hpcrl.decoding import prepared
 from hpcrl.errors import RunDirError
-from hpcrl.fs import atomic_create
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId
-
-__all__ = ["claimed"]
+from hpcrl.storage.files import atomic_create
+from hpcrl.storage.msgspec_types import prepared
 
 _PREFIX = ".resume."
 _FORGOTTEN_S = 600.0
-"""A claim of a process that cannot be seen from here counts for so long: no hand-over takes longer."""
+"""Time in seconds for which a claim by an unobservable process counts, longer than any submission."""
 
 
 class _Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,57 +44,75 @@ class _Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def claimed(run: RunDir, *, user: str) -> Iterator[None]:
-    """Be the only one who starts an attempt of ``run``.
+    """Claim the exclusive right to start an attempt of ``run``.
 
     Raises
     ------
     RunDirError
         Another process is at it; the message names it. Nothing was changed.
     """
-    path = _take(run, user)
+    with claimed_directory(run.path, user=user, busy=lambda who: _busy(run, who)):
+        yield
+
+
+@contextlib.contextmanager
+def claimed_directory(directory: Path, *, user: str, busy: Callable[[str], str]) -> Iterator[None]:
+    """Claim a directory for this process alone.
+
+    Parameters
+    ----------
+    busy:
+        Returns the message of the refusal, from who has it.
+
+    Raises
+    ------
+    RunDirError
+        Another process has it. Nothing was changed.
+    """
+    path = _take(directory, user, busy)
     try:
         yield
     finally:
         path.unlink(missing_ok=True)
 
 
-def _take(run: RunDir, user: str) -> Path:
-    others = _claims(run)
-    _refuse(run, others)
-    path = run.path / f"{_PREFIX}{max(others, default=0) + 1}"
+def _take(directory: Path, user: str, busy: Callable[[str], str]) -> Path:
+    others = _claims(directory)
+    _refuse(others, busy)
+    path = directory / f"{_PREFIX}{max(others, default=0) + 1}"
     process = ProcessId.of(os.getpid())
     assert process is not None
     mine = _Claim(process=process, time_s=time.time(), user=user)
     try:
         atomic_create(path, msgspec.json.encode(mine))
     except FileExistsError:
-        _refuse(run, _claims(run))
-        raise RunDirError(_busy(run, "it has just ended")) from None
-    others = {number: claim for number, claim in _claims(run).items() if run.path / f"{_PREFIX}{number}" != path}
+        _refuse(_claims(directory), busy)
+        raise RunDirError(busy("it has just ended")) from None
+    others = {number: claim for number, claim in _claims(directory).items() if directory / f"{_PREFIX}{number}" != path}
     try:
-        _refuse(run, others)  # of two that began at once at least one sees the other; both may give way
+        _refuse(others, busy)  # of two that begin at the same time at least one sees the other; both may give up
     except RunDirError:
         path.unlink(missing_ok=True)
         raise
     for number in others:
-        (run.path / f"{_PREFIX}{number}").unlink(missing_ok=True)
+        (directory / f"{_PREFIX}{number}").unlink(missing_ok=True)
     return path
 
 
-def _claims(run: RunDir) -> dict[int, _Claim]:
+def _claims(directory: Path) -> dict[int, _Claim]:
     found = {}
-    for name in os.listdir(run.path):
+    for name in os.listdir(directory):
         number = name.removeprefix(_PREFIX)
         if number != name and number.isdecimal():
             with contextlib.suppress(FileNotFoundError):
-                found[int(number)] = msgspec.json.decode((run.path / name).read_bytes(), type=prepared(_Claim))
+                found[int(number)] = msgspec.json.decode((directory / name).read_bytes(), type=prepared(_Claim))
     return found
 
 
-def _refuse(run: RunDir, claims: dict[int, _Claim]) -> None:
+def _refuse(claims: dict[int, _Claim], busy: Callable[[str], str]) -> None:
     for claim in claims.values():
         if claim.holds:
-            raise RunDirError(_busy(run, str(claim)))
+            raise RunDirError(busy(str(claim)))
 
 
 def _busy(run: RunDir, who: str) -> str:

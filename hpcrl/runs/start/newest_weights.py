@@ -1,4 +1,4 @@
-"""Which weights of a run are evaluated."""
+"""Weights of a run that an evaluation uses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights.store import HandoffStore
 
-__all__ = ["newest_weights"]
-
 
 def newest_weights(run: RunDir, version: int | None) -> str:
-    """Return what ``--from`` calls the weights of a run: a version, or the newest full one, or the newest checkpoint.
+    """Return the ``--from`` argument of a run's weights: a version, or the newest full one, or a checkpoint.
 
     Raises
     ------
@@ -26,7 +24,7 @@ def newest_weights(run: RunDir, version: int | None) -> str:
             if store.open(number).manifest.kind == "full":
                 return f"{run.path}@v{number}"
         except HandoffError:
-            continue  # it was collected meanwhile, or is damaged: an older one is as good as a checkpoint
+            continue  # collected meanwhile, or damaged: use an older version or a checkpoint
     if not any(run.checkpoints_dir.glob("step-*")):
         raise UsageError(
             f"{run.name} has no full version and no checkpoint whose weights could be evaluated\n"

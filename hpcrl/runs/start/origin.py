@@ -1,7 +1,7 @@
-"""Beginning a run with what another one has learned: ``hpcrl submit RECIPE --from RUN[@STEP|@vVERSION]``.
+"""Start a run from the weights of another one: ``hpcrl submit RECIPE --from RUN[@STEP|@vVERSION]``.
 
 The new run gets a start model of its own, ``start-model/`` in its directory: the weights of a joint checkpoint, or a
-full version. Optimizer, random state, data order and counters begin anew.
+full version. Optimizer, random state, data order and counters are new.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl import lost_answers
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.errors import CheckpointError, HandoffError, RunFailedError, UsageError
-from hpcrl.fs import fsync_dir
 from hpcrl.runs.record import Origin, RunRecord
 from hpcrl.runs.registry import Roots, find_run, reference
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage import lost_replies
+from hpcrl.storage.files import fsync_dir
 from hpcrl.weights.format.manifest import MANIFEST, Handoff
+from hpcrl.weights.read.announced import announced_versions
 from hpcrl.weights.store import HandoffStore
-
-__all__ = ["START_MODEL", "ModelOrigin", "find_source", "make_start_model"]
 
 START_MODEL = "start-model"
 _WANTED = re.compile(r"(?P<run>.+?)(?:@(?:(?P<step>\d+)|v(?P<version>\d+)))?")
 
 
 class ModelOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a start model comes from.
+    """Source of a start model.
 
     Attributes
     ----------
     origin:
-        For the record of the new run.
+        Origin for the record of the new run.
     run:
         The other run.
     config_dir:
@@ -52,15 +51,15 @@ class ModelOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_source(text: str, root: Path, roots: Roots | None = None) -> ModelOrigin:
-    """The checkpoint or version that ``text`` means: ``RUN`` (its newest checkpoint), ``RUN@STEP`` or ``RUN@vVERSION``.
+    """Return the checkpoint or version ``text``: ``RUN`` (its newest checkpoint), ``RUN@STEP`` or ``RUN@vVERSION``.
 
-    Sizes of files are compared; data is read when the start model is made. Where the run is looked for, see
-    `hpcrl.runs.registry.find_run`.
+    Sizes of files are compared; data is read when the start model is made. `hpcrl.runs.registry.find_run` searches the
+    run.
 
     Raises
     ------
     UsageError
-        There is no such run, checkpoint or version, or a model cannot be made of it alone; the message has a hint.
+        The run, checkpoint or version does not exist, or does not suffice for a model; the message has a hint.
     """
     match = _WANTED.fullmatch(text)
     if match is None:
@@ -85,8 +84,8 @@ def _checkpoint(run: RunDir, step: int | None) -> ModelOrigin:
         if choice.entry is None:
             reasons = "".join(f"\n  step {number}: {reason}" for number, reason in choice.skipped)
             raise UsageError(
-                f"{run.name} has no good checkpoint{reasons}\n"
-                f"    hint: a full version, where there is one (hpcrl weights ls {reference(run)}): "
+                f"{run.name} has no valid checkpoint{reasons}\n"
+                f"    hint: a full version, if there is one (hpcrl weights ls {reference(run)}): "
                 f"--from {reference(run)}@vN"
             )
         step = choice.entry.step
@@ -105,6 +104,7 @@ def _version(run: RunDir, version: int) -> ModelOrigin:
     if version not in versions:
         newest = versions[-1] if versions else -1
         what = "was collected" if version < newest else "was never published, or was withdrawn"
+        what = "is announced, not durable" if version in announced_versions(store.root) else what
         there = ", ".join(map(str, versions)) or "none"
         hint = f"there are {there}; or a checkpoint: --from {reference(run)}"
         raise UsageError(f"version {version} of {run.name} {what}\n    hint: {hint}")
@@ -123,7 +123,7 @@ def _not_whole(run: RunDir, handoff: Handoff) -> str:
     what = {
         "delta": f"holds changes only and needs versions {', '.join(map(str, manifest.needs))}",
         "lora": "is an adapter, and no model",
-        "fp8": "is quantized: weights to train from would have lost most of their digits",
+        "fp8": "is quantised: weights to train from would have lost most of their digits",
     }[manifest.kind]
     return (
         f"version {manifest.version} of {run.name} {what}\n"
@@ -147,7 +147,7 @@ def _origin(run: RunDir, kind: str, number: int, path: Path) -> Origin:
     )
 
 
-def make_start_model(source: ModelOrigin, target: Path) -> None:
+def write_start_model(source: ModelOrigin, target: Path) -> None:
     """Make the model directory ``target``, which must not exist. All bytes are compared with their manifest.
 
     A version is linked where that is possible: its files never change, and stay when it is collected. A checkpoint is
@@ -167,7 +167,7 @@ def make_start_model(source: ModelOrigin, target: Path) -> None:
     try:
         handoff = Handoff.open(Path(source.origin.path))
         handoff.verify(content=True)
-        lost_answers.make_own_directory(target)
+        lost_replies.make_own_directory(target)
         for name in handoff.manifest.files:
             if name != MANIFEST:
                 _link(handoff.path / name, target / name)
@@ -178,7 +178,7 @@ def make_start_model(source: ModelOrigin, target: Path) -> None:
 
 def _link(source: Path, target: Path) -> None:
     try:
-        lost_answers.link(source, target)
+        lost_replies.link(source, target)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
             raise

@@ -1,7 +1,7 @@
-"""Who may look at a run, and that nobody else may write there: what lies in a run directory is executed and unpickled.
+"""Access rights of a run directory: only its user may write there, because its files are executed and unpickled.
 
-A run directory is its user's alone (0700), or may be read by one group (2750, its files 0640). Everything that is
-written into it later takes after it (`hpcrl.ours.umask_of`).
+A run directory is accessible to its user alone (0700), or readable by one group (2750, its files 0640). Files that are
+written into it later get the same rights (`hpcrl.storage.trusted_paths.umask_of`).
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ import stat
 from pathlib import Path
 
 from hpcrl.errors import RunDirError, UsageError
-from hpcrl.ours import NotOursError, check_parent
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["check_root", "protect"]
+from hpcrl.storage.trusted_paths import NotOursError, check_parent
 
 _log = logging.getLogger(__name__)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CODE = ("submitit", "checkpoints", "plan.json", "run.json", "recipe.yaml", "cluster.yaml")
-"""What is unpickled, or says what is executed."""
+"""Paths that are unpickled, or that decide what is executed."""
 
 
 def check_root(root: Path) -> None:
-    """See that not everybody can replace what lies in the directory of runs.
+    """Raise RunDirError where all users may replace files in the directory of runs.
 
-    One that does not exist is fine: it is made with the run, closed. A group may write there.
+    A missing directory is accepted: it is created with the run and closed to others. A group may write there.
 
     Raises
     ------
@@ -39,9 +37,9 @@ def check_root(root: Path) -> None:
     try:
         status = root.stat()
     except OSError:
-        return  # made with the run, closed
+        return  # created with the run and closed to others
     if not status.st_mode & stat.S_IWOTH:
-        return  # of a group that may write there, the site and its members answer for each other
+        return  # a group that may write there is trusted: that is the site's decision
     try:
         check_parent(root)
     except NotOursError as error:
@@ -52,24 +50,24 @@ def check_root(root: Path) -> None:
 
 
 def protect(run: RunDir, group: str | None) -> None:
-    """Close a run directory to others, or open it to one group for reading. A warning says what was more open.
+    """Close a run directory to other users, or open it to one group for reading; warn about what was more open.
 
     Parameters
     ----------
     group:
-        Who may read besides the user; None: nobody.
+        Group that may read besides the user; None: no other user may.
 
     Raises
     ------
     RunDirError
-        It belongs to another user, or something in it does that would be executed.
+        It belongs to another user, or contains an executed file that does.
     UsageError
-        There is no such group, or the user is not in it.
+        The group does not exist, or the user is not in it.
     """
     status = run.path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise RunDirError(
-            f"{run.path} belongs to {_user(status.st_uid)}: nobody else goes on with this run\n"
+            f"{run.path} belongs to {_user(status.st_uid)}: only its owner can resume it\n"
             "    hint: submit a run of your own"
         )
     if status.st_mode & _OTHERS_WRITE:
@@ -90,8 +88,14 @@ def protect(run: RunDir, group: str | None) -> None:
 
 
 def _take_back(run: RunDir) -> None:
-    """Nobody else may write what is there; RunDirError where somebody else already did."""
-    run.path.chmod(0o700)  # first: nothing can be added while we look
+    """Remove write permissions of other users from existing files.
+
+    Raises
+    ------
+    RunDirError
+        A file of another user is in a place from which files are executed.
+    """
+    run.path.chmod(0o700)  # first, so that nothing can be added during the walk
     for directory, directories, files in os.walk(run.path):
         for name in (*directories, *files):
             path = Path(directory, name)

@@ -5,43 +5,41 @@ from __future__ import annotations
 import time
 from typing import Literal, NamedTuple
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointLedger
 from hpcrl.errors import CheckpointError, RunDirError
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import user_name
 from hpcrl.runs.registry import reference
+from hpcrl.runs.resume_request import ResumePoint, ResumeRequest, find_resume_point, nothing_to_restore
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.restart import RestartRequest, ResumePoint, find_resume_point, nothing_to_restore
-
-__all__ = ["ResumeFrom", "plan_resume", "request_restart"]
+from hpcrl.storage.quarantine import list_asides
 
 
 class ResumeFrom(NamedTuple):
-    """What a resume begins with: the newest good checkpoint unless one of the two is given."""
+    """Start of a resume: the newest good checkpoint unless one of the two fields is set."""
 
     scratch: bool = False
     step: int | None = None
 
 
 def plan_resume(run: RunDir, begin: ResumeFrom, *, completed: bool, steps: int | None = None) -> ResumePoint:
-    """Where a run that has ended goes on. Nothing is changed.
+    """Return where a run that has ended resumes. Nothing is changed.
 
     Parameters
     ----------
     begin:
-        Where it is to go on.
+        Requested start.
     completed:
-        Whether it did all its steps.
+        Whether the run did all its steps.
     steps:
-        Optimizer steps of the recipe that it will go on with; those of the run by default.
+        Optimizer steps of the recipe to resume with; those of the run by default.
 
     Raises
     ------
     RunDirError
-        There is no such checkpoint; or all of these steps are done.
+        The checkpoint does not exist, or all of these steps are done.
     NothingToRestoreError
-        It has saved checkpoints, and none is there any more whose files have their sizes.
+        The run has saved checkpoints, and none is left whose files have the recorded sizes.
     """
     point = find_resume_point(run)
     if begin.step is not None:
@@ -61,7 +59,7 @@ def plan_resume(run: RunDir, begin: ResumeFrom, *, completed: bool, steps: int |
 def request_restart(run: RunDir, begin: ResumeFrom) -> None:
     """Write down where the next attempts begin, for their trainer."""
     kind: Literal["newest", "scratch", "step"] = "scratch" if begin.scratch else "newest"
-    RestartRequest(
+    ResumeRequest(
         begin="step" if begin.step is not None else kind,
         step=begin.step,
         after_attempt=(run.attempts() or [0])[-1],
@@ -71,13 +69,21 @@ def request_restart(run: RunDir, begin: ResumeFrom) -> None:
 
 
 def _at(run: RunDir, point: ResumePoint, step: int) -> ResumePoint:
-    """The checkpoint that somebody names: in the ledger, or put aside."""
+    """Return the resume point of a named checkpoint, in the ledger or quarantined.
+
+    Raises
+    ------
+    RunDirError
+        The checkpoint does not exist.
+    NothingToRestoreError
+        The files of the checkpoint are damaged.
+    """
     paths = {aside.number: aside.path for aside in list_asides(run.checkpoints_dir, "step-")}
     ledger = CheckpointLedger(run.checkpoints_dir)
     paths |= {number: ledger.path_of(number) for number in ledger.steps()}
     if step not in paths:
         there = f"there are {', '.join(map(str, sorted(paths)))}" if paths else "there are none"
-        raise RunDirError(f"{step} is no checkpoint of {run.name}\n    hint: {there}")
+        raise RunDirError(f"{step} is not a checkpoint of {run.name}\n    hint: {there}")
     try:
         CheckpointEntry.open(paths[step]).verify(content=False)
     except CheckpointError as error:
@@ -93,17 +99,17 @@ def _check_not_behind(run: RunDir, steps: int) -> None:
         return
     behind = [step for step in CheckpointLedger(run.checkpoints_dir).steps() if step < steps]
     again = f"hpcrl resume {reference(run)} --from-step {behind[-1]} --set trainer.steps={steps}" if behind else ""
-    back = f"    hint: give the later ones up: {again}\n" if behind else ""
+    back = f"    hint: discard the later ones: {again}\n" if behind else ""
     raise RunDirError(
         f"the run {run.name} has done {reached} steps, trainer.steps={steps} asks for fewer; nothing was changed\n"
         f"    hint: more steps: hpcrl resume {reference(run)} --set trainer.steps={2 * reached}\n{back}"
-        f"    hint: it is done as it is: hpcrl checkpoint export {reference(run)} --output DIRECTORY"
+        f"    hint: export it as it is: hpcrl checkpoint export {reference(run)} --output DIRECTORY"
     )
 
 
 def _check_steps(run: RunDir, point: ResumePoint, *, completed: bool, steps: int, before: int) -> None:
-    """Refuse a resume that has nothing to do."""
-    # an attempt that ended after its last step has its end to do again, where it did not end well
+    """Refuse a resume without remaining steps."""
+    # an attempt that failed after its last step must repeat the end of the run
     done = max(point.step or 0, before if completed else 0)
     if steps > done or (steps == done and not completed):
         return

@@ -1,4 +1,4 @@
-"""What a run needs beside its own files: which hpcrl, Python, packages and environment modules it was submitted with.
+"""Snapshot of what is outside of the run directory: hpcrl, Python, packages, environment modules and data at submit.
 
 ::
 
@@ -6,8 +6,8 @@
     snapshots/0001/hpcrl.diff                     changes of a checkout that are not committed
     snapshots/0001/environments/my_env.py         copies of the modules of custom environments
 
-A run lives for days in a directory that people work in. So each attempt looks whether it would run something else than
-what was there when a person last submitted or resumed, and says so. Nothing is imported for that.
+A run takes days, in which people change their working directory. So each attempt checks whether its software differs
+from that of the last submit or resume by a person, and reports it. Nothing is imported for that.
 """
 
 from __future__ import annotations
@@ -27,38 +27,37 @@ import msgspec
 
 import hpcrl
 from hpcrl import __version__
-from hpcrl.config.environments import CustomEnv, DatasetEnv
+from hpcrl.config.environments import CustomEnv, TaskFileEnv
 from hpcrl.config.plan import Plan
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.rewards import FunctionReward
-from hpcrl.decoding import prepared
-from hpcrl.fs import atomic_write, fsync_dir, write_json
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["Snapshot", "changes_since_submit", "keep_snapshot", "read_snapshot", "take_snapshot"]
+from hpcrl.runs.start.task_files import data_states
+from hpcrl.storage.files import atomic_write, fsync_dir, write_json
+from hpcrl.storage.msgspec_types import prepared
 
 FORMAT_VERSION = 1
 _PACKAGES = frozenset(
     {"torch", "torchtitan", "vllm", "transformers", "safetensors", "numpy", "submitit", "msgspec", "pydantic"}
     | {"aiohttp", "xxhash", "deep-ep", "deep-gemm", "deepgemm", "mooncake-transfer-engine", "vllm-router", "triton"}
 )
-"""Whose versions decide what a run computes, or whether it starts."""
+"""Packages whose versions decide what a run computes, or whether it starts."""
 _GIT_TIMEOUT_S = 5.0
 _MAX_DIFF_BYTES = 1 << 20
 _MAX_COPY_BYTES = 4 << 20
 
 
 class Checkout(msgspec.Struct, frozen=True, kw_only=True):
-    """The git checkout that hpcrl is imported from.
+    """Git checkout that hpcrl is imported from.
 
     Attributes
     ----------
     commit:
-        Of ``HEAD``.
+        Commit of ``HEAD``.
     dirty:
         Whether tracked files differ from it.
     diff_sha256:
-        Of these differences, all of them; empty without.
+        Hash of all of these differences; empty without.
     """
 
     commit: str
@@ -67,14 +66,14 @@ class Checkout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModuleFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a custom environment's module.
+    """Files of a custom environment's module.
 
     Attributes
     ----------
     path:
-        The file, or the directory of a package; empty where it was not found.
+        File, or directory of a package; empty where it was not found.
     sha256:
-        Over all of its Python files.
+        Hash over all of its Python files.
     """
 
     path: str
@@ -82,16 +81,17 @@ class ModuleFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attempt runs, as far as it is not in the run directory.
+    """Software that an attempt runs, as far as it is not in the run directory.
 
     Attributes
     ----------
     taken_at_s:
         Seconds since the epoch.
     hpcrl_version, hpcrl_path, hpcrl_sha256:
-        The package, where it is imported from, and its files (of a wheel, its list of files with their hashes).
+        Version of the package, its import path, and the hash of its files (of a wheel, of its list of files with
+        hashes).
     checkout:
-        None where it is no git checkout.
+        None where the package is not in a git checkout.
     python:
         Version of the interpreter that submits and supervises.
     packages:
@@ -99,7 +99,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     environments:
         Modules of custom environments and of functions that judge answers, by name.
     recipe_sha256, cluster_sha256:
-        Of the files in the run directory.
+        Hashes of the files in the run directory.
+    data:
+        What identifies the files of tasks, by path: see `data_states`. Runs of earlier versions have none.
     """
 
     taken_at_s: float
@@ -112,18 +114,24 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     environments: dict[str, ModuleFiles]
     recipe_sha256: str
     cluster_sha256: str
+    data: dict[str, str] = {}
     format_version: int = FORMAT_VERSION
 
     def changes_from(self, before: Snapshot) -> list[str]:
-        """A sentence for each thing that is another one than ``before``."""
+        """Return a sentence for each difference from ``before``."""
         return list(_changes(before, self))
 
 
-def take_snapshot(run: RunDir, recipe: Recipe, plan: Plan) -> Snapshot:
-    """What an attempt of ``run`` would run now, for a comparison with what it was submitted with.
+def take_snapshot(run: RunDir, recipe: Recipe, plan: Plan, *, with_data: bool = False) -> Snapshot:
+    """Return a snapshot of what an attempt of ``run`` would run now, to compare it with the one at the submit.
 
-    Some hundred small files are read (the package, lists of installed packages, modules of environments); nothing is
-    imported, and nothing written: see `keep_snapshot`.
+    Some hundred small files are read (the package, lists of installed packages, modules of environments). Nothing is
+    imported, and nothing is written: see `keep_snapshot`.
+
+    Parameters
+    ----------
+    with_data:
+        Also read the files of tasks, which may take seconds.
     """
     package = Path(hpcrl.__file__).parent
     pythons = dict.fromkeys([plan.python or sys.executable, *(group.python or "" for group in plan.groups)])
@@ -138,11 +146,12 @@ def take_snapshot(run: RunDir, recipe: Recipe, plan: Plan) -> Snapshot:
         environments={module: _module_files(module) for module in _modules(recipe)},
         recipe_sha256=_hash_of([run.recipe_path]),
         cluster_sha256=_hash_of([run.cluster_path]),
+        data=data_states(recipe) if with_data else {},
     )
 
 
 def keep_snapshot(run: RunDir, snapshot: Snapshot) -> None:
-    """Write a snapshot down as what the next attempts are compared with, with copies of what may be lost."""
+    """Write a snapshot with which the next attempts are compared, with copies of files that may be lost."""
     place = run.snapshots_dir / f"{(_numbers(run) or [0])[-1] + 1:04d}"
     place.mkdir(parents=True)
     if snapshot.checkout is not None and snapshot.checkout.dirty:
@@ -158,13 +167,13 @@ def keep_snapshot(run: RunDir, snapshot: Snapshot) -> None:
             target = place / "environments" / (Path(name) / inside if root.is_dir() else Path(f"{name}.py"))
             target.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(target, path.read_bytes())
-    # last: a snapshot without it is none
+    # written last: a snapshot without this file is incomplete
     write_json(place / "snapshot.json", snapshot)
     fsync_dir(place.parent)
 
 
 def read_snapshot(run: RunDir) -> Snapshot | None:
-    """What a person last submitted or resumed with; None of a run of an earlier version."""
+    """Return the snapshot of the last submit or resume by a person; None of a run of an earlier version."""
     for number in reversed(_numbers(run)):
         try:
             path = run.snapshots_dir / f"{number:04d}" / "snapshot.json"
@@ -175,7 +184,7 @@ def read_snapshot(run: RunDir) -> Snapshot | None:
 
 
 def changes_since_submit(run: RunDir) -> list[str]:
-    """What an attempt would run now, and a person has not seen: a sentence each."""
+    """Return a sentence for each difference between what an attempt would run now and the last submit or resume."""
     before = read_snapshot(run)
     return [] if before is None else take_snapshot(run, run.recipe(), run.plan()).changes_from(before)
 
@@ -258,7 +267,7 @@ def _checkout(package: Path) -> Checkout | None:
 
 
 def _git(directory: Path, *arguments: str) -> bytes:
-    """What git says; empty where it is not there, fails, or does not answer."""
+    """Return the output of git; empty where it is not installed, fails, or does not answer."""
     command = ["git", "-C", str(directory), "--no-optional-locks", *arguments]
     try:
         return subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT_S, check=True).stdout
@@ -267,14 +276,14 @@ def _git(directory: Path, *arguments: str) -> bytes:
 
 
 def _versions(python: Path) -> dict[str, str]:
-    """Versions of packages that an interpreter sees, by the directories beside it; it is not started."""
+    """Return the versions of packages that an interpreter sees, by its directories; it is not started."""
     if str(python) == sys.executable:
         places = sys.path
     else:
         places = [str(path) for path in python.parent.parent.glob("lib*/python3*/site-packages")]
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions(path=places):
-        # by the name of the directory: reading the metadata of hundreds of packages takes long on a shared filesystem
+        # versions by names of directories: reading the metadata of hundreds of packages is slow on a shared filesystem
         directory = getattr(distribution, "_path", None)
         name, _, version = Path(str(directory)).name.removesuffix(".dist-info").partition("-")
         name = name.lower().replace("_", "-")
@@ -284,9 +293,9 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def _modules(recipe: Recipe) -> list[str]:
-    """Modules of custom environments, and of functions that judge answers."""
+    """Return the modules of custom environments, and of functions that judge answers."""
     factories = [env.factory for env in recipe.environments if isinstance(env, CustomEnv)]
-    datasets = [env for env in recipe.environments if isinstance(env, DatasetEnv)]
+    datasets = [env for env in recipe.environments if isinstance(env, TaskFileEnv)]
     factories += [each.function for env in datasets for each in env.rewards if isinstance(each, FunctionReward)]
     return list(dict.fromkeys(factory.partition(":")[0] for factory in factories))
 
@@ -304,7 +313,7 @@ def _module_files(name: str) -> ModuleFiles:
 
 
 def _find(name: str) -> ModuleSpec | None:
-    """Where a module would be imported from. Packages above it are looked at, not imported."""
+    """Return the spec from which a module would be imported. Parent packages are searched, not imported."""
     places: list[str] | None = None
     spec: ModuleSpec | None = None
     parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as rows and documents, and removing some of them."""
+"""Checkpoints of a run as rows and documents, and removing some of them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,26 @@ from typing import Any
 
 import msgspec
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger
 from hpcrl.checkpoints.checks import read_check, record_check
 from hpcrl.checkpoints.pins import pins_of
-from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.checkpoints.retention import removable_steps
 from hpcrl.errors import CheckpointError
 from hpcrl.runs.record import user_name
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
-
-__all__ = [
-    "CheckpointItem",
-    "checkpoint_details",
-    "checkpoint_items",
-    "items_document",
-    "pinned_steps",
-    "plan_prune",
-    "verify_checkpoints",
-]
+from hpcrl.storage.quarantine import list_asides
 
 SCHEMA = "hpcrl.checkpoints/1"
 
 
 def pinned_steps(run: RunDir) -> list[int]:
-    """Steps of the checkpoints that somebody wants to be kept, ascending."""
+    """Return the steps of pinned checkpoints, ascending."""
     return sorted(pins_of(run.checkpoints_dir).numbers())
 
 
 class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A ledger entry. What cannot be read is None or 0, and `problem` says why.
+    """Entry of the ledger. A field that cannot be read is None or 0, and `problem` says why.
 
     Attributes
     ----------
@@ -47,14 +37,14 @@ class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
     bytes, files:
         Size of all files, and how many.
     save_s, blocked_s:
-        Seconds that the save took, and those of them in which the training stood still.
+        Seconds that the save took, and those of them in which training was blocked.
     pin:
-        Why it is pinned; None where it is not.
+        Reason of its pin; None where it is not pinned.
     problem:
-        Why it cannot be used; empty where nothing is known against it.
+        Reason why it is unusable; empty where no problem is known.
     verified_at_s, verified_by:
-        When every byte was last compared with the manifest and found right (seconds since the epoch), and by whom;
-        None and empty where nobody has done that.
+        Time (seconds since the epoch) and user of the last successful comparison of every byte with the manifest; None
+        and empty without one.
     """
 
     step: int
@@ -73,7 +63,7 @@ class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """What is known of it, in words."""
+        """Return the state of verification in words."""
         if self.problem:
             return f"damaged: {self.problem.partition(' is damaged: ')[2] or self.problem}"
         if self.verified_at_s is None:
@@ -87,14 +77,14 @@ class CheckpointItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checkpoint_items(run: RunDir) -> list[CheckpointItem]:
-    """All entries, ascending; sizes of files are compared, data is not read."""
+    """Return all entries, ascending; sizes of files are compared, data is not read."""
     return _items(run, None, content=False)
 
 
 def verify_checkpoints(run: RunDir, step: int | None, *, content: bool = True) -> list[CheckpointItem]:
     """Compare one entry, or all, with their manifests: every byte, or sizes only (CheckpointError: no such step).
 
-    What was found is written down for `checkpoint_items`, where the run directory may be written.
+    The result is recorded for `checkpoint_items`, where the run directory is writable.
     """
     ledger = CheckpointLedger(run.checkpoints_dir)
     items = []
@@ -108,12 +98,12 @@ def verify_checkpoints(run: RunDir, step: int | None, *, content: bool = True) -
 
 
 def checkpoint_details(run: RunDir, step: int | None) -> dict[str, Any]:
-    """One entry with everything that is known about it; the newest by default.
+    """Return one entry with all known details; the newest by default.
 
     Raises
     ------
     CheckpointError
-        There is none.
+        The entry does not exist.
     """
     ledger = CheckpointLedger(run.checkpoints_dir)
     steps = ledger.steps()
@@ -135,19 +125,19 @@ def checkpoint_details(run: RunDir, step: int | None) -> dict[str, Any]:
 def plan_prune(
     run: RunDir, *, keep_last: int, keep_every: int, steps: Sequence[int] = (), content: bool = True
 ) -> list[CheckpointItem]:
-    """What `hpcrl checkpoint prune` would remove: by the rule of retention, or the ``steps`` that are named.
+    """Return the checkpoints that `hpcrl checkpoint prune` would remove, by the retention rule or by ``steps``.
 
-    Of what stays, the newest entry that is compared with its manifest must be good.
+    The newest remaining entry must be intact when it is compared with its manifest.
 
     Parameters
     ----------
     content:
-        Whether every byte of it is compared, or sizes only.
+        Whether every byte of that entry is compared, or sizes only.
 
     Raises
     ------
     CheckpointError
-        A named step does not exist or is pinned; or nothing good would stay.
+        A named step does not exist or is pinned; or no intact entry would remain.
     """
     ledger = CheckpointLedger(run.checkpoints_dir)
     there, pinned = ledger.steps(), pins_of(ledger.root).numbers()
@@ -160,7 +150,7 @@ def plan_prune(
                 )
         doomed = sorted(set(steps))
     else:
-        doomed = doomed_steps(
+        doomed = removable_steps(
             there, whole=ledger.whole_steps(keep_last), pinned=pinned, keep_last=keep_last, keep_every=keep_every
         )
     if doomed:
@@ -168,8 +158,15 @@ def plan_prune(
     return [_item(ledger, step, content=False) for step in doomed]
 
 
+def remove_checkpoints(run: RunDir, items: Sequence[CheckpointItem]) -> None:
+    """Remove entries that `plan_prune` has found."""
+    ledger = CheckpointLedger(run.checkpoints_dir)
+    for item in items:
+        ledger.remove(item.step)
+
+
 def items_document(run: RunDir, items: Sequence[CheckpointItem]) -> str:
-    """Items as JSON (schema `SCHEMA`)."""
+    """Return the items as JSON (schema `SCHEMA`)."""
     aside = [{"step": entry.number, "path": str(entry.path)} for entry in list_asides(run.checkpoints_dir, "step-")]
     document = {"schema": SCHEMA, "run": run.name, "items": list(items), "put_aside": aside}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
@@ -184,9 +181,9 @@ def _refuse_loss(ledger: CheckpointLedger, run: RunDir, staying: list[int], *, c
             reasons.append(str(error))
         else:
             return
-    why = "; ".join(reasons) or "they are all that there are"
+    why = "; ".join(reasons) or "the run has no others"
     raise CheckpointError(
-        f"no good checkpoint of {run.name} would be left: {why}\n    hint: hpcrl checkpoint verify {reference(run)}"
+        f"no valid checkpoint of {run.name} would be left: {why}\n    hint: hpcrl checkpoint verify {reference(run)}"
     )
 
 
@@ -201,12 +198,12 @@ def _chosen(ledger: CheckpointLedger, run: RunDir, wanted: int | None) -> list[i
         return steps
     if wanted not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        raise CheckpointError(f"{wanted} is no checkpoint of {run.name}\n    hint: {there}")
+        raise CheckpointError(f"{wanted} is not a checkpoint of {run.name}\n    hint: {there}")
     return [wanted]
 
 
 def _item(ledger: CheckpointLedger, step: int, *, content: bool, known: bool = True) -> CheckpointItem:
-    """An entry; with ``known`` also what the last who compared it has found."""
+    """Return an entry; with ``known`` it includes the result of the last verification."""
     pin = pins_of(ledger.root).all().get(step)
     item = CheckpointItem(step=step, path=str(ledger.path_of(step)), pin=None if pin is None else pin.reason)
     try:
@@ -235,13 +232,16 @@ def _item(ledger: CheckpointLedger, step: int, *, content: bool, known: bool = T
 
 
 def _orchestrator(entry: CheckpointEntry) -> dict[str, Any]:
-    """What the orchestrator goes on with. Its bytes belong to `hpcrl.rollouts.state`; here they are only counted."""
+    """Return counts of the state that the orchestrator resumes from.
+
+    The format of its bytes belongs to `hpcrl.rollouts.ledger.state`; they are only counted here.
+    """
     try:
         state = msgspec.msgpack.decode(entry.orchestrator_state())
         if state.get("kind") == "sft":
-            # a supervised run has no orchestrator, and its trainer says where it stands in the data
+            # a supervised run has no orchestrator; its trainer stores the position in the data
             return {"epoch": state["epoch"] + 1, "conversations_per_step": state["conversations_per_step"]}
-        # since format 3 the ledger of rollouts has them, and the state only says: index, environment, prompt, count
+        # since format 3 the ledger of rollouts has them, and the state has only index, environment, prompt and count
         groups = [len(group["rollouts"]) for group in state["finished"]]
         groups += [count for _, _, _, count in state.get("logged", [])]
         return {

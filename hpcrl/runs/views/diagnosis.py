@@ -1,4 +1,4 @@
-"""What ended a run, for ``hpcrl why``: the first cause, its last words, what followed, the way on."""
+"""Diagnosis of the end of a run, for ``hpcrl why``: first cause, last words, consequences, and commands to continue."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from hpcrl.runs.cause import Cause, CauseKind, describe_end, from_record
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.registry import reference
+from hpcrl.runs.resume_request import ResumePoint, find_resume_point
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.run_progress import read_evaluations
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.restart import ResumePoint, find_resume_point
 from hpcrl.runs.status import ComponentState, RunState
+from hpcrl.runs.views.fabric_notes import fabric_notes
 from hpcrl.runs.views.failures import failure_lines, heldout_words, rollouts_of
 from hpcrl.runs.views.logs import LogFilter, find_log_files, read_logs
 from hpcrl.runs.views.whole_events import whole_events
 from hpcrl.runs.views.words import duration, state_text
-
-__all__ = ["WHY_SCHEMA", "Consequence", "Diagnosis", "diagnose", "diagnosis_document", "print_diagnosis"]
 
 WHY_SCHEMA = "hpcrl.why/1"
 _LOG_LINES = 15
 _TRACEBACK_LINES = 25
 _SHORT_LINES = 8
 _SHORT_EVENTS = 3
-_OOM_HINT = "nobody in the run sent it: the kernel's out-of-memory killer does that (look in dmesg), or a person"
+_OOM_HINT = (
+    "no process of the run sent it; likely senders are the kernel's out-of-memory killer (see dmesg) or a person"
+)
 _HINTS = {
     CauseKind.START_TIMEOUT: "if it was only slow, raise limits.start_timeout_s in the cluster profile",
     CauseKind.HUNG: "if it was only slow, raise supervision.hang_floor_s (or hang_ceiling_s) in the recipe",
-    CauseKind.WRONG_WEIGHTS: "what it sampled since its last proof may have wrong log-probabilities; "
-    "hpcrl resume goes back to the newest checkpoint",
-    CauseKind.DISK_FULL: "make space there, then resume; `hpcrl checkpoint ls` says what this run keeps",
+    CauseKind.WRONG_WEIGHTS: "rollouts since its last proof may have wrong log-probabilities; "
+    "hpcrl resume returns to the newest checkpoint",
+    CauseKind.DISK_FULL: "free space there, then resume; `hpcrl checkpoint ls` lists what this run keeps",
     CauseKind.TIME_LIMIT: "the limit is job.time_limit_h of the recipe, else the profile's limits.time_limit_h",
-    CauseKind.CHANGED: "bring back what it was, or accept what it is now: hpcrl resume RUN --accept-changes",
+    CauseKind.CHANGED: "restore the submitted state, or accept the changes: hpcrl resume RUN --accept-changes",
 }
 
 
@@ -51,32 +52,32 @@ class Consequence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What ended a run.
+    """Diagnosis of the end of a run.
 
     Attributes
     ----------
     sentence:
         The cause, or the state, in one sentence.
     hint:
-        What usually stands behind it; may be empty.
+        The usual reason for it; may be empty.
     last_words:
-        End of the traceback that the role left, else of its log.
+        End of the traceback that the role recorded, else of its log.
     log:
-        File they are from, relative to the run directory; empty for a traceback.
+        File of ``last_words``, relative to the run directory; empty for a traceback.
     consequences:
         Restarts, ends and complaints of roles, in time order.
     lost_replicas:
-        Replicas with jobs of their own that were lost in this attempt, in time order: the run goes on without them.
+        Replicas with their own jobs that were lost in this attempt, in time order: the run continues without them.
     skipped_steps:
         Steps of the run whose gradient was not finite, with parameters and rollouts, in time order.
     earlier:
-        How earlier attempts ended, by attempt.
+        Ends of earlier attempts, by attempt.
     ways_on:
-        Commands.
+        Commands to continue with.
     resume_step:
         Step of the checkpoint that a resume takes; None where there is none.
     failed_rollouts:
-        Which rollouts of the run failed, in lines; empty where none did.
+        Rollouts of the run that failed, in lines; empty where none did.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(run: RunDir) -> Diagnosis:
-    """Explain the end of the newest attempt of a run."""
+    """Return an explanation of the end of the newest attempt of a run."""
     view = observe(run)
     last_words, log = _last_words(run, view)
     point = ResumePoint(None, [], [])
@@ -139,7 +140,7 @@ def diagnose(run: RunDir) -> Diagnosis:
 
 
 def _failed_rollouts(run: RunDir) -> list[str]:
-    """Say which training rollouts failed, and which of the newest evaluation."""
+    """Return lines about failed training rollouts, and failed ones of the newest evaluation."""
     lines = failure_lines(rollouts_of(run))
     evaluations = read_evaluations(run)
     if evaluations and (newest := evaluations[-1]).failed:
@@ -155,7 +156,7 @@ def _sentence(view: RunView) -> str:
     if view.cause is not None:
         return view.cause.message
     if view.state is RunState.COMPLETED:
-        return "the run completed: it did all its steps"
+        return "the run completed all its steps"
     return f"the run has not ended: it is {view.state}"
 
 
@@ -171,7 +172,7 @@ def _hint(run: RunDir, cause: Cause | None) -> str:
 
 
 def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
-    """The end of the traceback or of the log of the role that was first."""
+    """Return the end of the traceback or of the log of the role that failed first, and the file it is from."""
     cause = view.cause
     if cause is None or cause.role is None or cause.details:
         return [], ""
@@ -179,7 +180,7 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
         return cause.frames, cause.dump
     if cause.traceback:
         return cause.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:], ""
-    # a rank that was killed may not have said anything yet; what started it has
+    # a killed rank may have logged nothing; its launcher has
     for rank in dict.fromkeys((cause.rank, 0)):
         wanted = LogFilter(view.attempt, cause.role, cause.replica, rank)
         files = find_log_files(run, wanted)
@@ -190,7 +191,7 @@ def _last_words(run: RunDir, view: RunView) -> tuple[list[str], str]:
 
 
 def _restored(run: RunDir, view: RunView) -> list[Consequence]:
-    """What this attempt passed over and withdrew before its first step."""
+    """Return the events in which this attempt skipped or withdrew checkpoints and versions before its first step."""
     what = {
         "trainer.checkpoint_skipped": "the checkpoint of step {step} was passed over: {reason}",
         "trainer.checkpoints_put_aside": "checkpoints of steps {steps} were put aside, as asked by {asked}",
@@ -202,28 +203,33 @@ def _restored(run: RunDir, view: RunView) -> list[Consequence]:
         for event in whole_events(run, attempt=view.attempt, kind=kind)
     ]
     return found + [
-        Consequence(time_s=event.time_s, what=f"this attempt runs something else than was submitted: {change}")
+        Consequence(
+            time_s=event.time_s, what=f"this attempt runs other code or environments than were submitted: {change}"
+        )
         for event in whole_events(run, attempt=view.attempt, kind="attempt.changed")
         for change in event.data["changes"]
     ]
 
 
 def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
-    """Replicas that were started again in this attempt, and where the stacks are of those that hung."""
+    """Return the replicas that were restarted in this attempt, and the stack files of those that hung."""
     found = []
     for event in whole_events(run, attempt=view.attempt, kind="component.restarting"):
         who = f"{event.data['role']} {event.data['replica']}"
         what = f"{event.data['cause']}; {who} is restarted (restart {event.data['restart']})"
         found.append(Consequence(time_s=event.time_s, what=what))
     for event in whole_events(run, attempt=view.attempt, kind="component.lost"):
-        found.append(Consequence(time_s=event.time_s, what=f"{event.data['cause']}; the run goes on without it"))
+        found.append(Consequence(time_s=event.time_s, what=f"{event.data['cause']}; the run continues without it"))
     for event in whole_events(run, attempt=view.attempt, kind="component.hung"):
         if event.data["dumps"]:
             frames = " < ".join(frame.partition(" (")[0] for frame in event.data["frames"][1:4])
             what = f"stacks of {event.data['role']} {event.data['replica']} are in {event.data['dumps'][0]}"
             found.append(Consequence(time_s=event.time_s, what=what + (f": {frames}" if frames else "")))
     for event in whole_events(run, attempt=view.attempt, kind="component.went_on"):
-        what = f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and went on"
+        what = (
+            f"{event.data['role']} {event.data['replica']} seemed to hang ({event.data['problem']}) and then "
+            "made progress"
+        )
         found.append(Consequence(time_s=event.time_s, what=what))
     for event in whole_events(run, attempt=view.attempt, kind="trainer.version_refused"):
         found.append(Consequence(time_s=event.time_s, what=event.data["what"]))
@@ -235,14 +241,18 @@ def _restarts(run: RunDir, view: RunView) -> list[Consequence]:
         engine, version = event.data["engine"], event.data["version"]
         what = f"nothing has shown that {engine} computes with version {version}: {event.data['why']}"
         found.append(Consequence(time_s=event.time_s, what=what))
+    for event in whole_events(run, attempt=view.attempt, kind="notify.failed"):
+        which = event.data["notifier"] or "the notifiers"
+        found.append(Consequence(time_s=event.time_s, what=f"a message of {which} was not sent: {event.data['error']}"))
+    found += [Consequence(time_s=time_s, what=what) for time_s, what in fabric_notes(run, view.attempt)]
     return found + _lost_segments(run, view)
 
 
 def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
-    """Memory that left the KV pool before the run was stopped: its blocks are computed anew."""
+    """Return memory that left the KV pool before the run was stopped: its blocks are recomputed."""
     states = whole_events(run, attempt=view.attempt, kind="run.state")
     stopped_s = min((e.time_s for e in states if e.data["state"] == RunState.STOPPING), default=math.inf)
-    # whose node it was on; engines that share one are not told apart
+    # by the node it was on; engines that share a node cannot be distinguished
     owners: dict[str, set[str]] = {}
     for event in whole_events(run, attempt=view.attempt, kind="store.canary"):
         owners.setdefault(event.data["host"], set()).add(event.writer.replace("-", " "))
@@ -263,7 +273,7 @@ def _lost_segments(run: RunDir, view: RunView) -> list[Consequence]:
 
 
 def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
-    """What was restored and restarted, what other roles said, and how they ended by themselves."""
+    """Return the events that followed the cause: restores, restarts, failure records and ends of other roles."""
     cause = view.cause
     found = _restored(run, view) + _restarts(run, view)
     if cause is None:
@@ -284,7 +294,7 @@ def _consequences(run: RunDir, view: RunView) -> list[Consequence]:
 
 
 def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
-    """Last state and cause of the attempts before, from their events."""
+    """Return the last state and cause of earlier attempts, from their events."""
     ends: dict[int, str] = {}
     gone = {event.attempt: sorted(event.data["nodes"]) for event in whole_events(run, kind="nodes.excluded")}
     for event in whole_events(run, kind="run.state"):
@@ -293,38 +303,38 @@ def _earlier(run: RunDir, attempt: int) -> dict[int, str]:
             if not state.ended and state is not RunState.REQUEUED:
                 names = gone.get(event.attempt, [])
                 down = f"; {'node' if len(names) == 1 else 'nodes'} {', '.join(names)} went down" if names else ""
-                ends[event.attempt] = f"LOST: the supervisor went away without a last word{down}"
+                ends[event.attempt] = f"LOST: the supervisor ended without a final status{down}"
             else:
                 ends[event.attempt] = f"{state}: {cause}" if cause else state.value
     return ends
 
 
 def _ways_on(view: RunView, point: ResumePoint, named: str) -> list[str]:
-    """Commands that go on from here; ``named`` is how they name the run."""
+    """Return commands to continue with; ``named`` is the argument that identifies the run."""
     if view.state is RunState.COMPLETED:
-        return [f"hpcrl report {named}", f"hpcrl resume {named} --set trainer.steps=...    # go on with more"]
+        return [f"hpcrl report {named}", f"hpcrl resume {named} --set trainer.steps=...    # continue with more"]
     if not view.state.ended:
         return [f"hpcrl status {named} --watch", f"hpcrl logs {named} -f"]
     lost = view.cause is not None and view.cause.kind is CauseKind.NOTHING_TO_RESTORE
     if lost or (point.step is None and point.saved):
         return [
             f"hpcrl checkpoint verify {named}    # what is wrong with each",
-            f"hpcrl resume {named} --from-step STEP    # one that is good again",
-            f"hpcrl resume {named} --from-scratch    # step 0; what there is is put aside",
+            f"hpcrl resume {named} --from-step STEP    # one that is valid again",
+            f"hpcrl resume {named} --from-scratch    # step 0; existing state is put aside",
         ]
     where = "from the beginning: it has saved no checkpoint"
     if point.step is not None:
-        where = f"from step {point.step}, if the trainer finds it good"
+        where = f"from step {point.step}, if the trainer finds it valid"
     return [f"hpcrl resume {named}    # {where}", f"hpcrl logs {named}"]
 
 
 def diagnosis_document(diagnosis: Diagnosis) -> str:
-    """The diagnosis as JSON (schema `WHY_SCHEMA`)."""
+    """Return the diagnosis as JSON (schema `WHY_SCHEMA`)."""
     return msgspec.json.format(msgspec.json.encode(diagnosis), indent=2).decode()
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console, *, events: bool = False) -> None:
-    """The diagnosis for a person: what happened, how to go on, its last words; all that followed with ``events``."""
+    """Print the diagnosis for a person: the cause, how to continue, last words; all consequences with ``events``."""
 
     def say(*parts: str | Text | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
@@ -361,7 +371,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console, *, events: bool = Fa
 
 
 def _say_events(diagnosis: Diagnosis, say: Callable[..., None], *, most: int | None) -> None:
-    """What followed, what was lost, and how attempts before ended; the first of each where not all is wanted."""
+    """Print consequences, losses and ends of earlier attempts; of each at most ``most``."""
     then = "then" if diagnosis.cause is not None else "until now"
     earlier = [f"{number}  {end}" for number, end in sorted(diagnosis.earlier.items(), reverse=most is not None)]
     lists = (
@@ -372,7 +382,7 @@ def _say_events(diagnosis: Diagnosis, say: Callable[..., None], *, most: int | N
     )
     left_out = 0
     if most is None and not any(items for _, items in lists):
-        say("\n", ("nothing else is on record of this attempt", "dim"))
+        say("\n", ("nothing else is recorded for this attempt", "dim"))
     for title, items in lists:
         shown = items[:most]
         left_out += len(items) - len(shown)

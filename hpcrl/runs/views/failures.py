@@ -10,18 +10,8 @@ from hpcrl.runs.run_progress import Evaluation, MeanOfPrompts, SetEvaluation
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.words import number
 
-__all__ = [
-    "failed_heldout",
-    "failure_lines",
-    "failure_warnings",
-    "heldout_words",
-    "mean_words",
-    "rollouts_of",
-    "set_words",
-]
-
 _MOST_PARTS = 3
-"""Parts that were left out which are named."""
+"""Maximum number of named parts that were left out."""
 
 
 def rollouts_of(run: RunDir) -> list[EnvironmentFailures]:
@@ -33,7 +23,7 @@ def rollouts_of(run: RunDir) -> list[EnvironmentFailures]:
 
 
 def failure_lines(rollouts: Sequence[EnvironmentFailures]) -> list[str]:
-    """Say which training rollouts failed, the worst environment first; empty where none did."""
+    """Return lines about failed training rollouts, the worst environment first; empty where none failed."""
     lines = []
     for each in sorted(rollouts, key=lambda each: -each.share):
         if each.total:
@@ -41,6 +31,9 @@ def failure_lines(rollouts: Sequence[EnvironmentFailures]) -> list[str]:
             for cause, first in each.first.items():
                 place = f", at {first.where}" if first.where else ""
                 lines.append(f"    {_cause(cause)}, the first: {first.what}{place}")
+        if each.tampered:
+            began = max(each.started, each.total + each.finished)
+            lines.append(f"{_of(each)}{each.tampered:,} of {began:,} rollouts interfered with their judge")
         for part, count in list(each.refused_parts.items())[:_MOST_PARTS]:
             what = each.first_refused.get(part, "no finite number")
             lines.append(f"{_of(each)}part {part!r} was left out of {count:,} rewards; the first was {what}")
@@ -50,7 +43,7 @@ def failure_lines(rollouts: Sequence[EnvironmentFailures]) -> list[str]:
 
 
 def failure_warnings(rollouts: Sequence[EnvironmentFailures]) -> dict[str, str]:
-    """Say one sentence of each environment of which so large a share failed that people are warned, by its name."""
+    """Return one warning for each environment whose share of failures reaches the limit, by its name."""
     found = {}
     for each in rollouts:
         if each.warns:
@@ -80,17 +73,17 @@ def _cause(cause: str) -> str:
 
 
 def mean_words(mean: float, count: int) -> str:
-    """Say a mean with the number of rollouts that it is over, where that is known."""
+    """Return a mean with the number of rollouts that it is over, where that is known."""
     return number(mean) + (f" of {count:,}" if count else "")
 
 
 def heldout_words(evaluation: Evaluation) -> str:
-    """Say a held-out reward, of how many rollouts, and how many failed."""
+    """Return a held-out reward, its number of rollouts, and how many failed."""
     return mean_words(evaluation.reward, evaluation.count) + failed_heldout(evaluation)
 
 
 def set_words(evaluation: SetEvaluation) -> str:
-    """Say what an evaluation of a set came to: mean with its interval, pass@k, and what was truncated or failed."""
+    """Return the result of an evaluation of a set: mean with its interval, pass@k, truncated and failed rollouts."""
     words = [f"reward {_interval(evaluation.mean)} of {evaluation.prompts:,} prompts"]
     if evaluation.samples_per_prompt > 1:
         words[0] += f" x {evaluation.samples_per_prompt}"
@@ -113,7 +106,7 @@ def _interval(mean: MeanOfPrompts) -> str:
 
 
 def failed_heldout(evaluation: Evaluation, *, short: bool = False) -> str:
-    """Say how many held-out rollouts failed, and how they count, behind a number; empty where none did."""
+    """Return how many held-out rollouts failed, and how they count, as a suffix; empty where none failed."""
     if not evaluation.failed:
         return ""
     if short:

@@ -1,8 +1,9 @@
-"""The engines of a run as a table, for ``hpcrl status``."""
+"""Table of the engines of a run, for ``hpcrl status``."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,8 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, ReplicaState
-
-__all__ = ["fleet_document", "fleet_table"]
 
 _STYLES = {
     ReplicaState.HEALTHY: "green",
@@ -24,26 +23,28 @@ _STYLES = {
     ReplicaState.UNKNOWN: "dim",
 }
 _WIDE = 110
-"""From this width the table has all columns and says beside an engine what is wrong with it, below it otherwise."""
+"""Minimum width in columns for all columns and for an engine's problem in its row; it is below the row otherwise."""
 _COLUMNS = ("engine", "health", "version", "in flight", "running", "waiting", "KV", "prefix hits", "tokens/s", "")
 _LEFT_OUT = ("prefix hits", "")
+_WORKERS = 8
+"""Maximum number of workers of environments with a line of their own."""
 
 
 def fleet_table(fleet: Fleet, *, width: int = 120, most: int | None = None) -> RenderableType:
-    """A line for the fleet, and one for each engine; ``?`` is what nobody knows now.
+    """Return a table with a line for the fleet, and one for each engine; ``?`` stands for an unknown value.
 
     Parameters
     ----------
     width:
-        Columns that there are.
+        Available columns.
     most:
-        Engines to show, those first that are not healthy; all by default.
+        Maximum number of engines to show, unhealthy ones first; all by default.
     """
     wide = width >= _WIDE
     shown = [i for i, column in enumerate(_COLUMNS) if wide or column not in _LEFT_OUT]
     table = Table(box=None, header_style="dim", pad_edge=False)
     for i in shown:
-        # nothing here is longer than its column: names and figures are not broken over two lines
+        # names and figures must not wrap, and they fit their columns
         last = not _COLUMNS[i]
         table.add_column(_COLUMNS[i], justify="left" if i < 2 or last else "right", no_wrap=not last)
     replicas = fleet.replicas
@@ -53,6 +54,7 @@ def fleet_table(fleet: Fleet, *, width: int = 120, most: int | None = None) -> R
         row = _row(replica)
         table.add_row(*(row[i] for i in shown))
     parts: list[RenderableType] = [_head(fleet.view), *([table] if replicas else [])]
+    parts += _worker_lines(fleet.view)
     if not wide:
         parts += [Text(f"{replica.role} {replica.replica}: {why}") for replica in replicas if (why := _why(replica))]
     if hidden := len(fleet.replicas) - len(replicas):
@@ -64,17 +66,49 @@ def fleet_table(fleet: Fleet, *, width: int = 120, most: int | None = None) -> R
 
 def _head(view: FleetView | None) -> Text:
     if view is None:
-        return Text("engines: the orchestrator says nothing about them now", style="dim")
+        return Text("engines: the orchestrator does not report them now", style="dim")
     text = Text(f"engines: {view.in_flight} rollouts in flight, at most {view.limit}")
     if view.newest is not None:
         text.append(f"; newest version {view.newest}")
+        if view.durable is not None and view.durable < view.newest:
+            text.append(f", which is not durable; version {view.durable} is" if view.durable >= 0 else "")
     if view.router is not None:
         text.append("; the router answers" if view.router else "; the router does not answer")
+    if view.weights is not None:
+        text.append(f"; {_ways(view.weights)}")
     return text
 
 
+def _ways(weights: Mapping[str, float]) -> str:
+    """Return by which way weights came."""
+    names = {"fabric_bytes": "over the fabric", "node_bytes": "from other nodes", "share_bytes": "from the share"}
+    read = [f"{weights.get(name, 0.0) / 1e9:.3g} GB {way}" for name, way in names.items() if weights.get(name)]
+    failed = round(weights.get("fabric_failures", 0.0))
+    return f"weights: {', '.join(read) or 'none read yet'}" + (f", {failed} pulls failed" if failed else "")
+
+
+def _worker_lines(view: FleetView | None) -> list[Text]:
+    """Return lines about workers of environments: all of them together, and each that is away or was lost."""
+    if view is None or not view.workers:
+        return []
+    there = [worker for worker in view.workers if worker.up]
+    calls = [worker.calls for worker in there]
+    text = f"workers of environments: {len(there)} of {len(view.workers)} are there"
+    if calls:
+        each = f"{calls[0]}" if len(calls) == 1 else f"{min(calls)} to {max(calls)} each"
+        text += f", with {sum(calls)} rollouts and prompts ({each})"
+    lines = [Text(text, style="" if len(there) == len(view.workers) else "yellow")]
+    troubled = [worker for worker in view.workers if worker.losses or not worker.up]
+    for worker in troubled[:_WORKERS]:
+        state = f"there, with {worker.calls}" if worker.up else "away"
+        lines.append(Text(f"  worker {worker.replica}: {state}; lost {worker.losses} time{'s' * (worker.losses != 1)}"))
+    if len(troubled) > _WORKERS:
+        lines.append(Text(f"  and {len(troubled) - _WORKERS} more that were lost", style="dim"))
+    return lines
+
+
 def _row(replica: Replica) -> list[str | Text]:
-    # what is dead does nothing, whatever was measured last
+    # a dead replica does nothing, whatever its last measurements were
     view = None if replica.state is ReplicaState.DEAD else replica.view
     state = Text(replica.state.value, style=_STYLES[replica.state])
     name = f"{replica.role} {replica.replica}"
@@ -114,14 +148,16 @@ def _share(value: float | None) -> str:
 
 
 def fleet_document(fleet: Fleet) -> dict[str, Any]:
-    """The same as JSON: null is what nobody knows now."""
+    """Return the fleet as a JSON document; null stands for an unknown value."""
     view = fleet.view
     return {
         "time_s": None if view is None else view.time_s,
         "newest": None if view is None else view.newest,
+        "durable": None if view is None else view.durable,
         "in_flight": None if view is None else view.in_flight,
         "limit": None if view is None else view.limit,
         "router_answers": None if view is None else view.router,
+        "workers": [] if view is None else msgspec.to_builtins(view.workers),
         "replicas": [
             {
                 "role": replica.role,

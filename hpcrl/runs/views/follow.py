@@ -21,8 +21,6 @@ from hpcrl.runs.views.supervised import is_supervised, step_words
 from hpcrl.runs.views.usage import Usage, read_usage
 from hpcrl.runs.views.words import duration, number, staleness
 
-__all__ = ["fitted", "follow", "screen_lines"]
-
 _POLL_S = 1.0
 _ALL = sys.maxsize
 
@@ -34,19 +32,19 @@ def follow(
     on_interrupt: Callable[[int], str] | None = None,
     after_attempt: int = 0,
 ) -> RunView:
-    """Show a run until it has ended; returns its last state.
+    """Show a run until it has ended; return its last state.
 
     Parameters
     ----------
     run:
         The run.
     console:
-        Where to show it; a live table if it is a terminal, else lines.
+        Console to show it on; a live table if it is a terminal, else lines.
     on_interrupt:
-        Called at each Ctrl-C with its number (1, 2 …); returns what to tell. Without it Ctrl-C ends the
+        Called at each Ctrl-C with its number (1, 2 …); returns the message to show. Without it Ctrl-C ends the
         following only (KeyboardInterrupt).
     after_attempt:
-        What attempts up to this one did is not said again, where lines are written.
+        Events of attempts up to this one are not printed again, where lines are written.
     """
     interrupts = 0
     screen = _LiveScreen(console) if console.is_terminal else _LineScreen(console, after_attempt)
@@ -89,7 +87,7 @@ class _LiveScreen:
         self._live.update(self._body, refresh=True)
 
     def lines(self, console: Console) -> list[str]:
-        """What is on the screen now, without colours."""
+        """Return the lines on the screen now, without colours."""
         return screen_lines(console, self._body)
 
 
@@ -103,31 +101,31 @@ def fitted(
     fleet: Fleet,
     note: Sequence[RenderableType] = (),
 ) -> RenderableType:
-    """The live screen of a run, with as much as a console has room for, and a note below it."""
+    """Return the live screen of a run, reduced to the size of the console, and a note below it."""
     body: RenderableType = ""
     for room in ROOMS:
         body = Group(render(view, progress, metrics, usage, fleet, room=room, width=console.width), *note)
-        # a line is left for the cursor; what does not fit would be cut at the bottom, where the engines are
+        # one line is left for the cursor; lines that do not fit would be cut at the bottom, where the engines are
         if len(screen_lines(console, body)) < console.height:
             break
     return body
 
 
 def screen_lines(console: Console, body: RenderableType) -> list[str]:
-    """What a console would show, without colours."""
+    """Return the lines that a console would show, without colours."""
     lines = console.render_lines(body, pad=False)
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
 class _LineScreen:
-    """The screen for pipes and log files: a line when something happened, nothing otherwise."""
+    """Screen for pipes and log files: one line per event."""
 
     def __init__(self, console: Console, after_attempt: int) -> None:
         self._console = console
         self._state = ""
         self._warnings: list[str] = []
         self._failing: set[str] = set()
-        # attempt, then step or version: what a later attempt does again is said again
+        # attempt, then step or version: steps that a later attempt repeats are printed again
         self._step = self._version = self._set_before = (after_attempt, _ALL)
         self._sets: dict[str, tuple[int, int]] = {}
 

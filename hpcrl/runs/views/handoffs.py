@@ -1,4 +1,4 @@
-"""The hand-offs of a run as operators handle them: what a version holds, what is pinned, what may go."""
+"""Hand-offs of a run for operators: the content of a version, pins, and what may be removed."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import msgspec
 
 from hpcrl.errors import HandoffError
-from hpcrl.procfs import hostname
+from hpcrl.processes.procfs import hostname
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.stores import find_version, unknown_version
 from hpcrl.weights import HandoffStore
+from hpcrl.weights.format.announcement import AnnouncedVersion
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import pins_of, read_pins
 from hpcrl.weights.visibility import missing_names
 
-__all__ = ["collector_of", "handoff_document", "pin", "removal_plan", "unpin", "version_bytes"]
-
 
 def handoff_document(run: RunDir, version: int | None) -> dict[str, Any]:
-    """What a version holds and who holds it; the newest one by default.
+    """Return the content and the holders of a version, durable or announced; the newest durable one by default.
 
     Raises
     ------
     HandoffError
-        There is no such version, or its manifest cannot be read.
+        The version does not exist, or its manifest cannot be read.
     """
     store = HandoffStore(run.weights_dir)
-    version = _existing(run, store, version)
-    handoff = store.open(version)
-    manifest = handoff.manifest
+    handoff = find_version(run, version)
+    version, manifest = handoff.version, handoff.manifest
+    announced = handoff if isinstance(handoff, AnnouncedVersion) else None
     records = ReaderWatch(store.root, expiry_s=_expiry_s(run)).observe()
     pinned = read_pins(store.root).get(version)
     dtypes = Counter[str]()
@@ -40,6 +40,9 @@ def handoff_document(run: RunDir, version: int | None) -> dict[str, Any]:
     return {
         "version": version,
         "path": str(handoff.path),
+        "durable": announced is None,
+        "announced_by": None if announced is None else announced.attempt,
+        "served_by_ranks": None if announced is None else len(announced.record.peers),
         "kind": manifest.kind,
         "parent": manifest.parent,
         "needs": list(manifest.needs),
@@ -63,10 +66,11 @@ def pin(run: RunDir, version: int, reason: str) -> None:
     Raises
     ------
     HandoffError
-        There is no such version (any more); it is not pinned then.
+        The version does not exist (any more); it is not pinned then.
     """
     store = HandoffStore(run.weights_dir)
-    _existing(run, store, version)
+    if version not in store.versions():
+        raise unknown_version(run, version)
     pins = pins_of(store.root)
     pins.add(version, reason=reason, by=f"{getpass.getuser()}@{hostname()}")
     if missing_names([store.path_of(version)]):
@@ -75,14 +79,14 @@ def pin(run: RunDir, version: int, reason: str) -> None:
 
 
 def unpin(run: RunDir, version: int) -> bool:
-    """Let a version go where nothing else keeps it; False where it was not pinned."""
+    """Unpin a version, which may be removed then; return False where it was not pinned."""
     return pins_of(run.weights_dir).remove(version)
 
 
 def collector_of(run: RunDir, keep_last: int | None = None) -> Collector:
-    """A collector beside that of the orchestrator; more than one at a time do no harm.
+    """Return a collector that may run concurrently with that of the orchestrator.
 
-    It has not watched readers for long, so each that is registered counts as alive.
+    It has not observed readers for long, so each registered reader counts as alive.
     """
     store = HandoffStore(run.weights_dir)
     keep = run.recipe().handoff.keep_last if keep_last is None else keep_last
@@ -90,28 +94,17 @@ def collector_of(run: RunDir, keep_last: int | None = None) -> Collector:
 
 
 def removal_plan(collector: Collector) -> tuple[list[int], dict[int, str]]:
-    """What a pass would remove, and why the others stay."""
+    """Return the versions that a pass would remove, and the reasons why the others stay."""
     reasons = collector.plan()
     return [version for version, reason in reasons.items() if not reason], {v: r for v, r in reasons.items() if r}
 
 
 def version_bytes(run: RunDir, versions: list[int]) -> int:
-    """Bytes that removing ``versions`` frees, as far as their manifests can be read."""
+    """Return how many bytes removing ``versions`` frees, as far as their manifests can be read."""
     store, total = HandoffStore(run.weights_dir), 0
     for version in versions:
         total += sum(path.stat().st_size for path in store.path_of(version).glob("*") if path.is_file())
     return total
-
-
-def _existing(run: RunDir, store: HandoffStore, version: int | None) -> int:
-    versions = store.versions()
-    if version is None and versions:
-        newest = store.newest()
-        return versions[-1] if newest is None else newest
-    if version is None or version not in versions:
-        there = f"there are {', '.join(map(str, versions))}" if versions else "there are none"
-        raise HandoffError(f"{version or 'the newest'} is no version of {run.name}\n    hint: {there}")
-    return version
 
 
 def _needs(store: HandoffStore, version: int) -> tuple[int, ...]:

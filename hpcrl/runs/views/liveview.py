@@ -1,4 +1,4 @@
-"""The screen of a run: its state, roles, engines and newest steps; and the summary at its end."""
+"""Live screen of a run: its state, roles, engines and newest steps; and the summary at its end."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ from hpcrl.runs.views.usage import Usage
 from hpcrl.runs.views.waiting import waiting_words
 from hpcrl.runs.views.words import PHASES, duration, number, staleness, state_text
 
-__all__ = ["ROOMS", "Room", "components_table", "render", "summary"]
-
 _FAILURE_LINES = 4
 """Maximum number of lines about rollouts that failed."""
 _SILENCE_S = 20.0
-"""A supervisor that lives but has not written for so long hangs, or its filesystem does."""
+"""Time in seconds without a write after which a running supervisor, or its filesystem, counts as hung."""
 
 
 class Room(NamedTuple):
-    """How much of a run a screen has room for.
+    """Parts of a run that fit a screen.
 
     Attributes
     ----------
@@ -43,7 +41,7 @@ class Room(NamedTuple):
     roles:
         Whether roles have a line each, or one line together.
     engines:
-        Engines with a line each; those that are not well come first. None: all.
+        Engines with a line each; unhealthy ones come first. None: all.
     """
 
     steps: int = 6
@@ -58,7 +56,7 @@ ROOMS = (
     Room(steps=1, roles=False),
     *(Room(steps=0, roles=False, engines=engines) for engines in (None, 16, 8, 4, 1, 0)),
 )
-"""From all that there is to say to what a small screen holds."""
+"""Selections of parts, from all to those that fit a small screen."""
 
 
 def render(
@@ -71,20 +69,21 @@ def render(
     room: Room = ROOMS[0],
     width: int = 120,
 ) -> RenderableType:
-    """The live table: head, progress, measurements, phases, newest steps, roles, engines.
+    """Return the live table: head, progress, measurements, phases, newest steps, roles, engines.
 
     Parameters
     ----------
     metrics:
         All steps of the run, the oldest first.
     usage, fleet:
-        None where they are not known; then nothing is said of them.
+        None where they are unknown; then they are not shown.
     room:
-        Which parts the height of the screen has room for.
+        Parts that fit the height of the screen.
     width:
         Columns of the screen.
     """
-    parts: list[RenderableType] = [_head(view, progress, usage), *_job_line(view), *_clock_line(view), _bar(progress)]
+    lines = [*_job_line(view), *_spare_line(view), *_clock_line(view)]
+    parts: list[RenderableType] = [_head(view, progress, usage), *lines, _bar(progress)]
     if progress.last is not None:
         parts += [_measurements(progress, progress.last, metrics), *_set_lines(progress)]
         parts += [_phases(progress.last), Text()]
@@ -95,11 +94,11 @@ def render(
     elif progress.evaluations:
         parts += [Text(f"held-out reward {heldout_words(progress.evaluations[0])} before the first step")]
         parts += [*_set_lines(progress), Text()]
-    elif progress.evaluation_sets:  # of a run that only evaluates
+    elif progress.evaluation_sets:  # for a run that only evaluates
         parts += [*_set_lines(progress), Text()]
     if view.components:
         parts.append(components_table(view) if room.roles else _components_line(view))
-    waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the attempt before are gone
+    waits = view.state in (RunState.SUBMITTED, RunState.REQUEUED)  # engines of the previous attempt are gone
     if fleet is not None and fleet.replicas and not view.state.ended and not waits:
         parts += [Text(), fleet_table(fleet, width=width, most=room.engines)]
     parts += [Text(f"warning: {warning}", style="bold yellow") for warning in view.warnings]
@@ -112,7 +111,7 @@ def render(
 
 
 def _failure_lines(progress: Progress) -> list[Text]:
-    """Rollouts that failed, where some did: a warning where they are a large share of any environment."""
+    """Return lines about failed rollouts, as a warning where they are a large share of any environment."""
     style = "bold yellow" if failure_warnings(progress.rollouts) else ""
     lines = failure_lines(progress.rollouts)
     more = [f"and {len(lines) - _FAILURE_LINES} more lines: hpcrl why"] if len(lines) > _FAILURE_LINES else []
@@ -120,7 +119,7 @@ def _failure_lines(progress: Progress) -> list[Text]:
 
 
 def _skipped_line(view: RunView, progress: Progress) -> list[Text]:
-    """Steps that were made without an update, where there are such."""
+    """Return a line about steps that were made without an update, where there are any."""
     if not progress.skipped_steps:
         return []
     count = "1 step" if progress.skipped_steps == 1 else f"{progress.skipped_steps} steps"
@@ -130,7 +129,7 @@ def _skipped_line(view: RunView, progress: Progress) -> list[Text]:
 
 
 def restored_lines(progress: Progress) -> list[Text]:
-    """What the newest attempt began with, and what it passed over; nothing for one that had nothing to restore."""
+    """Return lines about the state that the newest attempt restored and skipped; none where nothing was restored."""
     restored = progress.restored
     changes = [Text(f"changed since the submit: {change}", style="yellow") for change in progress.changes]
     if restored is None or restored.refused or (restored.step is None and not restored.asked):
@@ -147,7 +146,7 @@ def restored_lines(progress: Progress) -> list[Text]:
 def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
     head = Text.assemble((view.name, "bold"), "  ", state_text(view.state), f"  attempt {max(view.attempt, 1)}")
     head.append(f"  {duration(view.wall_s)} elapsed")
-    if progress.eta_s is not None and view.state is RunState.RUNNING:  # else nothing is being done
+    if progress.eta_s is not None and view.state is RunState.RUNNING:  # otherwise no work is in progress
         head.append(f", about {duration(progress.eta_s)} left")
     if usage is not None and usage.gpu_hours:
         head.append(f"  {usage.gpu_hours:,.1f} GPU-hours")
@@ -158,7 +157,7 @@ def _head(view: RunView, progress: Progress, usage: Usage | None) -> Text:
 
 
 def _job_line(view: RunView) -> list[Text]:
-    """Whose weights it began with, and what Slurm says about the job, where there is one."""
+    """Return lines about the origin of the start weights and about the Slurm job, where there are any."""
     job = view.job
     begun = [Text(f"began with {view.origin}")] if view.origin else []
     if job is None:
@@ -175,8 +174,17 @@ def _job_line(view: RunView) -> list[Text]:
     return [*begun, text]
 
 
+def _spare_line(view: RunView) -> list[Text]:
+    """Return a line about spare nodes and lost ones, where the job was given spare nodes."""
+    if not view.spare_nodes and not view.lost_nodes:
+        return []
+    spare = f"spare nodes {', '.join(view.spare_nodes) or 'none left'}"
+    lost = "; ".join(f"{node}: {why}" for node, why in view.lost_nodes.items())
+    return [Text(spare + (f"   lost {lost}" if lost else ""), "yellow" if lost else "")]
+
+
 def _clock_line(view: RunView) -> list[Text]:
-    """Nodes whose clocks are far off, where there are such."""
+    """Return a line about nodes whose clocks differ much, where there are any."""
     far = Clocks(view.clocks).far
     if not far:
         return []
@@ -194,7 +202,7 @@ def _bar(progress: Progress) -> Table:
 
 
 def _set_lines(progress: Progress) -> list[Text]:
-    """Say what the newest evaluation of each set came to."""
+    """Return lines about the newest evaluation of each set."""
     return [
         Text(f"held-out set {name}: {set_words(each)}, after step {each.version}")
         for name, each in progress.evaluation_sets.items()
@@ -224,7 +232,7 @@ def _measurements(progress: Progress, last: StepRecord, metrics: list[StepRecord
 
 
 def _phases(record: StepRecord, width: int = 60) -> Text:
-    """The last step as a bar of its phases."""
+    """Return the last step as a bar of its phases."""
     seconds = sum(record.phases_s.values())
     bar, legend = Text(), Text()
     for phase, (label, colour) in PHASES.items():
@@ -238,9 +246,9 @@ def _phases(record: StepRecord, width: int = 60) -> Text:
 def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
     held_out = {evaluation.version: number(evaluation.reward) for evaluation in progress.evaluations}
     table = Table(box=None, header_style="dim", pad_edge=False)
-    # the share of routes that differ, where engines say theirs
+    # share of routed experts that differ, where engines return theirs
     routes = ["routes"] if any(record.routing_mismatch is not None for record in records) else []
-    # rollouts that the reward is a mean over, where 80 columns have room for it
+    # number of rollouts that the reward is a mean over, where 80 columns suffice
     counts = ["n"] if not routes and any(record.reward_count for record in records) else []
     for column in ("step", "reward", *counts, "held-out", "loss", "kl", *routes, "entropy", "staleness", "seconds"):
         table.add_column(column, justify="right")
@@ -261,7 +269,7 @@ def _steps_table(records: list[StepRecord], progress: Progress) -> Table:
 
 
 def components_table(view: RunView) -> Table:
-    """Roles: state, node, pid, port, time since start."""
+    """Return a table of the roles: state, node, pid, port, time since start."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     jobs = any(component.job is not None for component in view.components)
     for column in ("role", "state", *(["node"] if _has_nodes(view) else []), "pid", "port", "up", *["job"] * jobs):
@@ -277,7 +285,7 @@ def components_table(view: RunView) -> Table:
 
 
 def _components_line(view: RunView) -> Text:
-    """Roles in one line: how many are in which state."""
+    """Return one line about the roles: how many are in which state."""
     counts = Counter((component.state.value, component.role) for component in view.components)
     text = Text("roles  ", style="dim")
     for i, ((state, role), count) in enumerate(counts.items()):
@@ -287,7 +295,7 @@ def _components_line(view: RunView) -> Text:
 
 
 def _own_job(job: ReplicaJob | None) -> Text:
-    """The job of one replica, and what is wrong with it."""
+    """Return the job of one replica and its problem."""
     if job is None:
         return Text("-")
     text = Text.assemble("none yet" if job.job_id is None else f"{job.job_id} ", state_text(job.state))
@@ -303,12 +311,12 @@ def _has_nodes(view: RunView) -> bool:
 
 
 def _short_list(nodes: list[str]) -> str:
-    """First and last node of a replica: its nodes are neighbours."""
+    """Return the first and last node of a replica, whose nodes are adjacent."""
     return nodes[0] if len(nodes) == 1 else f"{nodes[0]} .. {nodes[-1]}" if nodes else "-"
 
 
 def summary(view: RunView, progress: Progress, metrics: list[StepRecord], *, picture: str = "") -> Table:
-    """What a person wants to know at the end; ``picture`` is the path of the report, or why there is none."""
+    """Return the summary at the end of a run; ``picture`` is the path of the report, or why it is missing."""
     table = Table.grid(padding=(0, 2))
     table.add_row("run", Text.assemble((view.name, "bold"), "  ", state_text(view.state)))
     if view.cause is not None:

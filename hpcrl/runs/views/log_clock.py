@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from pathlib import Path
 
-__all__ = ["LogClock"]
-
-#: ``2026-01-31 12:00:00,123+0100`` of ours; without a zone of logging; with a dot or a T elsewhere
+#: ``2026-01-31 12:00:00,123+0100`` of hpcrl; without a zone of logging; with a dot or a T elsewhere
 _ISO_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[.,](\d{1,6})\d*(Z|[+-]\d\d:?\d\d)?")
 #: ``W0131 12:00:00.123456`` of torch and glog
 _GLOG_TIME = re.compile(r"\[?[IWEFD](\d\d)(\d\d) (\d\d:\d\d:\d\d)\.(\d{1,6})")
@@ -19,7 +17,7 @@ _LOOK_FILES = 8
 
 
 class LogClock:
-    """Times of the lines of one file: what a line says, else the time of the one before.
+    """Times of the lines of one file: the time in a line, else the time of the previous one.
 
     Programs of others write times without a zone. Theirs is the one of our lines in the same file, else in other files
     of the attempt, else the reader's.
@@ -34,7 +32,7 @@ class LogClock:
         self._year = datetime.fromtimestamp(path.stat().st_mtime).year
 
     def time_of(self, line: str) -> float:
-        """Return seconds since the epoch; 0 where no line so far said a time."""
+        """Return seconds since the epoch; 0 where no line so far contained a time."""
         if match := _ISO_TIME.match(line):
             second, fraction, zone = f"{match[1]} {match[2]}", match[3], match[4]
         elif match := _GLOG_TIME.match(line):
@@ -42,7 +40,7 @@ class LogClock:
         else:
             return self._last_s
         with contextlib.suppress(ValueError, OverflowError):  # digits that are no date
-            # a file is in order, whatever the clocks of its writers say
+            # the lines of a file are in order, even where the clocks of its writers differ
             self._last_s = max(self._last_s, self._second(second, zone) + float(f"0.{fraction}"))
         return self._last_s
 

@@ -8,18 +8,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FoundLine", "file_blocks", "split_lines", "tail_start"]
-
 _BLOCK_BYTES = 1 << 18
 _LEAST_BLOCK_BYTES = 1 << 13
 _ALL_BLOCKS_BYTES = 1 << 24
-"""Bytes of blocks of all files that are merged."""
+"""Maximum bytes of blocks of all files that are merged."""
 LONGEST_BYTES = 1 << 16
-"""Longest line that is shown whole."""
+"""Maximum bytes of a line that is shown whole."""
 
 
 class FoundLine(NamedTuple):
-    """A line, and whether it matches what is looked for."""
+    """Line of a log, and whether it matches the search."""
 
     text: str
     matches: bool
@@ -43,7 +41,7 @@ def file_blocks(path: Path, begin: int, *, end: int | None = None, files: int = 
 
 
 def split_lines(blocks: Iterable[bytes], grep: re.Pattern[str] | None) -> Iterator[FoundLine]:
-    """Split text into lines; what a long line has beyond `LONGEST_BYTES` is searched, and counted instead of shown."""
+    """Split text into lines; the part of a line beyond `LONGEST_BYTES` is searched, and counted instead of shown."""
     rest, left_out, hit = b"", 0, False
     for block in blocks:
         data = rest + block
@@ -83,23 +81,30 @@ def _shown(line: bytes, grep: re.Pattern[str] | None, left_out: int, hit: bool) 
         yield FoundLine(part, hit or (grep is not None and grep.search(part) is not None))
 
 
-def tail_start(path: Path, lines: int, *, least_bytes: int) -> int:
-    """Return where the last lines of a file begin: at least ``lines``, and ``least_bytes`` where there is so much."""
+def tail_start(path: Path, lines: int, *, least_bytes: int, most_bytes: int | None = None) -> int:
+    """Return where the last lines of a file begin: at least ``lines``, and ``least_bytes`` where there is so much.
+
+    Parameters
+    ----------
+    most_bytes:
+        Maximum bytes behind that place, also where these are fewer lines; None: no limit.
+    """
     with path.open("rb") as stream:
         size = at = os.fstat(stream.fileno()).st_size
+        first = 0 if most_bytes is None else max(0, size - most_bytes)
         missing = lines + 1  # the last line ends with a line break, too
-        while at > 0 and missing > 0:
-            begin = max(0, at - _BLOCK_BYTES)
+        while at > first and missing > 0:
+            begin = max(first, at - _BLOCK_BYTES)
             stream.seek(begin)
             block = stream.read(at - begin)
             breaks = block.count(b"\n") + block.count(b"\r")
             missing -= breaks
             at = begin
         if at > 0 and size - at < least_bytes:
-            at = max(0, size - least_bytes)
+            at = max(first, size - least_bytes)
         if at == 0:
             return 0
-        # from the beginning of a line on
+        # continue at the beginning of a line
         stream.seek(at)
         block = stream.read(_BLOCK_BYTES)
         found = re.search(rb"[\r\n]", block)

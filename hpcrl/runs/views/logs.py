@@ -15,26 +15,15 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.errors import UsageError
+from hpcrl.reporting.screen_text import visible, without_colours
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.log_clock import LogClock
 from hpcrl.runs.views.log_lines import file_blocks, split_lines, tail_start
-from hpcrl.screen_text import visible, without_colours
-
-__all__ = [
-    "LogFile",
-    "LogFilter",
-    "LogLine",
-    "find_log_files",
-    "follow_logs",
-    "format_line",
-    "iterate_logs",
-    "read_logs",
-]
 
 SUPERVISOR = "supervisor"
-"""Stands for a role in filters: the supervisor's own words, which submitit keeps."""
+"""Value in place of a role in filters: the supervisor's own log, which submitit keeps."""
 
 _POLL_S = 0.3
 _NAME = re.compile(r"(\d+)-(\d+)\.log")
@@ -42,11 +31,11 @@ _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LEAST_TAIL_BYTES = 1 << 20
 _LOOK_BYTES = 1 << 22
-"""Bytes of a file that are read at one look while it is followed."""
+"""Maximum bytes of a file that are read at one poll while it is followed."""
 
 
 class LogFile(NamedTuple):
-    """One log file and whose it is."""
+    """Log file, and the role, replica and rank that wrote it."""
 
     path: Path
     role: str
@@ -55,19 +44,19 @@ class LogFile(NamedTuple):
 
     @property
     def label(self) -> str:
-        """``engine 0``, ``trainer 0.1`` (rank 1)."""
+        """Return the name, ``engine 0`` or ``trainer 0.1`` (rank 1)."""
         return f"{self.role} {self.replica}" + (f".{self.rank}" if self.rank else "")
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a log, with the role, replica and rank that wrote it.
+    """Line of a log, with the role, replica and rank that wrote it.
 
     Attributes
     ----------
     time_s:
-        Of the line, or of the nearest one before it that tells; 0 where none does.
+        Time of the line, or of the nearest earlier line that has one; 0 where none has.
     line:
-        Without the line break.
+        Text without the line break.
     """
 
     role: str
@@ -79,12 +68,12 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogFilter(NamedTuple):
-    """Which lines are wanted; None is no restriction.
+    """Filter of log lines; None does not restrict.
 
     Attributes
     ----------
     newest:
-        Whether the attempt was chosen because it was the newest one: following goes on with the next.
+        Whether the attempt was chosen because it was the newest one: following continues with the next attempt.
     """
 
     attempt: int
@@ -107,14 +96,14 @@ class LogFilter(NamedTuple):
         grep: str | None = None,
         since: str | None = None,
     ) -> LogFilter:
-        """Make a filter from what a person says.
+        """Return a filter for the options of a command.
 
-        ``role`` may name a replica, too (``engine/0``); ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
+        ``role`` may also name a replica (``engine/0``); ``since`` is an age (``10m``) or a time (``2026-01-31 12:00``).
 
         Raises
         ------
         UsageError
-            There is no such attempt or role, ``grep`` is no regular expression, or ``since`` no time.
+            The attempt or role does not exist, ``grep`` is not a regular expression, or ``since`` is not a time.
         """
         attempts, newest = run.attempts(), attempt is None
         if attempt is None:
@@ -129,15 +118,15 @@ class LogFilter(NamedTuple):
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
-            raise UsageError(f"--grep {grep!r} is no regular expression: {error}") from error
+            raise UsageError(f"--grep {grep!r} is not a regular expression: {error}") from error
         return cls(attempt, role, replica, rank, pattern, None if since is None else _since_s(since), newest)
 
     def is_old(self, time_s: float) -> bool:
-        """Return whether a line is too old to be shown; one whose time nobody knows (0) never is."""
+        """Return whether a line is too old to be shown; a line with an unknown time (0) never is."""
         return self.since_s is not None and 0.0 < time_s < self.since_s
 
     def takes(self, file: LogFile) -> bool:
-        """Whether lines of this file are wanted."""
+        """Return whether lines of this file are wanted."""
         wanted = ((self.role, file.role), (self.replica, file.replica), (self.rank, file.rank))
         return all(want is None or want == have for want, have in wanted)
 
@@ -155,14 +144,20 @@ def _role_and_replica(role: str | None, replica: int | None) -> tuple[str | None
 
 
 def _since_s(text: str) -> float:
-    """An age (``90s``, ``10m``, ``2h``, ``1d``) or a local time, as seconds since the epoch."""
+    """Return an age (``90s``, ``10m``, ``2h``, ``1d``) or a local time as seconds since the epoch.
+
+    Raises
+    ------
+    UsageError
+        The text is neither.
+    """
     if match := _AGE.fullmatch(text):
         return time.time() - float(match[1]) * _UNITS_S[match[2]]
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
         raise UsageError(
-            f"--since {text!r} is no time\n    hint: an age as 90s, 10m, 2h, 1d; or 2026-01-31T12:00"
+            f"--since {text!r} is not a time\n    hint: an age as 90s, 10m, 2h, 1d; or 2026-01-31T12:00"
         ) from error
 
 
@@ -172,7 +167,8 @@ def find_log_files(run: RunDir, wanted: LogFilter) -> list[LogFile]:
         return _supervisor_files(run, wanted.attempt)
     files = []
     for path in (run.attempt_dir(wanted.attempt) / "logs").glob("*/*.log"):
-        if match := _NAME.fullmatch(path.name):
+        # a pipe of that name would block its reader
+        if (match := _NAME.fullmatch(path.name)) and path.is_file():
             files.append(LogFile(path, path.parent.name, int(match[1]), int(match[2])))
     return sorted((file for file in files if wanted.takes(file)), key=lambda file: file[1:])
 
@@ -200,27 +196,41 @@ def read_logs(run: RunDir, wanted: LogFilter, *, lines: int = 0) -> list[LogLine
 
 
 def iterate_logs(
-    run: RunDir, wanted: LogFilter, *, lines: int = 0, ends: Mapping[Path, int] | None = None
+    run: RunDir,
+    wanted: LogFilter,
+    *,
+    lines: int = 0,
+    ends: Mapping[Path, int] | None = None,
+    most_bytes: int | None = None,
 ) -> Iterator[LogLine]:
     """Yield what `read_logs` returns, as it is read: logs of any size need no more memory than their newest lines.
 
     Parameters
     ----------
     ends:
-        How far each file is read; to its end by default.
+        End of the part of each file that is read; the end of the file by default.
+    most_bytes:
+        Maximum bytes that are read, of all files together: the newest of each; None: no limit.
     """
     # a search reads everything; else the end of each file is enough
     tail = 0 if wanted.grep is not None or wanted.since_s is not None else lines
     files = find_log_files(run, wanted)
+    most = None if most_bytes is None else most_bytes // max(1, len(files))
     readers = (
-        _read_file(file, wanted, tail, None if ends is None else ends.get(file.path), len(files)) for file in files
+        _read_file(file, wanted, tail, None if ends is None else ends.get(file.path), files=len(files), most=most)
+        for file in files
     )
     merged = heapq.merge(*readers, key=lambda line: line.time_s)
     return iter(deque(merged, maxlen=lines)) if lines else merged
 
 
-def _read_file(file: LogFile, wanted: LogFilter, tail: int, end: int | None, files: int) -> Iterator[LogLine]:
-    begin = tail_start(file.path, tail, least_bytes=_LEAST_TAIL_BYTES // files) if tail else 0
+def _read_file(
+    file: LogFile, wanted: LogFilter, tail: int, end: int | None, *, files: int, most: int | None
+) -> Iterator[LogLine]:
+    if tail:
+        begin = tail_start(file.path, tail, least_bytes=_LEAST_TAIL_BYTES // files, most_bytes=most)
+    else:
+        begin = 0 if most is None else tail_start(file.path, 0, least_bytes=most, most_bytes=most)
     blocks = file_blocks(file.path, begin, end=end, files=files)
     return _lines(blocks, file, wanted, LogClock(file.path))
 
@@ -242,15 +252,15 @@ def _lines(blocks: Iterable[bytes], file: LogFile, wanted: LogFilter, clock: Log
 def follow_logs(run: RunDir, wanted: LogFilter, *, lines: int = 10, poll_s: float = _POLL_S) -> Iterator[LogLine]:
     """Yield the newest ``lines``, then what is appended, until the run has ended.
 
-    Where no attempt was asked for, following goes on with each next one; else it ends with that attempt. Files are
-    opened anew at each look: an NFS client shows what others appended only after an open, and inotify says nothing
+    Without a requested attempt, following continues with each next one; else it ends with that attempt. Files are
+    opened again at each poll: an NFS client shows what others appended only after an open, and inotify reports nothing
     there.
     """
     offsets = {file.path: file.path.stat().st_size for file in find_log_files(run, wanted)}
     clocks = {path: LogClock(path) for path in offsets}
     yield from iterate_logs(run, wanted, lines=lines, ends=offsets)
     while True:
-        # asked before files are read: what is written until then is in them
+        # asked before files are read, so that everything written before the end is in them
         ended, newest = observe(run).state.ended, max(run.attempts(), default=wanted.attempt)
         last = ended or newest > wanted.attempt
         fresh: list[LogLine] = []
@@ -272,7 +282,7 @@ def follow_logs(run: RunDir, wanted: LogFilter, *, lines: int = 10, poll_s: floa
 
 
 def _appended(path: Path, offsets: dict[Path, int], *, whole_lines: bool) -> tuple[bytes, bool]:
-    """Return what is new in a file since the last look, and whether there is more; advance its offset."""
+    """Return new lines of a file since the last poll, and whether there are more; advance its offset."""
     with path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         offset = offsets.get(path, 0)
@@ -283,7 +293,7 @@ def _appended(path: Path, offsets: dict[Path, int], *, whole_lines: bool) -> tup
     left = offset + len(data) < size
     if whole_lines or left:
         end = data.rfind(b"\n") + 1
-        # a line that is longer than a look is read in parts
+        # a line that is longer than the bytes of one poll is read in parts
         data = data[:end] if end or not left else data
     offsets[path] = offset + len(data)
     return data, left

@@ -1,4 +1,4 @@
-"""The picture of a run: reward, staleness, and where the time of each step went."""
+"""Picture of a run: reward, staleness, and the durations of the phases of each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import MissingExtraError, UsageError
-from hpcrl.fs import atomic_write
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.run_progress import Evaluation, Progress, read_progress
@@ -18,8 +17,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.failures import failure_lines, heldout_words
 from hpcrl.runs.views.supervised import draw_losses, draw_rates, is_supervised
 from hpcrl.runs.views.words import PHASES, duration, number
-
-__all__ = ["REPORT_NAME", "write_report"]
+from hpcrl.storage.files import atomic_write
 
 REPORT_NAME = "report.png"
 #: Okabe and Ito's palette, which people with any colour vision can tell apart
@@ -36,13 +34,13 @@ _COLOURS = {
 _INK, _FAINT, _TRAIN, _HELD_OUT = "#333333", "#9AA5B1", "#0072B2", "#D55E00"
 _FAILURE_LINES = 4
 _LINE = 130
-"""Characters of a line of text in the picture."""
+"""Maximum characters of a line of text in the picture."""
 _SMOOTH_SHARE = 0.05
-"""The bold reward line is a mean over this share of the run's steps to both sides."""
+"""Share of the run's steps, to each side, over which the bold reward line is a mean."""
 
 
 def write_report(run: RunDir, path: Path | None = None) -> Path:
-    """Draw the picture of a run, finished or not; returns its path.
+    """Draw the picture of a run, finished or not; return its path.
 
     Parameters
     ----------
@@ -64,7 +62,7 @@ def write_report(run: RunDir, path: Path | None = None) -> Path:
         raise MissingExtraError("report", "matplotlib") from error
     metrics = read_metrics(run)
     if not metrics:
-        raise UsageError(f"{run.name} has no step yet, there is nothing to draw")
+        raise UsageError(f"{run.name} has no step yet, so there is nothing to plot")
     view, progress = observe(run), read_progress(run)
     path = run.path / REPORT_NAME if path is None else path
     figure = Figure(figsize=(10, 10.5), dpi=140, layout="constrained")
@@ -81,7 +79,7 @@ def write_report(run: RunDir, path: Path | None = None) -> Path:
     axes[-1].set_xlabel("optimizer step", color=_INK)
     axes[-1].set_xlim(min(0, metrics[0].step - 0.5), metrics[-1].step + 0.5)
     title = _title(view, progress, metrics)
-    # a dollar sign in a name begins no formula
+    # a dollar sign in a name must not begin a formula
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False)
     buffer = io.BytesIO()
     try:
@@ -101,7 +99,7 @@ def _title(view: RunView, progress: Progress, metrics: list[StepRecord]) -> str:
 
 
 def _failures(progress: Progress) -> list[str]:
-    """Rollouts that failed, in training and in the newest evaluation."""
+    """Return lines about failed rollouts, in training and in the newest evaluation."""
     lines = failure_lines(progress.rollouts)[:_FAILURE_LINES]
     if progress.evaluations and progress.evaluations[-1].failed:
         newest = progress.evaluations[-1]
@@ -110,7 +108,7 @@ def _failures(progress: Progress) -> list[str]:
 
 
 def _shortened(line: str) -> str:
-    """Cut a line to the width of the picture, and take from it what matplotlib reads as a formula."""
+    """Cut a line to the width of the picture, and remove what matplotlib reads as a formula."""
     cut = line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
     return cut.replace("$", r"\$")
 
@@ -150,7 +148,7 @@ def _draw_reward(axis: Any, metrics: list[StepRecord], progress: Progress) -> No
 
 
 def _heldout_label(evaluations: Sequence[Evaluation]) -> str:
-    """Say of how many rollouts the held-out means are."""
+    """Return a label with the number of rollouts in the held-out means."""
     counts = {evaluation.count for evaluation in evaluations if evaluation.count}
     return f"held-out, each of {_span(counts)}" if counts else "held-out"
 
@@ -192,7 +190,7 @@ def _draw_phases(axis: Any, metrics: list[StepRecord]) -> None:
         seconds = [record.phases_s.get(phase, 0.0) if record is not None else 0.0 for record in bins]
         top = [low + high for low, high in zip(base, seconds, strict=True)]
         if sum(seconds) > 0:
-            # one area a phase, whatever the number of steps: a bar for each takes half a minute for 10,000 of them
+            # one area per phase, independent of the number of steps: bars for 10,000 steps take half a minute
             axis.stairs(
                 top,
                 edges,
@@ -211,7 +209,7 @@ def _draw_phases(axis: Any, metrics: list[StepRecord]) -> None:
 
 
 def _bins(metrics: list[StepRecord]) -> tuple[list[float], list[StepRecord | None]]:
-    """Edges of steps on the axis, one more than bins; a bin of None where records of steps are missing."""
+    """Return the edges of bins of steps, one more than bins; a bin is None where records of steps are missing."""
     edges: list[float] = [metrics[0].step - 0.5]
     bins: list[StepRecord | None] = []
     for record in metrics:
@@ -224,9 +222,9 @@ def _bins(metrics: list[StepRecord]) -> tuple[list[float], list[StepRecord | Non
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Centred moving mean; narrower at both ends."""
+    """Return the centred moving mean; narrower at both ends."""
     radius = max(1, round(len(values) * _SMOOTH_SHARE))
-    # what is not known counts in no mean
+    # unknown values are left out of means
     sums = [0.0, *accumulate(value if math.isfinite(value) else 0.0 for value in values)]
     counts = [0, *accumulate(int(math.isfinite(value)) for value in values)]
     windows = ((max(0, i - radius), min(len(values), i + radius + 1)) for i in range(len(values)))

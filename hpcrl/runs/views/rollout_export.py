@@ -18,20 +18,19 @@ from numpy.typing import NDArray
 from hpcrl.dock.columns import decode_columns
 from hpcrl.dock.ledger.payload import view_payload
 from hpcrl.dock.ledger.replay import Held
+from hpcrl.dock.sequences import own_tokens, turn_fields
 from hpcrl.runs.lenient import finite
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import ConsumedLines, rollout_details
 
-__all__ = ["COLUMNS", "PART", "RolloutExport", "RoutedLayout", "export_row", "json_pieces", "routed_layout"]
-
-COLUMNS = ("token_ids", "sampled", "logprobs", "versions", "routed_experts", "routed_present")
+COLUMNS = ("token_ids", "sampled", "logprobs", "versions", "routed_experts", "routed_present", "starts", "shared")
 FIELDS = ("text", "advantage", "seconds", "turns", "problem")
-"""What a row has beside `hpcrl.runs.views.rollouts.RolloutItem` and the arrays; None where it is not known."""
+"""Further columns of a row, besides `hpcrl.runs.views.rollouts.RolloutItem` and the arrays; None where unknown."""
 PART = "parts."
-"""The column of a part of a reward begins so."""
+"""Prefix of the column of a part of a reward."""
 Decode = Callable[[list[int]], str]
 _JSON_NUMBERS = 1 << 16
-"""Of an array that are lists and text at once."""
+"""Maximum numbers of an array that are lists and text at the same time."""
 
 
 class RolloutExport:
@@ -44,7 +43,7 @@ class RolloutExport:
     """
 
     def __init__(self, run: RunDir, rollouts: Sequence[Held], decode: Decode | None = None) -> None:
-        """Look for the names of parts; the rows are read one by one.
+        """Find the names of parts; the rows are read one by one.
 
         Parameters
         ----------
@@ -63,36 +62,38 @@ class RolloutExport:
         return parts if isinstance(parts, dict) else {}
 
     def row(self, held: Held) -> dict[str, Any]:
-        """Make the row of a rollout: what `RolloutItem` has, `FIELDS`, parts, and the arrays of `COLUMNS`.
+        """Return the row of a rollout: the fields of `RolloutItem`, `FIELDS`, parts, and the arrays of `COLUMNS`.
 
-        What is not on disk any more is None: for a rollout that was trained long ago, the arrays alone.
+        Fields that are not on disk any more are None: for a rollout trained long ago, only the arrays.
         """
         document = rollout_details(self._run, held, self._consumed)
         columns = document.pop("columns", {})
         if "token_ids" in columns and self._decode is not None:
-            document["text"] = self._decode(columns["token_ids"].tolist())
+            document["text"] = self._decode(own_tokens(columns).tolist())
+        if "token_ids" in columns:
+            columns = {name: np.zeros(1, np.int32) for name in ("starts", "shared")} | columns
         document["group"], document["member"] = held.id
         parts = document.pop("parts", {})
-        document["turns"] = [list(turn) for turn in document.get("turns", [])]
+        document["turns"] = [turn_fields(turn) for turn in document.get("turns", [])]
         document |= {name: document.get(name) for name in FIELDS}
         document |= {f"{PART}{name}": parts.get(name) for name in self.parts}
         return {name: finite(value) for name, value in document.items()} | {name: columns.get(name) for name in COLUMNS}
 
 
 def export_row(run: RunDir, held: Held, decode: Decode | None = None) -> dict[str, Any]:
-    """Make the row of one rollout, with the columns that it has."""
+    """Return the row of one rollout, with its own columns."""
     return RolloutExport(run, [held], decode).row(held)
 
 
 class RoutedLayout(NamedTuple):
-    """What holds the routed experts of several rollouts: the most layers, and a dtype for all numbers."""
+    """Common layout for the routed experts of several rollouts: the most layers, and a dtype for all numbers."""
 
     layers: int
     dtype: np.dtype[Any]
 
 
 def routed_layout(run: RunDir, rollouts: Iterable[Held]) -> RoutedLayout | None:
-    """What these have, by the headers of their columns alone; None where none has routed experts on disk."""
+    """Return the common layout, from the headers of columns alone; None where no rollout has routed experts on disk."""
     found: RoutedLayout | None = None
     for held in rollouts:
         with suppress(OSError, ValueError):  # `export_row` says so
@@ -105,7 +106,7 @@ def routed_layout(run: RunDir, rollouts: Iterable[Held]) -> RoutedLayout | None:
 
 
 def json_pieces(row: dict[str, Any], *, lines: bool = False) -> Iterator[str]:
-    """The JSON object of a row, in pieces of limited size; with ``lines`` each field begins a line."""
+    """Yield the JSON object of a row in pieces of limited size; with ``lines`` each field begins a line."""
     begin, between, end = ("{\n  ", ",\n  ", "\n}") if lines else ("{", ", ", "}")
     for name, value in row.items():
         yield f"{begin}{json.dumps(name)}: "

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 
 from hpcrl.runs.views.rollout_export import COLUMNS, PART, RoutedLayout
 
-__all__ = ["write_parquet"]
-
 _GROUP_ROWS = 256
 _GROUP_BYTES = 16 << 20
-"""Of arrays in a group of rows of a Parquet file; a rollout that has more is a group by itself."""
+"""Maximum bytes of arrays in a row group of a Parquet file; a larger rollout is a group by itself."""
 _ROUTED = "routed_experts"
 
 
@@ -34,7 +32,7 @@ def write_parquet(
     Parameters
     ----------
     routed:
-        What routed experts any of them has; where it is None the file has no column of them.
+        Common layout of routed experts; where it is None the file has no column for them.
     parts:
         Names of parts of rewards, each a column.
     """
@@ -43,7 +41,7 @@ def write_parquet(
         for chunk in _groups(rows):
             columns = [_column([row.get(field.name) for row in chunk], field) for field in schema]
             writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(chunk))
-            del chunk, columns  # or they would be held while the next ones are read
+            del chunk, columns  # released before the next ones are read
 
 
 def _schema(routed: RoutedLayout | None, parts: Sequence[str]) -> Any:
@@ -51,7 +49,7 @@ def _schema(routed: RoutedLayout | None, parts: Sequence[str]) -> Any:
     fields = {
         **dict.fromkeys(("id", "environment", "state", "why", "text", "problem"), text),
         **dict.fromkeys(("prompt_index", "tokens", "sampled_tokens", "first_version", "last_version"), whole),
-        **dict.fromkeys(("group", "member", "step", "staleness"), whole),
+        **dict.fromkeys(("group", "member", "step", "staleness", "branches"), whole),
         **dict.fromkeys(("reward", "advantage", "seconds", "ended_s"), number),
         **{f"{PART}{name}": number for name in parts},
         "turns": pa.list_(pa.list_(number)),
@@ -59,6 +57,8 @@ def _schema(routed: RoutedLayout | None, parts: Sequence[str]) -> Any:
         "sampled": pa.list_(pa.uint8()),
         "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(pa.int32()),
+        "starts": pa.list_(pa.int32()),
+        "shared": pa.list_(pa.int32()),
     }
     if routed is not None:
         tokens = pa.list_(pa.list_(pa.from_numpy_dtype(routed.dtype)))
@@ -67,7 +67,7 @@ def _schema(routed: RoutedLayout | None, parts: Sequence[str]) -> Any:
 
 
 def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows that are written together."""
+    """Yield groups of rows that are written together."""
     chunk: list[dict[str, Any]] = []
     size = 0
     for row in rows:
@@ -77,7 +77,7 @@ def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
             chunk, size = [], 0
         chunk.append(row)
         size += own
-        del row  # or the last one of a group would be held beside the next
+        del row  # otherwise the last row of a group would stay in memory with the next group
     if chunk:
         yield chunk
 
@@ -91,7 +91,7 @@ def _column(values: list[Any], field: Any) -> Any:
 
 
 def _numbers(array: NDArray[Any] | None, kind: Any) -> Any:
-    """One row that is a list of numbers: the array's own memory, where it has the dtype that is written."""
+    """Return one row that is a list of numbers: the array's own memory, where it has the dtype that is written."""
     if array is None:
         return pa.nulls(1, kind)
     numbers = pa.array(array.astype(kind.value_type.to_pandas_dtype(), copy=False))
@@ -99,7 +99,7 @@ def _numbers(array: NDArray[Any] | None, kind: Any) -> Any:
 
 
 def _layers(experts: NDArray[Any] | None, kind: Any) -> Any:
-    """One row of experts ``[T, layers, k]``: of each layer a list of tokens, each a list of ``k`` numbers."""
+    """Return one row of experts ``[T, layers, k]``: for each layer a list of tokens, each a list of ``k`` numbers."""
     if experts is None:
         return pa.nulls(1, kind)
     tokens, layers, width = experts.shape
@@ -108,7 +108,7 @@ def _layers(experts: NDArray[Any] | None, kind: Any) -> Any:
     columns = []
     for layer in range(kind.num_fields):
         if layer < layers:
-            # next to each other, as Arrow has them: all layers together are one copy of the experts
+            # contiguous, as Arrow stores them: all layers together are one copy of the experts
             numbers = pa.array(np.ascontiguousarray(experts[:, layer], dtype=dtype).reshape(-1))
             columns.append(pa.ListArray.from_arrays(all_tokens, pa.ListArray.from_arrays(each_token, numbers)))
         else:
@@ -117,5 +117,5 @@ def _layers(experts: NDArray[Any] | None, kind: Any) -> Any:
 
 
 def _begins(lists: int, length: int) -> Any:
-    """Where each of so many lists of one length begins, and the last one ends."""
+    """Return the offsets of ``lists`` lists of equal ``length``, the end of the last included."""
     return pa.array(np.arange(lists + 1, dtype=np.int32) * np.int32(length))

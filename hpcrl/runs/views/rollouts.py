@@ -1,4 +1,4 @@
-"""The rollouts of a run as rows and documents, by its ledger; and whether each was used exactly once."""
+"""Rollouts of a run as rows and documents, by its ledger; and whether each was used exactly once."""
 
 from __future__ import annotations
 
@@ -20,25 +20,12 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
 
-__all__ = [
-    "ConsumedLines",
-    "LedgerVerdict",
-    "RolloutItem",
-    "choose_rollouts",
-    "find_rollout",
-    "read_ledger",
-    "rollout_details",
-    "rollout_items",
-    "verify_rollouts",
-]
-
-
 _KEPT_STEPS = 8
-"""Steps whose lines for people are held at once: rollouts of a group come one after the other."""
+"""Number of steps whose readable lines are cached: rollouts of a group come one after the other."""
 
 
 class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout.
+    """Finished rollout.
 
     Attributes
     ----------
@@ -47,17 +34,19 @@ class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
     reward:
         None where it was not finite: earlier versions took such a reward.
     tokens, sampled_tokens:
-        Of the whole sequence, and those that the policy sampled.
+        Of all sequences, and those that the policy sampled.
     first_version, last_version:
-        Of its sampled tokens: the first one's, and the highest.
+        Version of the first sampled token, and highest version of sampled tokens.
     state:
         ``waiting``, ``trained`` or ``dropped``.
     step:
-        Of the batch that trained it, or by which it became too old; None for others.
+        Step of the batch that trained it, or that made it too old; None for others.
     staleness:
-        Steps between its first token and the policy that trained on it; None where none did.
+        Steps between its first token and the policy that trained on it; None where it was not trained.
     why:
         It was dropped.
+    branches:
+        Sequences that it has.
     """
 
     id: str
@@ -73,29 +62,30 @@ class RolloutItem(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     staleness: int | None
     why: str
+    branches: int = 1
 
 
 class LedgerVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ledger comes to.
+    """Verdict on a ledger.
 
     Attributes
     ----------
     finished, trained, waiting:
-        Rollouts.
+        Numbers of rollouts.
     steps:
         Steps that were taken and not undone.
     unfinished, turns:
-        Rollouts in progress of which turns were saved, and these turns.
+        Rollouts in progress with saved turns, and the number of these turns.
     dropped:
         Rollouts by the reason.
     compared:
         Steps of which the trainer's own record was compared with the ledger.
     from_disk:
-        How often a rank read a rollout of its batch from the shared filesystem, and not from memory.
+        Number of rollouts that a rank read from the shared filesystem instead of memory.
     notes:
-        What is missing beside the ledger and proves nothing.
+        Missing files that prove nothing.
     problems:
-        What contradicts that each rollout is in one batch or was dropped.
+        Contradictions to the rule that each rollout is in one batch or was dropped.
     """
 
     finished: int
@@ -113,14 +103,14 @@ class LedgerVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_ledger(run: RunDir) -> Replay:
-    """The ledger of a run.
+    """Return the ledger of a run.
 
     Raises
     ------
     UsageError
-        It has none.
+        The run has no ledger.
     RunDirError
-        It cannot be read.
+        The ledger cannot be read.
     """
     directory = run.rollouts_dir / "ledger"
     if not ledger_files(directory):
@@ -156,6 +146,7 @@ def _item(held: Held) -> RolloutItem:
         step=held.step,
         staleness=(held.step or 0) - 1 - held.version if trained else None,
         why=held.why,
+        branches=entry.sequences,
     )
 
 
@@ -167,7 +158,7 @@ def choose_rollouts(
     Raises
     ------
     UsageError
-        There is no such state, or no rollout is of that environment.
+        The state does not exist, or no rollout belongs to that environment.
     """
     states = [each.value for each in State]
     if state is not None and state not in states:
@@ -175,7 +166,7 @@ def choose_rollouts(
     rollouts = replay.rollouts
     names = sorted({held.entry.environment for held in rollouts})
     if environment is not None and names and environment not in names:
-        raise UsageError(f"no rollout is of an environment {environment!r}\n    hint: there are {', '.join(names)}")
+        raise UsageError(f"no rollout has the environment {environment!r}\n    hint: there are {', '.join(names)}")
     return [
         held
         for held in rollouts
@@ -186,7 +177,7 @@ def choose_rollouts(
 
 
 def find_rollout(replay: Replay, name: str) -> Held:
-    """The rollout ``GROUP/MEMBER``; of several tries of one member the last.
+    """Return the rollout ``GROUP/MEMBER``; the last one of several attempts of one member.
 
     Raises
     ------
@@ -195,12 +186,14 @@ def find_rollout(replay: Replay, name: str) -> Held:
     """
     found = [held for held in replay.rollouts if f"{held.entry.group}/{held.entry.member}" == name]
     if not found:
-        raise UsageError(f"no rollout {name!r} has finished\n    hint: hpcrl rollouts ls has them: GROUP/MEMBER")
+        raise UsageError(
+            f"no rollout {name!r} has finished\n    hint: hpcrl rollouts ls shows their names: GROUP/MEMBER"
+        )
     return found[-1]
 
 
 class ConsumedLines:
-    """What was kept for people of the rollouts of a step, by group and member; the newest steps asked for are kept."""
+    """Readable lines of the rollouts of a step, by group and member; the steps requested last are cached."""
 
     def __init__(self, run: RunDir) -> None:
         self._consumed = ConsumedRollouts(run.rollouts_dir)
@@ -226,7 +219,7 @@ class ConsumedLines:
 
 
 def parsed_line(line: bytes) -> tuple[tuple[int, int] | None, dict[str, Any]]:
-    """Return group and member of a line of a consumed rollout, and what it says; None where it is no such line."""
+    """Return group and member of a consumed rollout's line, and its fields; None where it is not such a line."""
     try:
         value = json.loads(line)
         return (int(value["group"]), int(value["member"])), value
@@ -235,10 +228,10 @@ def parsed_line(line: bytes) -> tuple[tuple[int, int] | None, dict[str, Any]]:
 
 
 def rollout_details(run: RunDir, held: Held, consumed: ConsumedLines | None = None) -> dict[str, Any]:
-    """What is known of one rollout: its row, and ``columns`` and ``turns`` as long as they are on disk.
+    """Return all details of one rollout: its row, and ``columns`` and ``turns`` as long as they are on disk.
 
-    Where the columns are gone (they are kept as long as a checkpoint may need them), ``text`` is what was kept of a
-    rollout that was trained: its middle may be left out. ``advantage`` is there for one that was trained.
+    Columns are kept as long as a checkpoint may need them. Where they are gone, ``text`` is the stored text of a
+    trained rollout, the middle of which may be left out. A trained rollout has an ``advantage``.
     """
     line = (consumed or ConsumedLines(run)).of(held)
     document: dict[str, Any] = msgspec.to_builtins(_item(held))
@@ -255,17 +248,18 @@ def rollout_details(run: RunDir, held: Held, consumed: ConsumedLines | None = No
 
 
 def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
-    """Whether each finished rollout is in exactly one batch, or was dropped for a reason, or waits.
+    """Verify that each finished rollout is in exactly one batch, was dropped for a reason, or waits.
 
-    The ledger is compared with itself, with the files of consumed rollouts, with what the trainer recorded of each
-    step, and (``content``) with the columns of what waits or is in progress.
+    The ledger is compared with itself, with the files of consumed rollouts, with the trainer's record of each step, and
+    (``content``) with the columns of rollouts that wait or are in progress.
 
     Raises
     ------
     UsageError, RunDirError
-        As `read_ledger`.
+        As in `read_ledger`.
     """
-    records = read_metrics(run)  # first: of a run that goes on, the ledger then knows all their steps
+    # read before the ledger: if the run continues meanwhile, the ledger has all of their steps
+    records = read_metrics(run)
     replay = read_ledger(run)
     rollouts = replay.rollouts
     problems: list[str] = list(replay.problems)
@@ -293,10 +287,10 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
             missing += 1
         elif lines != by_step[step]:
             odd = ", ".join(f"{group}/{member}" for group, member in sorted(lines ^ by_step[step])[:5])
-            # the newest step is in the ledger before its file is written: an earlier attempt's may be there
+            # the newest step is in the ledger before its file is written: the file may be that of an earlier attempt
             (notes if step == replay.step else problems).append(f"step {step}: batch and ledger differ in {odd}")
     if missing:
-        notes.append(f"{missing} steps have no file of consumed rollouts (it is written for people, and may be lost)")
+        notes.append(f"{missing} steps have no file of consumed rollouts (the file is informational and may be lost)")
     digests = {record.step: record.rollouts_digest for record in records if record.rollouts_digest is not None}
     compared = sorted(digests.keys() & by_step.keys())
     problems += [
@@ -311,7 +305,9 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
         problems.append(f"step {trained} was trained, and the ledger knows steps up to {replay.step}")
     newest = ledger_files(run.rollouts_dir / "ledger")[-1]
     if torn := newest.stat().st_size - whole_bytes(newest):
-        notes.append(f"{torn} bytes at the end of {newest.name} are torn, or are being written: nobody counted on them")
+        notes.append(
+            f"{torn} bytes at the end of {newest.name} are incomplete or still being written, and were never used"
+        )
     waiting = [held for each in replay.waiting().values() for held in each]
     turns = [turn for each in replay.unfinished.values() for turn in each.turns]
     problems += _unreadable(run, waiting, turns) if content else ()
@@ -334,7 +330,7 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
 
 
 def _unreadable(run: RunDir, waiting: Sequence[Held], turns: Sequence[TurnSaved]) -> Iterator[str]:
-    """Columns that a restore would go on from, and cannot."""
+    """Yield a sentence for each column that a restore needs and that cannot be read."""
     places = [(f"rollout {each.entry.group}/{each.entry.member} waits", each.entry.payload) for each in waiting]
     places += [(f"turn {each.turn} of rollout {each.group}/{each.member} was saved", each.payload) for each in turns]
     for what, place in places:

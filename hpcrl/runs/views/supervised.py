@@ -1,4 +1,4 @@
-"""What screens and pictures say of supervised runs, which have losses in place of rewards."""
+"""Views of supervised runs, which have losses in place of rewards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from rich.text import Text
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.views.words import number
 
-__all__ = ["draw_losses", "draw_rates", "is_supervised", "loss_rows", "loss_text", "losses_table", "step_words"]
-
 _ROWS = 2
 
 
@@ -23,13 +21,13 @@ def is_supervised(record: StepRecord) -> bool:
 
 
 def step_words(record: StepRecord) -> str:
-    """Say the losses of a step."""
+    """Return the losses of a step in words."""
     held_out = "" if record.held_out_loss is None else f"  held-out {number(record.held_out_loss, '.4f')}"
     return f"loss {number(record.loss, '.4f')}{held_out}"
 
 
 def loss_text(records: Sequence[StepRecord]) -> Text:
-    """Say the newest losses of a run; ``records`` are its steps, the oldest first."""
+    """Return the newest losses of a run in words; ``records`` are its steps, the oldest first."""
     text = Text.assemble("loss ", (number(records[-1].loss, ".4f"), "bold"))
     if (newest := _newest_held_out(records)) is not None:
         text.append("   held-out ")
@@ -39,7 +37,7 @@ def loss_text(records: Sequence[StepRecord]) -> Text:
 
 
 def loss_rows(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    """Say the first and the last losses of a run, a name and words each."""
+    """Return the first and the last losses of a run, a name and words each."""
     rows = [("loss", _from_to([(record.step, record.loss) for record in records]))]
     held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
     return [*rows, ("held-out loss", _from_to(held_out))] if held_out else rows

@@ -7,7 +7,6 @@ import time
 import msgspec
 
 from hpcrl.config.plan import Plan
-from hpcrl.decoding import prepared
 from hpcrl.runs.events import Event
 from hpcrl.runs.fleet import read_fleet
 from hpcrl.runs.observe import RunView, observe
@@ -16,8 +15,9 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.failures import failure_warnings
 from hpcrl.runs.views.fleet_table import fleet_document
-
-__all__ = ["STATUS_SCHEMA", "Usage", "read_usage", "status_document"]
+from hpcrl.runs.views.late_sinks import sink_warnings
+from hpcrl.runs.views.unsent_notices import notice_warnings
+from hpcrl.storage.msgspec_types import prepared
 
 STATUS_SCHEMA = "hpcrl.status/1"
 _TAIL_BYTES = 65536
@@ -25,12 +25,12 @@ _HOLDING = frozenset({RunState.STARTING, RunState.RUNNING, RunState.STOPPING})
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has held so far, all attempts together.
+    """Resources that a run has held so far, all attempts together.
 
     Attributes
     ----------
     wall_h:
-        Hours from the first to the last word of each supervisor; the queue is not in it.
+        Hours from the first to the last event of each supervisor, without the time in the queue.
     gpu_hours:
         ``wall_h`` times the GPUs of the allocation. 0 for a run without GPUs.
     gpu_hours_by_role:
@@ -43,40 +43,54 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_usage(run: RunDir, view: RunView, *, now_s: float | None = None) -> Usage:
-    """Hours held by a run, from the times in its supervisors' event files.
+    """Return the hours held by a run, from the times in its supervisors' event files.
 
     Jobs of the layout ``elastic`` that came later or left earlier are counted as if they had been there all the time.
     """
-    now_s = time.time() if now_s is None else now_s
-    hours = 0.0
-    for attempt in run.attempts():
-        span = _span_s(run, attempt)
-        if span is None:
-            continue
-        begin_s, end_s = span
-        if attempt == view.attempt:
-            end_s = max(end_s, now_s if _holds(view) else view.heartbeat_s or 0.0)
-        hours += max(0.0, end_s - begin_s) / 3600.0
+    spans = attempt_spans(run, view, now_s=now_s).values()
+    hours = sum(max(0.0, end_s - begin_s) for begin_s, end_s in spans) / 3600.0
     return Usage(wall_h=hours, gpu_hours=hours * run.plan().layout.gpus, gpu_hours_by_role=_by_role(run.plan(), hours))
 
 
+def attempt_spans(run: RunDir, view: RunView, *, now_s: float | None = None) -> dict[int, tuple[float, float]]:
+    """Return from when to when each attempt has held its nodes, in seconds since the epoch, without the queue.
+
+    An attempt begins with the first event of its supervisor and ends with the last one; the newest may hold nodes since
+    then. Attempts whose supervisor recorded nothing are left out.
+
+    Parameters
+    ----------
+    now_s:
+        The current time by default.
+    """
+    found = {number: span for number in run.attempts() if (span := recorded_span(run, number)) is not None}
+    if view.attempt in found:
+        begin_s, last_s = found[view.attempt]
+        now_s = time.time() if now_s is None else now_s
+        found[view.attempt] = begin_s, max(last_s, now_s if _holds(view) else view.heartbeat_s or 0.0)
+    return found
+
+
 def _holds(view: RunView) -> bool:
-    """Whether the newest attempt holds nodes now: not while the next one waits, and by Slurm's word if there is one."""
+    """Return whether the newest attempt holds nodes now, by Slurm's answer where there is one.
+
+    An attempt that waits in the queue holds none.
+    """
     return view.state in _HOLDING and (view.job is None or view.job.holding)
 
 
 def _by_role(plan: Plan, hours: float) -> dict[str, float]:
     shares: dict[str, float] = {}
     for component in plan.layout.components:
-        gpus = component.nodes * component.jobs * component.gpus_per_node
+        gpus = component.asked * component.jobs * component.gpus_per_node
         if gpus:
             name = "+".join(component.roles)
             shares[name] = shares.get(name, 0.0) + hours * gpus
     return shares
 
 
-def _span_s(run: RunDir, attempt: int) -> tuple[float, float] | None:
-    """Times of the first and the last event of the attempt's supervisor; reads the ends of the file only."""
+def recorded_span(run: RunDir, attempt: int) -> tuple[float, float] | None:
+    """Return the times of the first and the last event of the attempt's supervisor; read only the ends of the file."""
     path = run.events_dir / f"{attempt:04d}-supervisor.jsonl"
     try:
         with path.open("rb") as stream:
@@ -99,14 +113,19 @@ def _time_s(line: bytes) -> float | None:
 
 
 def status_document(run: RunDir) -> str:
-    """State, progress and usage as JSON (schema `STATUS_SCHEMA`)."""
+    """Return state, progress and usage as JSON (schema `STATUS_SCHEMA`)."""
     view, progress = observe(run), read_progress(run)
     if not view.state.ended and view.state is not RunState.RUNNING:  # the pace of before tells nothing
         progress = msgspec.structs.replace(progress, eta_s=None)
     document = {
         "schema": STATUS_SCHEMA,
         **msgspec.to_builtins(view),
-        "warnings": [*view.warnings, *failure_warnings(progress.rollouts).values()],
+        "warnings": [
+            *view.warnings,
+            *failure_warnings(progress.rollouts).values(),
+            *notice_warnings(run),
+            *sink_warnings(run),
+        ],
         "progress": msgspec.to_builtins(progress),
         "usage": msgspec.to_builtins(read_usage(run, view)),
         "fleet": fleet_document(read_fleet(run, view.attempt, view.components)),

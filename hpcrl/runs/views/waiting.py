@@ -1,4 +1,4 @@
-"""What a run that waits in the queue waits for, in words."""
+"""Reasons why a run waits in the queue, in words."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import time
 from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.observe import RunView
 
-__all__ = ["waiting_words"]
-
 _DAY_S = 86400.0
 
 
 def waiting_words(view: RunView, job: JobFact) -> str:
-    """What a job that waits needs, why Slurm lets it wait, and when Slurm expects to start it."""
+    """Return what a waiting job needs, why Slurm lets it wait, and when Slurm expects to start it, in words."""
     words = []
     if view.nodes_needed:
         usable = "" if job.usable_nodes is None else f", {job.usable_nodes} usable"

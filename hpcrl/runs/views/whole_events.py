@@ -6,8 +6,6 @@ from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 
-__all__ = ["whole_events"]
-
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "replica.lost": {"why": str},
     "replica.submitted": {"job_id": (int, str), "lost": str},
@@ -20,15 +18,18 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "component.lost": {"cause": str},
     "component.hung": {"role": str, "replica": int, "dumps": list, "frames": list},
     "component.went_on": {"role": str, "replica": int, "problem": str},
+    "engine.fabric_failed": {"engine": str, "version": int, "why": str},
+    "trainer.fabric_failed": {"version": int, "why": str},
     "trainer.version_refused": {"what": str},
     "engine.adapter_unproven": {"engine": str, "tries": int},
     "engine.weights_unproved": {"engine": str, "version": int, "why": str},
+    "notify.failed": {"notifier": str, "error": str},
     "run.state": {"state": str},
     "store.canary": {"host": str},
     "store.segment_lost": {"segment": str, "segments": int},
     "nodes.excluded": {"nodes": (list, dict)},
 }
-"""What an event must say to be shown: one that a damaged line or another version says otherwise is left out."""
+"""Required fields of an event: one of another form, from a damaged line or another version, is left out."""
 
 
 def whole_events(run: RunDir, *, kind: str, attempt: int | None = None) -> list[Event]:

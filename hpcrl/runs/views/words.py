@@ -11,14 +11,13 @@ if TYPE_CHECKING:
     from hpcrl.runs.metrics import StepRecord
     from hpcrl.runs.run_progress import Progress
 
-__all__ = ["PHASES", "age", "duration", "number", "staleness", "state_text"]
-
 _STYLES = {
     "RUNNING": "green",
     "READY": "green",
     "COMPLETED": "bold green",
     "EXITED": "dim",
     "STARTING": "yellow",
+    "QUEUED": "dim",
     "SUBMITTED": "yellow",
     "STOPPING": "yellow",
     "REQUEUED": "yellow",
@@ -46,7 +45,7 @@ def number(value: float | None, spec: str = ".3f") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``75`` as ``1:15``, from an hour ``2:01:15``; ``-`` for None."""
+    """Return ``75`` as ``1:15``, from an hour on as ``2:01:15``; ``-`` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -55,7 +54,7 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """``45s``, ``12m``, ``5h``, ``3d``: in the largest unit that fits."""
+    """Return an age as ``45s``, ``12m``, ``5h`` or ``3d``, in the largest unit that fits."""
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"
@@ -63,11 +62,11 @@ def age(seconds: float) -> str:
 
 
 def state_text(state: str) -> Text:
-    """A state in its colour."""
+    """Return a state in its colour."""
     return Text(state, style=_STYLES.get(state, ""))
 
 
 def staleness(record: StepRecord, progress: Progress) -> str:
-    """How many versions behind the rollouts of a step were, on average, at worst, and at most by the recipe."""
+    """Return the mean, the maximum and the bound of the staleness of a step's rollouts (in versions), in words."""
     bound = "" if progress.staleness_bound is None else f", bound {progress.staleness_bound}"
     return f"staleness {number(record.staleness_mean, '.1f')} (largest {record.staleness_max}{bound})"

@@ -1,0 +1,1 @@
+"""Traces of runs in the trace event format of Chrome, which Perfetto reads."""

@@ -1,0 +1,1 @@
+"""Runs in a browser, live and read-only (``hpcrl board``)."""

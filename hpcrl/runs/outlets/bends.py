@@ -1,0 +1,236 @@
+"""Likely causes of what a curve does, and what to do about it; docs/observing.md and pages of runs have the table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bend(NamedTuple):
+    """A change of one or more curves.
+
+    Attributes
+    ----------
+    curves:
+        Names of the curves in sinks.
+    what, cause, action:
+        What a reader sees, its likely cause, and what to do, in Markdown.
+    """
+
+    curves: tuple[str, ...]
+    what: str
+    cause: str
+    action: str
+
+
+BENDS: tuple[Bend, ...] = (
+    Bend(
+        (
+            "reward/mean",
+            "heldout/reward",
+        ),
+        "`reward/mean` rises and `heldout/reward` does not",
+        "The policy learns the training prompts.",
+        "More prompts; fewer steps for each.",
+    ),
+    Bend(
+        ("reward/mean",),
+        "`reward/mean` jumps up with short replies",
+        "The policy gets the reward without solving the task.",
+        "Read rollouts (`hpcrl rollouts show`), then `hpcrl rollouts rescore` with a better reward.",
+    ),
+    Bend(
+        ("entropy/all/mean",),
+        "`entropy/all/mean` falls to 0",
+        "The policy repeats itself.",
+        "A lower learning rate, or `algorithm.kl`.",
+    ),
+    Bend(
+        ("mismatch_kl/all/mean",),
+        "`mismatch_kl/all/mean` rises over 0.01",
+        "Engine and trainer compute different things.",
+        "Router replay for mixtures of experts; the same precision on both sides.",
+    ),
+    Bend(
+        ("is_masked/mean",),
+        "`is_masked/mean` rises",
+        "Rollouts are too old, or the mismatch is large.",
+        "A lower `rollouts.max_off_policy_steps`.",
+    ),
+    Bend(
+        ("importance/ess",),
+        "`importance/ess` falls under 0.5",
+        "Few tokens carry the gradient.",
+        "As for `mismatch_kl/all/mean`.",
+    ),
+    Bend(
+        (
+            "optim/grad_norm",
+            "optim/skipped",
+        ),
+        "`optim/grad_norm` jumps, `optim/skipped` is 1",
+        "A batch with extreme ratios or numbers that are not finite.",
+        "`hpcrl why` names the rollouts; a lower `trainer.optimizer.max_grad_norm`.",
+    ),
+    Bend(
+        ("off_policy/max",),
+        "`off_policy/max` stays at the bound",
+        "Rollouts are dropped because they are too old.",
+        "Fewer `rollouts.max_in_flight`.",
+    ),
+    Bend(
+        ("time/NAME",),
+        "`time/wait_batch` is most of a step",
+        "Engines or environments are the limit.",
+        "`hpcrl why --slow` says which of them, and which settings would change it.",
+    ),
+    Bend(
+        ("perf/throughput",),
+        "`perf/throughput` falls slowly",
+        "Rollouts get longer.",
+        "Look at `perf/tokens`; `rollouts.sampling.max_new_tokens`.",
+    ),
+    Bend(
+        ("reward/std", "page/zero_variance"),
+        "`reward/std` falls to 0, `page/zero_variance` rises",
+        "All rollouts of a prompt get the same reward: prompts are too easy, too hard, or the policy repeats itself.",
+        "Other prompts, or `curriculum` of the environment; look at `entropy/all/mean`.",
+    ),
+    Bend(
+        ("reward/count", "reward_count/NAME", "reward_part_count/NAME"),
+        "`reward/count` or `reward_count/NAME` falls",
+        "Rollouts fail or are dropped, so that fewer are trained, or an environment has fewer.",
+        "Look at `page/drops`; `hpcrl why`, and `hpcrl logs RUN --role orchestrator`.",
+    ),
+    Bend(
+        ("reward/NAME", "heldout/reward/NAME"),
+        "`reward/NAME` of one environment falls while others rise",
+        "Environments compete, or one of them is broken.",
+        "Read its rollouts (`hpcrl rollouts ls RUN --environment NAME`); the `weight` of the environments.",
+    ),
+    Bend(
+        ("reward_part/NAME", "heldout/part/NAME"),
+        "A penalty's `reward_part/NAME` falls, or one part carries all of the reward",
+        "The policy gives up one part for another.",
+        "Other weights of `rewards`; read rollouts.",
+    ),
+    Bend(
+        ("heldout/count", "heldout/failed"),
+        "`heldout/failed` rises, `heldout/count` falls",
+        "Environments, sandboxes or engines fail during evaluations; the mean is of the others.",
+        "`hpcrl logs RUN --role orchestrator`; do not compare this version with others.",
+    ),
+    Bend(
+        ("heldout/loss",),
+        "`heldout/loss` rises while `loss/policy` falls (`hpcrl sft`)",
+        "The model learns the training conversations by heart.",
+        "Fewer epochs; an earlier checkpoint.",
+    ),
+    Bend(
+        ("loss/policy",),
+        "`loss/policy` jumps by a factor",
+        "The gradient is dominated by few tokens, or the batch differs in kind.",
+        "Look at `importance/ess`, `optim/grad_norm` and `mismatch_kl/all/mean` of this step.",
+    ),
+    Bend(
+        ("entropy/all/mean",),
+        "`entropy/all/mean` rises without end",
+        "The policy becomes noise; often after a step that was too large.",
+        "A lower learning rate, `algorithm.kl`; go on from an earlier checkpoint (`hpcrl resume --from-step`).",
+    ),
+    Bend(
+        ("reference_kl/mean",),
+        "`reference_kl/mean` rises fast",
+        "The policy leaves the reference model; the reward may be exploited.",
+        "A larger `algorithm.kl.coefficient`, or a lower learning rate; read rollouts.",
+    ),
+    Bend(
+        ("teacher_kl/mean",),
+        "`teacher_kl/mean` stays or rises",
+        "The student does not follow its teacher: other chat format, or a learning rate that is too low or too high.",
+        "Compare the prompts of both; another learning rate.",
+    ),
+    Bend(
+        ("optim/lr",),
+        "`optim/lr` is not what you expect",
+        "A resume with another `trainer.steps` changes a schedule that depends on it.",
+        "`trainer.optimizer.schedule` and `warmup_steps` in *Recipe and code*.",
+    ),
+    Bend(
+        ("optim/nonfinite_tokens",),
+        "`optim/nonfinite_tokens` is above 0",
+        "An engine or the trainer overflows.",
+        "`hpcrl why` names the rollouts; bfloat16 in place of float16, no fp8, on the side that overflows.",
+    ),
+    Bend(
+        ("off_policy/mean", "off_policy/histogram/NAME"),
+        "`off_policy/mean` rises, `off_policy/histogram/NAME` moves to high numbers",
+        "Rollouts take longer than a step: long replies, or slow environments.",
+        "Fewer `rollouts.max_in_flight`; more engines; `hpcrl why --slow`.",
+    ),
+    Bend(
+        ("perf/tokens", "perf/sampled_tokens", "page/sampled_length"),
+        "`perf/sampled_tokens` or `page/sampled_length` rises to the limit",
+        "Replies are cut at `max_new_tokens`, and a cut reply rarely has a reward.",
+        "A larger `rollouts.sampling.max_new_tokens`, or a penalty for length.",
+    ),
+    Bend(
+        ("perf/tokens", "branches/mean", "branches/max"),
+        "`branches/mean` rises, and `perf/tokens` with it",
+        "Agents shorten or rewrite their context: a rollout has several sequences, and tokens are computed again.",
+        "Read rollouts; a chat format that keeps earlier turns (docs/environments.md).",
+    ),
+    Bend(
+        ("router/mismatch", "router/mismatch_lag/NAME", "router/unknown/NAME", "router/replayed_share"),
+        "`router/mismatch` or `router/unknown/NAME` rises, `router/replayed_share` falls",
+        "Engines return no experts for some tokens, or compute the router in another precision.",
+        "`engine.return_routed_experts` and `trainer.router_replay` (docs/training.md).",
+    ),
+    Bend(
+        ("mismatch_kl/replayed/mean", "mismatch_kl/unreplayed/mean"),
+        "`mismatch_kl/replayed/mean` is as large as `mismatch_kl/unreplayed/mean`",
+        "The mismatch is not of the router: kernels, precision or weights differ.",
+        "The same dtype on both sides; `hpcrl why` says whether an engine computed with other weights.",
+    ),
+    Bend(
+        ("mismatch_kl/lag/NAME",),
+        "`mismatch_kl/lag/NAME` is high at lag 0",
+        "Engine and trainer differ with the same weights.",
+        "As for `mismatch_kl/all/mean`. At larger lags alone it is age: a lower `rollouts.max_off_policy_steps`.",
+    ),
+    Bend(
+        ("time/NAME", "page/steps_s"),
+        "`page/steps_s` rises, or one phase of `time/NAME` does",
+        "Batches grew, a filesystem is slow (`checkpoint`, `publish`), or a node is.",
+        "`hpcrl why --slow`; `hpcrl profile RUN` for a phase of the trainer.",
+    ),
+    Bend(
+        ("rollouts/NAME", "page/drops"),
+        "`page/drops` or a counter `rollouts/dropped_*` rises",
+        "Its name has the cause: too old, failed, lost with an engine, or equal rewards.",
+        "Too old: fewer `rollouts.max_in_flight`. Failed: `hpcrl logs`. Equal rewards: other prompts.",
+    ),
+    Bend(
+        ("loss_metrics/NAME",),
+        "`loss_metrics/NAME` leaves its usual range",
+        "It is what your loss measures.",
+        "What the loss says of it.",
+    ),
+    Bend(
+        ("page/update_s", "page/pause_s"),
+        "`page/update_s` or `page/pause_s` rises",
+        "The filesystem or network that carries weights is slow, or an engine is busy.",
+        "`handoff` in docs/handoff.md; `hpcrl why --slow`.",
+    ),
+    Bend(
+        ("page/checkpoint_s",),
+        "`page/checkpoint_s` rises, or its part that blocks steps does",
+        "The filesystem is slow, or nearly full.",
+        "A larger `checkpoint.every_steps`; `hpcrl status` warns of space.",
+    ),
+    Bend(
+        ("page/goodput", "page/idle_s"),
+        "`page/goodput` falls, `page/idle_s` rises",
+        "Attempts end early, starts are slow, or one role waits for another.",
+        "The table of seconds by cause; `hpcrl why` for ends, `hpcrl why --slow` for waits.",
+    ),
+)

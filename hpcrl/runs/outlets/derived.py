@@ -1,0 +1,124 @@
+"""Numbers of a step that its record does not have, for sinks: percentiles, GPU-hours, and the engines at that time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from hpcrl.runs.consumed import ConsumedRollouts
+from hpcrl.runs.fleet import EngineView, FleetView
+from hpcrl.runs.lenient import decode_lenient
+from hpcrl.runs.metrics import StepRecord
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.views.held_hours import HeldHours, recorded_hours
+
+_SHARES = {"p50": 0.5, "p90": 0.9}
+_NEW_S = 15.0
+"""Maximum age in seconds of a step whose engines are those that are seen now."""
+_ENGINE_NUMBERS = ("kv_usage", "running", "waiting", "prefix_hit_rate", "preemptions", "tokens_per_s")
+"""Fields of `hpcrl.runs.fleet.EngineView`."""
+
+
+class _Length(msgspec.Struct, frozen=True, gc=False):
+    sampled_tokens: int
+
+
+class DerivedMetrics:
+    """Computes them for the steps of a run, in order.
+
+    Parameters
+    ----------
+    attempt:
+        The attempt that runs, or the last one.
+    """
+
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._consumed = ConsumedRollouts(run.rollouts_dir)
+        self._hours: HeldHours | None = None
+        self._hours_of = 0
+
+    def of(self, record: StepRecord) -> dict[str, float]:
+        """Return the numbers of a step by name, without those that are unknown."""
+        return {
+            **staleness_percentiles(record),
+            **mean_lengths(record),
+            **self._lengths(record.step),
+            **self._gpu_hours(record),
+            **self._engines(record),
+        }
+
+    def _lengths(self, step: int) -> dict[str, float]:
+        try:
+            lines = self._consumed.of(step)
+        except OSError:  # they are only read by people
+            return {}
+        found = sorted(each.sampled_tokens for line in lines if (each := decode_lenient(line, _Length)) is not None)
+        if not found:
+            return {}
+        quantiles = {f"sampled_length_{name}": float(nearest_quantile(found, share)) for name, share in _SHARES.items()}
+        return {**quantiles, "sampled_length_max": float(found[-1])}
+
+    def _gpu_hours(self, record: StepRecord) -> dict[str, float]:
+        if self._hours is None or record.attempt != self._hours_of:
+            hours, self._hours_of = recorded_hours(self._run), record.attempt
+            # the newest attempt may continue
+            spans = (*hours.spans[:-1], (hours.spans[-1][0], math.inf)) if hours.spans else ()
+            self._hours = hours._replace(spans=spans)
+        found = self._hours.gpu_hours(self._hours.until(record.time_s))
+        return {} if found is None else {"gpu_hours": found}
+
+    def _engines(self, record: StepRecord) -> dict[str, float]:
+        if record.attempt != self._attempt or time.time() - record.time_s > _NEW_S:
+            return {}
+        view = FleetView.read(self._run, self._attempt)
+        return {} if view is None else dict(fleet_numbers(view))
+
+
+def staleness_percentiles(record: StepRecord) -> dict[str, float]:
+    """Return percentiles of the staleness of the rollouts of a step."""
+    lags = sorted((int(lag), count) for lag, count in record.staleness_histogram.items() if lag.lstrip("-").isdigit())
+    values = [lag for lag, count in lags for _ in range(count)]
+    if not values:
+        return {}
+    return {f"staleness_{name}": float(nearest_quantile(values, share)) for name, share in _SHARES.items()}
+
+
+def mean_lengths(record: StepRecord) -> dict[str, float]:
+    """Return the mean tokens of a rollout; none for a record of an earlier version, which has no count."""
+    if not record.reward_count:
+        return {}
+    return {
+        "length_mean": record.tokens / record.reward_count,
+        "sampled_length_mean": record.sampled_tokens / record.reward_count,
+    }
+
+
+def fleet_numbers(view: FleetView) -> Iterator[tuple[str, float]]:
+    """Yield mean, minimum and maximum over engines of what is known of them, as ``fleet/NUMBER/mean``."""
+    for name in _ENGINE_NUMBERS:
+        yield from _spread(name, [getattr(engine, name) for engine in view.engines])
+    if view.newest is not None:
+        yield from _spread("versions_behind", [_behind(engine, view.newest) for engine in view.engines])
+    if view.engines:
+        yield "fleet_engines", float(len(view.engines))
+        yield "fleet_silent", float(sum(not engine.answers or engine.stuck for engine in view.engines))
+
+
+def _behind(engine: EngineView, newest: int) -> int | None:
+    return None if engine.version < 0 else max(0, newest - engine.version)
+
+
+def _spread(name: str, values: Sequence[float | None]) -> Iterator[tuple[str, float]]:
+    known = [float(value) for value in values if value is not None]
+    if known:
+        numbers: Mapping[str, float] = {"mean": math.fsum(known) / len(known), "min": min(known), "max": max(known)}
+        yield from ((f"fleet/{name}/{what}", value) for what, value in numbers.items())
+
+
+def nearest_quantile(values: Sequence[int], share: float) -> int:
+    """Return the value at a share (0 to 1) of sorted values: the nearest one, not one between two."""
+    return values[round(share * (len(values) - 1))]

@@ -1,0 +1,1 @@
+"""Sinks that hpcrl brings, each for one library, which is imported when the sink is made."""
