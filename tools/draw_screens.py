@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from hpcrl.cli.selection import find
-from hpcrl.fs import atomic_write
 from hpcrl.runs.fleet import read_fleet
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.observe import observe
@@ -23,6 +22,7 @@ from hpcrl.runs.run_progress import read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.follow import fitted
 from hpcrl.runs.views.usage import read_usage
+from hpcrl.storage.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs/images/status.svg"

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGURATION_HEAD = """\
 # Configuration reference
 
-Made from the code by `make docs`; a test fails when it is out of date.
+Generated from the code by `make docs`; a test fails if it is out of date.
 
 A **recipe** says what to train, a **cluster profile** where. Both are YAML. Unknown keys are errors, units stand in
 the names, and every value can be traced: `hpcrl recipe show RECIPE` prints where each one comes from.
@@ -41,6 +41,9 @@ the names, and every value can be traced: `hpcrl recipe show RECIPE` prints wher
 - Relative paths start at the directory where `hpcrl` is called. `HPCRL_RUNS_ROOT` overrides `paths.runs_root`.
 - [admins.md](admins.md) tells how to write a profile; and where sbatch templates are found.
 - `hpcrl recipe schema` prints a JSON schema for editors.
+- `schema: 1` at the top of a file is the number of its form, and may be left out. `hpcrl recipe migrate FILE` and
+  `hpcrl cluster migrate FILE` show how a file of an earlier version becomes one of the current form; with `--write`
+  they change it. Comments and order stay. Runs of earlier versions are read without that.
 """
 
 
@@ -71,15 +74,15 @@ def cli() -> str:
     body = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     exit_codes = (
         "## Exit codes\n\n| code | meaning |\n| --- | --- |\n| 0 | done |\n| 1 | the run failed |\n"
-        "| 2 | what was asked cannot be done; nothing was changed |\n"
-        "| 3 | a plan does not fit: memory or nodes are short; it says where, and what would help |\n"
-        "| 4 | a plan cannot be judged: the model's sizes are not known, or the profile lacks a number; "
-        "it says what was skipped |\n"
+        "| 2 | the request cannot be fulfilled; nothing was changed |\n"
+        "| 3 | a plan does not fit: memory or nodes are short; the message names the place and settings that help |\n"
+        "| 4 | it is unknown whether a plan fits: the model's sizes are not known, or the profile lacks a number; "
+        "the message lists the skipped checks |\n"
         "| 93 | the run is given up: attempts without progress; do not requeue |\n"
-        "| 94 | the run has saved checkpoints, none can be restored, and it does not begin again by itself: "
+        "| 94 | no checkpoint of the run can be restored, and it does not restart at step 0 by itself: "
         "`hpcrl resume --from-scratch` or `--from-step` (docs/checkpoints.md) |\n| 130 | cancelled |\n"
     )
-    head = "# Command reference\n\nMade from the code by `make docs`; a test fails when it is out of date.\n\n"
+    head = "# Command reference\n\nGenerated from the code by `make docs`; a test fails if it is out of date.\n\n"
     # one level down: the page has a title of its own
     body = "\n".join(f"#{line}" if line.startswith("#") else line.rstrip() for line in body.strip().splitlines())
     return f"{head}{exit_codes}\n{body}\n"
