@@ -24,7 +24,7 @@ import msgspec
 import psutil
 from harness import ROOT, record, scratch, warmup
 
-from hpcrl.ports import choose_blocks
+from hpcrl.network.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 
 HOST = "127.0.0.1"

@@ -33,15 +33,15 @@ from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
-from hpcrl.gate import Gate
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.known import find_config
+from hpcrl.network.auth import Gate
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.http import serve_dock
 from hpcrl.rollouts.batches.server import BatchServer
-from hpcrl.rollouts.files import RolloutFiles
-from hpcrl.rollouts.records import Group, Rollout, StoredRollout, encode_rollout
-from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rollouts.core.consumed_files import RolloutFiles
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Group, Rollout, StoredRollout, encode_rollout
 from hpcrl.trainer.batch.tensors import TokenBatch
 
 TOKENS, ROLLOUTS = 131_072, 8

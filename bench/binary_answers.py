@@ -1,10 +1,10 @@
 """What an answer with routed experts, and its request, cost in text and in binary: seconds of both processes, and lag.
 
 A process answers as the embedded engine does, with rows of 75 layers and 8 experts a token: base64 in JSON, as to
-people; JSON without rows, which are fetched (`hpcrl.rows_reference`), as behind vllm-router; or frames
-(`hpcrl.answer_frames`), and then requests are frames as well. The orchestrator's own client asks by turns for each;
-its CPU time and that of the server are measured, and how late the client's event loop was. The last size has tokens
-alone, so that it says what columns of tokens are worth. Writes ``bench/results/binary_answers.json``.
+people; JSON without rows, which are fetched (`hpcrl.network.routed_experts_reference`), as behind vllm-router; or
+frames (`hpcrl.network.generate_frames`), and then requests are frames as well. The orchestrator's own client asks by
+turns for each; its CPU time and that of the server are measured, and how late the client's event loop was. The last
+size has tokens alone, so that it says what columns of tokens are worth. Writes ``bench/results/binary_answers.json``.
 
     python bench/binary_answers.py
 """
@@ -30,8 +30,8 @@ from hpcrl.inference.embedded.serving import api_generate
 from hpcrl.inference.embedded.serving.api_common import frame_response, json_response, takes_frames
 from hpcrl.inference.embedded.serving.protocol import GenerateRequest, parse
 from hpcrl.inference.embedded.serving.serving import Serving
+from hpcrl.network.routed_experts_reference import PATH
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
-from hpcrl.rows_reference import PATH
 
 LAYERS, EXPERTS = 75, 8
 #: tokens of a prompt whose rows are asked for, tokens of the answer

@@ -24,7 +24,7 @@ from harness import record
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch

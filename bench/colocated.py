@@ -35,10 +35,10 @@ from torch import Tensor
 from vllm_lab import write_model
 
 from hpcrl.config.load import load_recipe
-from hpcrl.modeling.arena import memory_of
 from hpcrl.modeling.blocks import is_sharded
 from hpcrl.modeling.hf import model_tensors
-from hpcrl.modeling.shared import view_of
+from hpcrl.modeling.memory.arena import memory_of
+from hpcrl.modeling.memory.shared import view_of
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import Qwen3MoeArch, load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed

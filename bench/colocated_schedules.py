@@ -10,13 +10,11 @@ from pathlib import Path
 
 from harness import RunResult, run_recipe, scratch, warmup
 
-from hpcrl.credentials import Credentials
 from hpcrl.errors import HpcrlError
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.events import read_events
 from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
-
-__all__ = ["schedules"]
 
 SCHEDULES = {"synchronous": 0, "one step behind": 1}
 RECIPE = "recipes/quickstart_colocated.yaml"

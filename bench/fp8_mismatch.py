@@ -25,10 +25,10 @@ from hpcrl.config.load import load_recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.find import find_backend
-from hpcrl.modeling.fp8.layers import use_fp8
+from hpcrl.modeling.fp8_layers import use_fp8
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights.format.quantise import QuantisedModules
 
 ROWS = {"bf16": (False, False), "fp8_engine": (True, False), "fp8_both": (True, True)}
 """Whether the engine is in FP8, and whether the trainer is."""

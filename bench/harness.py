@@ -20,8 +20,6 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
 
-__all__ = ["ROOT", "OtherLoad", "RunResult", "record", "run_recipe", "scratch", "warmup"]
-
 ROOT = Path(__file__).resolve().parent.parent
 HPCRL = Path(sys.executable).with_name("hpcrl")
 

@@ -26,10 +26,10 @@ import stand_in_engine
 from aiohttp import web
 from harness import record
 
+from hpcrl.rollouts.core.token_sequence import TokenSequence
 from hpcrl.rollouts.engines import client as client_module
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.process import prefer_event_loop
-from hpcrl.rollouts.sampling.sequence import TokenSequence
 
 TOKENS, LAYERS, EXPERTS = 8192, 75, 40
 AT_ONCE = 4

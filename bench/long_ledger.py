@@ -22,7 +22,7 @@ import msgspec
 from harness import record, scratch
 
 from hpcrl.dock.ledger.entries import Begin, Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved
-from hpcrl.rollouts.ledger import RolloutLedger
+from hpcrl.rollouts.ledger.ledger import RolloutLedger
 
 GROUPS, MEMBERS = 16, 16
 

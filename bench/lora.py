@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import planner_memory_worker as worker
 import torch
 from harness import record, scratch
 from memory_tools import ARCH, LENGTHS, Tool
+from planning import memory_worker as worker
 
 from hpcrl.config.lora import LoraConfig
 from hpcrl.config.recipe import HandoffConfig

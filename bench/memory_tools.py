@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import planner_memory_worker as worker
 import torch
 from harness import ROOT, record, scratch
+from planning import memory_worker as worker
 
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import TrainerMemoryConfig, TrainerParallelismConfig
-from hpcrl.modeling import host_memory
 from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.memory import host_memory
 from hpcrl.models.arch import DeepseekV3Arch, ModelArch, Qwen3MoeArch, load_arch
 from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.trainer import trainer_peak
@@ -133,7 +133,7 @@ ROUNDS, BUCKET_BYTES = 3, 4 << 20
 
 
 def unseen(size: int, device: torch.device) -> torch.Tensor:
-    """As `hpcrl.modeling.host_memory.pinned_bytes`, but not of torch's allocator."""
+    """As `hpcrl.modeling.memory.host_memory.pinned_bytes`, but not of torch's allocator."""
     return torch.from_numpy(np.empty(size, np.uint8))
 
 

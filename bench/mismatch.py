@@ -23,8 +23,8 @@ from vllm_lab import Engine, make_arch, random_model, started_engines, write_mod
 from vllm_pause import update
 
 from hpcrl.config.recipe import HandoffConfig
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.models.arch import ModelArch
 from hpcrl.trainer.batch.tensors import token_logprobs

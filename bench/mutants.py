@@ -37,27 +37,66 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer": (
         ("hpcrl/trainer/step", "hpcrl/trainer/batch", "hpcrl/trainer/parallel", "hpcrl/trainer/state"),
-        ("tests/trainer/step", "tests/trainer/batch", "tests/trainer/parallel", "tests/trainer/state", "tests/trainer"),
+        (
+            "tests/trainer/step",
+            "tests/trainer/batch",
+            "tests/trainer/parallel",
+            "tests/trainer/state",
+            "tests/trainer/memory",
+            "tests/trainer/supervised",
+            "tests/trainer",
+        ),
     ),
-    "modeling": (("hpcrl/modeling",), ("tests/modeling",)),
-    "dock": (("hpcrl/dock",), ("tests/dock",)),
+    "modeling": (
+        ("hpcrl/modeling",),
+        (
+            "tests/modeling",
+            "tests/trainer/batch",
+            "tests/trainer/memory",
+            "tests/trainer/parallel",
+            "tests/trainer/step/test_freeze.py",
+            "tests/trainer/step/test_muon.py",
+            "tests/trainer/step/test_router_replay.py",
+            "tests/trainer/step/test_step_by_hand.py",
+            "tests/trainer/test_adapters_trained.py",
+            "tests/trainer/test_families.py",
+        ),
+    ),
+    "dock": (
+        ("hpcrl/dock",),
+        (
+            "tests/dock",
+            "tests/rollouts/batches",
+            "tests/rollouts/test_ledger_restore.py",
+            "tests/rollouts/test_sample_ledger.py",
+            "tests/rollouts/test_saved_turns.py",
+        ),
+    ),
     "weights": (
         ("hpcrl/weights",),
-        ("tests/weights", "tests/inference/test_adapters.py", "tests/modeling/test_stored_weights.py"),
+        (
+            "tests/weights",
+            "tests/inference/test_adapters.py",
+            "tests/jobplan/test_language_model.py",
+            "tests/modeling/test_mxfp4.py",
+            "tests/modeling/test_stored_weights.py",
+            "tests/trainer/publish",
+            "tests/trainer/state/test_wrapped_export.py",
+        ),
     ),
-    "checkpoints": (("hpcrl/checkpoints",), ("tests/checkpoints",)),
+    "checkpoints": (("hpcrl/checkpoints",), ("tests/checkpoints", "tests/trainer/state")),
     "sampling": (
         ("hpcrl/rollouts/sampling", "hpcrl/rollouts/batches"),
-        ("tests/rollouts/sampling", "tests/rollouts/batches", "tests/rollouts"),
+        ("tests/rollouts/sampling", "tests/rollouts/batches", "tests/rollouts/gateway", "tests/rollouts"),
     ),
     "engine": (("hpcrl/inference/embedded/engine", "hpcrl/inference/embedded/kv"), ("tests/inference/embedded",)),
     "recovery": (
-        ("hpcrl/supervisor/policy",),
-        ("tests/supervisor/policy", "tests/supervisor/launch", "tests/supervisor"),
+        ("hpcrl/supervisor/recovery",),
+        ("tests/supervisor/recovery", "tests/supervisor/launch", "tests/supervisor"),
     ),
     "slurm": (("hpcrl/slurm",), ("tests/slurm",)),
     "gate": (
-        ("hpcrl/gate.py", "hpcrl/credentials.py"),
+        ("hpcrl/network/auth.py", "hpcrl/network/credentials.py"),
         ("tests/test_gate.py", "tests/test_serving.py", "tests/inference/test_access.py"),
     ),
 }
@@ -81,6 +120,8 @@ def main() -> None:
     rooms = arguments.rooms.split(",")
     known = {room: all_mutants(room) for room in rooms}
     if arguments.list:
+        for name in sorted(stale()):
+            print(f"no such mutant, in {EQUIVALENT.name}: {name}")
         for room, mutants in known.items():
             print(f"{room:14}{len(mutants):6}  {dict(Counter(mutant.kind for mutant in mutants).most_common())}")
         return
@@ -92,6 +133,18 @@ def main() -> None:
 def all_mutants(room: str) -> list[Mutant]:
     """Return the mutants of a room, without those that are known to change nothing."""
     known = equivalent()
+    return [mutant for mutant in mutants_in(room) if one_line(mutant.name) not in known]
+
+
+def stale() -> set[str]:
+    """Return the names in the list of equivalent mutants that no room has: the code was changed or moved since."""
+    return equivalent() - {one_line(mutant.name) for room in ROOMS for mutant in mutants_in(room)}
+
+
+def mutants_in(room: str) -> list[Mutant]:
+    """Return all mutants of a room."""
+    for place in (*ROOMS[room][0], *ROOMS[room][1]):
+        assert (ROOT / place).exists(), f"room {room}: {place} does not exist"
     found = []
     for place in ROOMS[room][0]:
         files = [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py"))
@@ -99,7 +152,7 @@ def all_mutants(room: str) -> list[Mutant]:
             name = path.relative_to(ROOT).as_posix()
             if not any(word in name for word in LEFT_OUT):
                 found += list(mutants_of(name, path.read_text(encoding="utf-8")))
-    return [mutant for mutant in found if one_line(mutant.name) not in known]
+    return found
 
 
 def equivalent() -> set[str]:
@@ -132,8 +185,19 @@ def sample(known: dict[str, list[Mutant]], count: int, seed: int) -> list[tuple[
 
 
 def alone() -> None:
-    """Go on as the first process of a namespace of processes, so that nothing outside of it can be ended."""
-    if os.getpid() == 1 or os.environ.get("HPCRL_MUTANTS_ALONE"):
+    """Go on in a namespace of processes, so that nothing outside of it can be ended.
+
+    Its first process waits for all others: what tests have killed the parent of would stay a zombie, and tests wait
+    until processes are gone.
+    """
+    if os.getpid() == 1:
+        child = os.fork()
+        while child:
+            pid, status = os.wait()
+            if pid == child:
+                sys.exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        return
+    if os.environ.get("HPCRL_MUTANTS_ALONE"):
         return
     unshare = shutil.which("unshare")
     words = ["--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -173,15 +237,16 @@ def campaign(known: dict[str, list[Mutant]], arguments: argparse.Namespace, scra
 def recorded_tests(room: str, tree: Path, scratch: Path, cache: Path | None) -> trials.Tests:
     """Learn what the tests of a room execute, or read that where neither hpcrl nor the file of tests was changed."""
     tests, product = trials.Tests(), trials.digest_of(sorted((tree / "hpcrl").rglob("*.py")))
+    # files that belong to several rooms are recorded once
+    cache = scratch / "recorded" if cache is None else cache
     for file in files_of(ROOMS[room][1], tree):
-        kept = None if cache is None else cache / f"{product}-{trials.digest_of([tree / file])}.json"
-        if kept is None or not kept.exists():
+        kept = cache / f"{product}-{trials.digest_of([tree / file])}.json"
+        if not kept.exists():
             of_file = trials.Tests()
             trial = trials.record(tree, file, scratch, of_file, 300.0)
             print(f"recorded     {trial.seconds:6.1f} s  {file}", flush=True)
-            if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(of_file.to_json(), encoding="utf-8")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(of_file.to_json(), encoding="utf-8")
         else:
             of_file = trials.Tests.from_json(kept.read_text(encoding="utf-8"))
         tests.add(of_file)

@@ -32,9 +32,9 @@ import yaml
 
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
-from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.role import Endpoints, restore_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.weights import HandoffStore

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from harness import record
 from torch import Tensor
 
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.attention.packed import PackedAttention
 
 MIB = 1 << 20
 HEADS, DIM = 1, 32

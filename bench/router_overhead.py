@@ -24,7 +24,7 @@ from harness import ROOT, record
 
 from hpcrl.config.load import load_recipe
 from hpcrl.jobplan.commands.router import ROUTER_PORTS, ROUTER_VARIABLES, router_command
-from hpcrl.ports import choose_blocks
+from hpcrl.network.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.supervisor.launch.commands import fill_placeholders

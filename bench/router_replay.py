@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import torch
 from harness import record, scratch
-from planner_memory_worker import batch
+from planning.memory_worker import batch
 from vllm_lab import make_arch, random_model, started_engines, write_model
 
 from hpcrl.config.load import load_recipe
@@ -45,8 +45,8 @@ from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.layers.moe import SparseMLP
 from hpcrl.models.arch import Glm4MoeArch, ModelArch, arch_from_config
+from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.models.known import find_config
-from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.rollouts.engines.rows import read_rows
 from hpcrl.trainer.batch.routed_experts import engine_experts
 from hpcrl.trainer.parallel.mesh import Parallel, distributed

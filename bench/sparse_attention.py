@@ -16,9 +16,9 @@ import torch
 from harness import record
 from torch import Tensor
 
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.context import BatchContext, IndexQuery
 from hpcrl.modeling.layers.dsa import SparseLatentAttention
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.rope import rotary_tables
 from hpcrl.models.arch import GlmMoeDsaArch
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from aiohttp import web
 
-from hpcrl.ports import choose_blocks
+from hpcrl.network.ports import choose_blocks
 from hpcrl.rollouts.engines.client import EngineClient
 
 HOST = "127.0.0.1"

@@ -18,14 +18,14 @@ import torch
 from harness import record, scratch
 from torch.distributed.tensor import DTensor
 
-from hpcrl.fs import write_json
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.hf import HfAdapter, model_tensors
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch, load_arch
+from hpcrl.storage.files import write_json
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.weights.format.layout import PublishedTensor
-from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules, scale_tensor
+from hpcrl.weights.format.quantise import FP8_DTYPE, QuantisedModules, scale_tensor
 from hpcrl.weights.format.shard import SAFETENSORS_DTYPES, safetensors_header
 
 RANKS = 2

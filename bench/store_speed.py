@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from harness import record, scratch
 
-from hpcrl.ports import choose_blocks
+from hpcrl.network.ports import choose_blocks
 from hpcrl.runs.rundir import RunDir
 from hpcrl.store.endpoints import StoreEndpoints
 

@@ -20,20 +20,18 @@ from harness import ROOT
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role, RoleGroup
-from hpcrl.fs import write_json
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch
-from hpcrl.models.tokenizer import write_character_tokenizer
-from hpcrl.ports import choose_blocks
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.network.ports import choose_blocks
+from hpcrl.storage.files import write_json
 from hpcrl.supervisor.launch.commands import fill_placeholders
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
+from hpcrl.weights import Handoff, HandoffStore, VersionCommitter, write_shard
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.write.handoff_writer import ShardResult
-
-__all__ = ["Engine", "make_arch", "publish", "python", "random_model", "routed", "started_engines", "write_model"]
 
 HOST = "127.0.0.1"
 _START_S = 1200.0
@@ -194,7 +192,7 @@ def write_model(path: Path, model: Decoder, dtype: torch.dtype) -> None:
 
 def publish(store: HandoffStore, version: int, model_dir: Path, model: Decoder, dtype: torch.dtype) -> Handoff:
     """A hand-off of a model."""
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     path = writer.stage(version) / "model-00001-of-00001.safetensors"
     record, records = write_shard(path, _tensor_bytes(model, dtype))
     shard = ShardResult(path.name, record, records)

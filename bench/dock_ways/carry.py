@@ -24,10 +24,8 @@ from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
 from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
-from hpcrl.interpreter import module_command
-from hpcrl.ports import choose_blocks
-
-__all__ = ["CONSUMERS", "PRODUCERS", "WAYS", "WINDOW", "Producer", "columns", "measure"]
+from hpcrl.network.ports import choose_blocks
+from hpcrl.processes.interpreter import module_command
 
 PRODUCERS, CONSUMERS, WINDOW = 2, 4, 8
 PORTION = WINDOW // PRODUCERS // 2

@@ -16,8 +16,6 @@ from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.warehouse.sharing import Sharing
 
-__all__ = ["measure_shared"]
-
 _LIMIT_BYTES = 4 << 30
 _WAIT_S = 120.0
 

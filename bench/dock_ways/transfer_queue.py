@@ -15,9 +15,7 @@ from harness import ROOT
 from dock_ways.carry import CONSUMERS, PRODUCERS, WINDOW
 from hpcrl.dock.warehouse.interface import Pool
 from hpcrl.dock.warehouse.pool_master import PoolMaster
-from hpcrl.ports import choose_blocks
-
-__all__ = ["PEERS", "measure_peers"]
+from hpcrl.network.ports import choose_blocks
 
 PEERS = {name: f"TransferQueue, {name}" for name in ("SimpleStorage", "MooncakeStore")}
 PEER_S = 600.0

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import kernels
 import torch
 
-__all__ = ["Check", "Row", "Session", "seconds_of"]
-
 Row = dict[str, Any]
 
 

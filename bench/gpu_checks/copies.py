@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from planner_memory_worker import images
+from planning.memory_worker import images
 
 from gpu_checks.check import Check, Row, Session, seconds_of
 from gpu_checks.stack import FULL, PIECES, QWEN, apart, synchronize
-from hpcrl.fs import write_json
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.storage.files import write_json
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.weights.store import HandoffStore
-
-__all__ = ["COPIES"]
 
 
 def bandwidth(session: Session) -> Iterator[Row]:

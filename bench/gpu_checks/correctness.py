@@ -23,9 +23,7 @@ from hpcrl.modeling.fp8.find import find_backend
 from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 from hpcrl.modeling.fp8.quantiser import PLAIN
-from hpcrl.modeling.host_memory import pinned_bytes
-
-__all__ = ["CORRECTNESS"]
+from hpcrl.modeling.memory.host_memory import pinned_bytes
 
 TOLERANCE = 0.01
 """Of the norm of a difference by the norm of what is right: results are bfloat16."""

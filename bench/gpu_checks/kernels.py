@@ -16,8 +16,6 @@ from hpcrl.modeling.sparse_kernels.by_triton import HOPPER, SMALL, TritonKernel
 from hpcrl.modeling.sparse_kernels.find import find_sparse_kernel
 from hpcrl.modeling.sparse_kernels.kernel import Chosen
 
-__all__ = ["KERNELS"]
-
 _MOST_OF_REFERENCE = 8_192
 """Tokens that the reference of sparse attention is asked for."""
 

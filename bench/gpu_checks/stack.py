@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import planner_memory_worker
 import torch
 from harness import ROOT
-from planner_memory import FAMILIES
+from planning import memory_worker
+from planning.memory import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.check import Check, Row, Session
@@ -35,8 +35,6 @@ from hpcrl.planning.memory.fit import trainer_memory
 from hpcrl.planning.memory.trainer import trainer_moments
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
-
-__all__ = ["PEAK_TFLOPS", "WHOLE", "Stack", "policy_of", "recipe_of", "step_of"]
 
 GIB = 1 << 30
 PEAK_TFLOPS = 989.4
@@ -108,7 +106,7 @@ def step_of(policy: TrainerPolicy, lengths: tuple[int, ...], step: int) -> None:
     """Forward and backward pass of one micro-batch."""
     settings = {"lengths": lengths, "micro_batches": 1}
     vocab = policy.arch.vocab_size
-    policy.forward_backward(planner_memory_worker.batch(settings, step=step, rank=0, world_size=1, vocab=vocab))
+    policy.forward_backward(memory_worker.batch(settings, step=step, rank=0, world_size=1, vocab=vocab))
 
 
 def model_flops(arch: ModelArch, lengths: tuple[int, ...]) -> float:

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.attention.sparse import attend_chosen, choose_tokens
 from hpcrl.modeling.kernels.attend import attend, use_flash_attention_3
 from hpcrl.modeling.kernels.kernel import QKV, Kernel, Segments
 from hpcrl.modeling.kernels.plain import PlainKernel
-from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
 from hpcrl.modeling.sparse_kernels.find import find_sparse_kernel
 from hpcrl.modeling.sparse_kernels.kernel import Chosen, SparseShape
 from kernel_cases.case import Case, Make
-
-__all__ = ["dense", "index", "sparse"]
 
 NAMES = ("reference", "triton", "flash_mla", "flash_mla_cudnn")
 GLM5 = SparseShape(64, 576, 512, 2048, 32, 128, torch.bfloat16)

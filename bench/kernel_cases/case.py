@@ -6,8 +6,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
-__all__ = ["Case", "Make", "NotHere", "library"]
-
 Make = Callable[[], Callable[[], Any]]
 """Makes what is run; raises `NotHere`, or what hpcrl raises, where it cannot be."""
 

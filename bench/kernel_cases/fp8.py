@@ -16,13 +16,11 @@ from hpcrl.modeling.fp8.quantiser import PLAIN, quantise_blocks, quantise_rows
 from kernel_cases.attention import drawn
 from kernel_cases.case import Case, Make, NotHere, library
 
-__all__ = ["fp8"]
-
 #: outputs and inputs of GLM-5's linear layers: latents and queries, output of attention, a shared expert
 LINEARS = ((2_048, 6_144), (16_384, 2_048), (6_144, 16_384), (4_096, 6_144), (6_144, 2_048))
 #: of an expert: gate with up, and down
 EXPERTS = ((4_096, 6_144), (6_144, 2_048))
-#: 131,072 tokens on 4 ranks; 256 experts dealt out over 8 ranks, each with as many tokens, and 8 a token
+#: 131,072 tokens on 4 ranks; 256 experts distributed over 8 ranks, each with as many tokens, and 8 a token
 TOKENS, LOCAL_EXPERTS, PER_TOKEN = 32_768, 32, 8
 
 

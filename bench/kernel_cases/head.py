@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces, whole_logprobs
+from hpcrl.trainer.step.head import chunked_logprobs, loss_in_pieces, whole_logprobs
 from hpcrl.trainer.step.losses import PolicyLoss
 from kernel_cases.attention import drawn
 from kernel_cases.case import Case, Make, NotHere, library
-
-__all__ = ["head"]
 
 
 def head(device: torch.device, tiny: bool) -> Iterator[Case]:

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["OUTPUT", "ROOT", "begin", "install_in", "start"]
-
 OUTPUT = "HPCRL_MUTANTS_RECORD"
 """The file that processes of a test append to."""
 ROOT = "HPCRL_MUTANTS_ROOT"

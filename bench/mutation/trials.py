@@ -27,8 +27,6 @@ import pytest
 from mutation import recorder
 from mutation.operators import Mutant
 
-__all__ = ["MARKERS", "Tests", "Trial", "copied_tree", "digest_of", "import_once", "record", "run"]
-
 #: what takes long, or needs more than this machine
 MARKERS = "not (slow or e2e or slurm or vllm or triton or campaign or nightly or gpu)"
 _IMPORTED = ("torch", "numpy", "transformers", "safetensors.torch", "tokenizers", "aiohttp.web", "pydantic", "msgspec")

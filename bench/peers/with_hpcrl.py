@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import structs
-from planner_memory_worker import batch as rollouts_of
+from planning.memory_worker import batch as rollouts_of
 from sizes import COMMON, MODELS, batch, case, measure, status_mib
 
 from hpcrl.config.recipe import Recipe

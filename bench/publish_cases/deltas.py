@@ -11,16 +11,14 @@ import numpy as np
 import torch
 
 from hpcrl.config.recipe import OptimizerConfig
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.optim import clip_gradients, make_optimizer
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.read.reconstruct import read_tensors
 from publish_cases.models import arch_of, make_model_dir, publisher_of
-
-__all__ = ["deltas"]
 
 
 def train_step(model: Decoder, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from hpcrl.config.recipe import HandoffConfig
-from hpcrl.fs import write_json
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch
+from hpcrl.storage.files import write_json
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.weights import HandoffStore
-
-__all__ = ["arch_of", "make_model_dir", "publisher_of"]
 
 
 def arch_of(layers: int, **changes: int) -> ModelArch:

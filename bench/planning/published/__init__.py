@@ -1,0 +1,1 @@
+"""Published figures as cases, by subject; `bench/planner.py published` computes and prints them."""
