@@ -1,4 +1,4 @@
-"""LoRA adapters for tests: of experts, too, in both layouts that `hpcrl.weights.format.adapters` describes."""
+"""LoRA adapters for tests: of experts, too, in both layouts that `hpcrl.weights.read.adapters` describes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.weights import Handoff, HandoffWriter, write_shard
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL
+from hpcrl.weights import Handoff, VersionCommitter, write_shard
 from hpcrl.weights.format.manifest import content_digest
 from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.read.adapters import ADAPTER_CONFIG, ADAPTER_MODEL
 from hpcrl.weights.write.handoff_writer import ShardResult
 from hpcrl.weights.write.lora import adapter_config
 
@@ -100,7 +100,7 @@ def config_of(
 
 
 def publish_adapter(
-    writer: HandoffWriter,
+    writer: VersionCommitter,
     *,
     version: int,
     base: Handoff,

@@ -100,26 +100,34 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", metavar="K/N", help="the K-th of N parts of the files")
+    parser.addoption("--slow-part", default="1/1", metavar="K/N", help="all that is not slow, and a part of what is")
 
 
 @pytest.hookimpl(trylast=True)  # parts are of what `-m` has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     skip_without_vllm(items)
-    if config.getoption("--part") != "1/1":
-        chosen = of_part(items, config.getoption("--part"))
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
-        items[:] = [item for item in items if item.path in chosen]
+    for option, dealt in (("--part", items), ("--slow-part", [item for item in items if is_slow(item)])):
+        if config.getoption(option) != "1/1":
+            left_out = left_out_of(dealt, config.getoption(option))
+            config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+            items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = in_order(items)
 
 
-def of_part(items: list[pytest.Item], part: str) -> set[Path]:
-    """The files of a part. They are dealt out one by one, the longest first, so that parts take about as long."""
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test is marked as slow."""
+    return item.get_closest_marker("slow") is not None
+
+
+def left_out_of(items: list[pytest.Item], part: str) -> set[pytest.Item]:
+    """The tests of other parts. Files are dealt out one by one, the longest first, so that parts take about as long."""
     number, _, parts = part.partition("/")
     if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
-        raise pytest.UsageError(f"--part {part}: K/N is wanted, with K from 1 to N")
+        raise pytest.UsageError(f"part {part}: K/N is wanted, with K from 1 to N")
     files = list(dict.fromkeys(item.path for item in in_order(items)))
-    return set(files[int(number) - 1 :: int(parts)])
+    chosen = set(files[int(number) - 1 :: int(parts)])
+    return {item for item in items if item.path not in chosen}
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DividesAsCuda"]
-
 _QUOTIENTS = {torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar}
 _IN_PLACE = {torch.ops.aten.div_.Tensor, torch.ops.aten.div_.Scalar}
 

@@ -8,8 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["damaged"]
-
 
 def values(rng: random.Random, old: Any) -> Any:
     number = rng.choice([0, 1, -1, 7, 2**31, 2**53 + 1, 2**63, 2**64, 10**400, -(2**63), 1e308, -0.5, 3])

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["build_shim", "run_with_fault"]
-
 TESTS = Path(__file__).parent
 
 

@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -53,7 +54,12 @@ static void parse(const char *text) {
     if (who[0] && strcmp(who, mine)) op[0] = 0;
 }
 
+static void lock(void);
+static void unlock(void);
+
 __attribute__((constructor)) static void setup(void) {
+    /* no child is made while another thread holds it */
+    pthread_atfork(lock, unlock, unlock);
     const char *text = getenv("HPCRL_FAULT");
     if (!text) text = getenv("TEST_FAULT");
     if (text) parse(text);
@@ -64,6 +70,10 @@ static void look(void) {
     struct stat now;
     char text[1024];
     int saved = errno;
+    sigset_t all, before;
+    sigfillset(&all);
+    /* a handler of the program may write into a pipe, which comes here once more */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_mutex_lock(&mutex);
     if (stat(control, &now)) op[0] = 0, read_at.tv_sec = 0;
     else if (now.st_mtim.tv_sec != read_at.tv_sec || now.st_mtim.tv_nsec != read_at.tv_nsec) {
@@ -80,8 +90,12 @@ static void look(void) {
         }
     }
     pthread_mutex_unlock(&mutex);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     errno = saved;
 }
+
+static void lock(void) { pthread_mutex_lock(&mutex); }
+static void unlock(void) { pthread_mutex_unlock(&mutex); }
 
 static int wanted(const char *what) {
     if (control[0]) look();

@@ -8,7 +8,7 @@ import random
 import socket
 from collections.abc import Sequence
 
-from hpcrl.ports import choose_blocks
+from hpcrl.network.ports import choose_blocks
 
 HOST = "127.0.0.1"
 #: above the range of sites' profiles, and below that of Linux's own choice

@@ -6,15 +6,13 @@ import contextlib
 import sys
 from pathlib import Path
 
-from hpcrl.weights import HandoffStore, HandoffWriter, TensorRecord, write_shard
+from hpcrl.weights import HandoffStore, TensorRecord, VersionCommitter, write_shard
 from hpcrl.weights.format.delta import encode_chunk
 from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.read.subscriber import Reading
 from hpcrl.weights.write.handoff_writer import ShardResult
 from hpcrl.weights.write.own_units import Delta, delta_result
-
-__all__ = ["check_content", "content", "model_directory", "publish", "publish_delta"]
 
 
 def model_directory(path: Path) -> Path:
@@ -30,7 +28,7 @@ def content(version: int, name: str, words: int) -> bytes:
 
 
 def publish(
-    store: HandoffStore | HandoffWriter,
+    store: HandoffStore | VersionCommitter,
     version: int,
     model: Path,
     *,
@@ -40,6 +38,14 @@ def publish(
 ) -> None:
     """Publish a full version of ``tensors`` tensors of ``words`` int64 each, as who claims the store first or has."""
     writer = _writer(store)
+    results = write_files(writer, version, tensors=tensors, words=words, shards=shards)
+    writer.publish(version=version, shards=results, model_dir=model, producer="lab")
+
+
+def write_files(
+    writer: VersionCommitter, version: int, *, tensors: int = 4, words: int = 1000, shards: int = 2
+) -> list[ShardResult]:
+    """Write the files of a full version to its stage; they are removed where that fails."""
     stage = writer.stage(version)
     results = []
     try:
@@ -54,11 +60,11 @@ def publish(
         with contextlib.suppress(OSError):
             writer.discard(version)
         raise
-    writer.publish(version=version, shards=results, model_dir=model, producer="lab")
+    return results
 
 
 def publish_delta(
-    store: HandoffStore | HandoffWriter,
+    store: HandoffStore | VersionCommitter,
     version: int,
     needs: tuple[int, ...],
     model: Path,
@@ -94,8 +100,8 @@ def publish_delta(
     )
 
 
-def _writer(store: HandoffStore | HandoffWriter) -> HandoffWriter:
-    return store if isinstance(store, HandoffWriter) else HandoffWriter.claim(store.root, 1)
+def _writer(store: HandoffStore | VersionCommitter) -> VersionCommitter:
+    return store if isinstance(store, VersionCommitter) else VersionCommitter.claim(store.root, 1)
 
 
 def check_content(reading: Reading) -> int:

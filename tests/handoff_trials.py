@@ -21,13 +21,11 @@ from handoff_lab import check_content, model_directory, publish, publish_delta
 from kill_harness import Child, Say, die_at_call, fork_child
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.weights import HandoffStore, VersionCommitter
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
-
-__all__ = ["HandoffTrials"]
 
 EXPIRY_S = 5.0
 KEEP_LAST = 2
@@ -61,7 +59,7 @@ class HandoffTrials:
         self.problems: list[str] = []
         started = time.monotonic()
         self._attempt = 1
-        writer = HandoffWriter.claim(self._store.root, self._attempt)
+        writer = VersionCommitter.claim(self._store.root, self._attempt)
         for version in (1, 2, 3):
             publish(writer, version, self._model, words=WORDS)
         self._longest_s = max(0.015, PUBLICATIONS * (time.monotonic() - started) / 3)
@@ -115,7 +113,7 @@ class HandoffTrials:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if calls:
             die_at_call(calls)
-        writer = HandoffWriter.claim(self._store.root, self._attempt)
+        writer = VersionCommitter.claim(self._store.root, self._attempt)
         newest = self._store.newest() or 0
         writer.withdraw_after(newest)
         chain: tuple[int, ...] = ()
@@ -204,7 +202,7 @@ class HandoffTrials:
         """The next publisher and collector: nothing that counted is lost, and nothing is left over."""
         store, trial = self._store, self.counts["trials"]
         self._attempt += 1
-        HandoffWriter.claim(store.root, self._attempt).withdraw_after(store.newest() or 0)
+        VersionCommitter.claim(store.root, self._attempt).withdraw_after(store.newest() or 0)
         report = Collector(store, self._watch, keep_last=KEEP_LAST, settle_s=0.001).collect()
         self.counts["restored"] += len(report.restored)
         versions = store.versions()

@@ -20,8 +20,6 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Child", "Outcome", "Say", "die_at_call", "fork_child"]
-
 _CALLS = ("open", "os.")
 """Audited by Python: opening, renaming, listing, making and removing; not writing and syncing."""
 

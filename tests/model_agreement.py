@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import HfAdapter, model_tensors
-from hpcrl.modeling.load import load_model_dir
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 

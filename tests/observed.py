@@ -12,8 +12,6 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.usage import status_document
 from hpcrl.slurm.lookup import look_up
 
-__all__ = ["status_of"]
-
 
 def status_of(run: RunDir) -> Any:
     """What ``hpcrl status RUN --json`` prints. As there, Slurm is asked: without its word a requeued run looks lost."""

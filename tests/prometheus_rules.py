@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-
-__all__ = ["problems"]
+import shutil
+from pathlib import Path
 
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 _LABELS = re.compile(r'^(?:[a-zA-Z_]\w*="(?:[^"\\]|\\.)*"(?:,|$))*$')
@@ -14,6 +14,12 @@ _SCALED = {"milliseconds", "microseconds", "nanoseconds", "minutes", "hours", "d
 _PARTS = ("_bucket", "_sum", "_count")
 FOREIGN = "vllm:"
 """Names of vLLM's: whoever reads vLLM's engines reads ours, so they are as they are."""
+
+
+def prometheus_program(name: str) -> str:
+    """Path of a program of Prometheus; empty where it is not there (tools/bootstrap.py --prometheus)."""
+    own = Path(__file__).parents[1] / ".prometheus" / "usr" / "bin" / name
+    return str(own) if own.is_file() else shutil.which(name) or ""
 
 
 def problems(text: str) -> list[str]:
@@ -64,7 +70,7 @@ def _of_family(name: str, help_text: str | None, kind: str | None) -> list[str]:
     found += ["_total, and no counter"] * (kind != "counter" and name.endswith("_total"))
     found += [f"ends in {part}" for part in _PARTS if name.endswith(part)]
     found += [f"abbreviated unit {word!r}" for word in sorted(words & _ABBREVIATIONS)]
-    found += [f"{word!r} is no base unit" for word in sorted(words & _SCALED)]
+    found += [f"{word!r} is not a base unit" for word in sorted(words & _SCALED)]
     found += ["capital letters"] * (name != name.lower())
     found += [f"the type in the name: {kind}"] * (kind in words)
     return found

@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 import urllib.request
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from free_ports import free_blocks
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_recipe
-from hpcrl.credentials import Credentials
 from hpcrl.jobplan.commands.router import ROUTER_PORTS, router_command
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.rundir import RunDir
 from hpcrl.supervisor.launch.commands import fill_placeholders
 
@@ -30,6 +31,9 @@ class NeverRestarted:
 
     def router_ready_s(self) -> float:
         return 0.0
+
+    def leave_out(self, engines: Collection[str]) -> None:
+        pytest.fail(f"{engines} are left out")
 
 
 class Router:

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import numpy as np
 
-__all__ = ["CHAT_TEMPLATE", "converter", "write_small_gguf"]
-
 ROOT = Path(__file__).resolve().parents[1]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["write_srun"]
-
 _SCRIPT = """#!{python}
 import json, sys, time
 ADDRESSES, AHEAD = json.loads({addresses!r}), json.loads({ahead!r})

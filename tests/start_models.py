@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from hpcrl.models.arch import arch_from_config
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 #: the `config.json` of a model that is as small as one can be
@@ -96,3 +96,11 @@ def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given := os.environ.get("HPCRL_TEST_TAUGHT_MODEL"):
         return Path(given)
     return start_model(tmp_path_factory, "taught")
+
+
+def exercises_model(tmp_path_factory: pytest.TempPathFactory, tasks: Path) -> Path:
+    """The start model of the recipe `swe_exercises`: a minute of warm-up on its tasks, unless
+    ``HPCRL_TEST_EXERCISES_MODEL`` names one that is there already."""
+    if given := os.environ.get("HPCRL_TEST_EXERCISES_MODEL"):
+        return Path(given)
+    return start_model(tmp_path_factory, "swe_exercises", "swe_exercises", [f"environments.0.tasks={tasks}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -17,36 +18,57 @@ from start_models import TINY_CONFIG
 
 import hpcrl
 
+_SPEC = importlib.util.spec_from_file_location("count_house", Path(__file__).parents[1] / "tools/count_house.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+house = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(house)
+
 PACKAGE = Path(hpcrl.__file__).parent
 #: modules beside the rooms; they import nothing but each other
 LEAVES = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "api"}
-#: which rooms each room may import, beside itself, `LEAVES` and `hpcrl` itself
+#: rooms that every room above may import
+GROUND = {"storage", "reporting", "network", "processes"}
+#: which rooms each room may import, beside itself, `LEAVES`, `GROUND` and `hpcrl` itself
 ARROWS: dict[str, set[str]] = {
+    "storage": set(),
+    "processes": set(),
+    "reporting": {"storage"},
+    "network": {"storage", "reporting"},
     "config": set(),
     "models": set(),
     "weights": set(),
     "checkpoints": set(),
     "dock": set(),
     "evaluation": set(),
+    "sandboxes": set(),
     "runs": {"config", "checkpoints", "weights", "dock"},
     "jobplan": {"config", "models", "weights"},
     "planning": {"config", "models", "runs", "jobplan"},
     "simulation": {"config", "models", "runs", "jobplan", "planning"},
+    "analysis": {
+        *("config", "models", "checkpoints", "dock", "runs", "jobplan", "evaluation", "planning", "simulation"),
+    },
     "slurm": {"config", "runs"},
     "supervisor": {"config", "runs", "slurm", "checkpoints"},
     "submit": {"config", "runs", "slurm", "supervisor", "jobplan"},
+    "sweeps": {"config", "runs", "slurm", "supervisor", "jobplan", "submit", "analysis"},
     "sites": {"config", "slurm", "supervisor"},
     "bringup": {"config", "jobplan", "planning", "runs", "slurm", "submit", "sites"},
     "devcluster": {"config", "slurm"},
     "cli": {
         *("config", "jobplan", "planning", "simulation", "runs", "slurm", "submit", "sites", "bringup"),
-        *("checkpoints", "weights", "devcluster", "store", "dock", "models", "evaluation"),
+        *("checkpoints", "weights", "devcluster", "store", "dock", "models", "evaluation", "sandboxes", "swe"),
+        *("mcp_server", "board", "analysis", "sweeps"),
     },
+    "mcp_server": {"analysis", "config", "planning", "runs", "slurm"},
+    "board": {"dock", "runs", "analysis"},
     "modeling": {"models", "weights"},
     "trainer": {"config", "models", "modeling", "weights", "checkpoints", "dock", "runs"},
     "inference": {"config", "models", "modeling", "weights", "runs"},
     "store": {"config", "runs"},
-    "rollouts": {"config", "models", "weights", "checkpoints", "dock", "runs", "evaluation"},
+    "swe": {"sandboxes"},
+    "rollouts": {"swe", "sandboxes", "config", "models", "weights", "checkpoints", "dock", "runs", "evaluation"},
 }
 #: single modules that a room may import from another, with the reason
 EXCEPTIONS = {
@@ -55,9 +77,11 @@ EXCEPTIONS = {
     # `python -m hpcrl` is the command line
     "__main__": {"hpcrl.cli.main"},
     # the functions for scripts stand beside the command line, above all that they call
-    "api": {f"hpcrl.{room}" for room in ("config", "planning", "runs", "simulation", "slurm", "submit")},
+    "api": {f"hpcrl.{room}" for room in ("config", "planning", "runs", "simulation", "slurm", "submit", "sweeps")},
+    # tools of agents call the functions for scripts
+    "mcp_server": {"hpcrl.api"},
     # the simulator decides by the scheduler's own policy and account, which import nothing else
-    "simulation": {"hpcrl.rollouts.sampling.policy", "hpcrl.rollouts.sampling.staleness"},
+    "simulation": {"hpcrl.rollouts.sampling.policy", "hpcrl.rollouts.core.staleness"},
     # the warm-up takes demonstrations from the environments of the recipe; supervised training reads rows of data as
     # environments do, knows end markers of turns as the renderer does, and packs as the orchestrator does
     "trainer": {
@@ -77,10 +101,22 @@ TWINS = {
     # messages of processes of environments, which are always named with their module: `wire.Begin`
     *("Answer", "Begin"),
 }
+#: public functions of one name in several modules (tools/count_house.py says which count); the set may only shrink
+FUNCTION_TWINS = {
+    *("assemble", "bad_request", "blocks_of", "check", "check_tasks", "choose_ports", "client_of"),
+    *("digest_of", "encode_array", "engine_flags", "fetch", "find_problems", "frame", "frames_of"),
+    *("items_document", "list_clusters", "make", "make_plan", "master_command", "measure", "merge"),
+    *("original_of", "pack", "pin", "pins_of", "read_facts", "read_records", "read_rows", "read_tensors"),
+    *("role_environment", "run_command", "share_of", "shown", "try_environment", "write_report"),
+}
+MODULE_TWINS = 143
+"""Maximum number of file names that modules in several folders have; it may only shrink."""
 MAX_LINES = 400
 """Maximum number of lines of a module."""
+MAX_TEST_LINES = 500
+"""Maximum number of lines of a module of tests."""
 #: modules over `MAX_LINES`; the list may only shrink
-LONG_MODULES = {"hpcrl.rollouts.ledger", "hpcrl.rollouts.sampling.scheduler"}
+LONG_MODULES = {"hpcrl.rollouts.ledger.ledger", "hpcrl.rollouts.sampling.scheduler"}
 TORCH_FREE = sorted(set(ARROWS) - {"trainer", "inference", "modeling"})
 HEAVY = ("torch", "transformers", "vllm", "safetensors", "numpy", "matplotlib")
 
@@ -130,12 +166,34 @@ def test_no_two_modules_need_each_other() -> None:
         pytest.fail(f"modules need each other: {' -> '.join(error.args[1])}")
 
 
+def part_of(room: str, module: str) -> str:
+    """Return the folder or the single module of ``room`` that a module lies in; empty outside of the room."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == [room] and len(parts) > 2 else ""
+
+
+@pytest.mark.parametrize("room", sorted(ARROWS))
+def test_no_two_folders_of_a_room_need_each_other(room: str) -> None:
+    """Single modules of a room count as folders of one module."""
+    paths = dict(modules())
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        if part := part_of(room, name):
+            needed = {part_of(room, other) for other in needed_modules(path, paths)}
+            graph.setdefault(part, set()).update(needed - {part, ""})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"folders of {room} need each other: {' -> '.join(error.args[1])}")
+
+
 def test_arrows() -> None:
     wrong = []
     for name, path in modules():
         parts = name.split(".")
         room = parts[1] if len(parts) > 1 else ""
-        allowed = ARROWS.get(room, set()) | LEAVES | {room, "__version__"}
+        ground = set() if room in GROUND else GROUND
+        allowed = ARROWS.get(room, set()) | LEAVES | ground | {room, "__version__"}
         exceptions = EXCEPTIONS.get(room, set())
         for target in imports(path):
             if not target.startswith("hpcrl.") or target.split(".")[1] in allowed:
@@ -214,9 +272,42 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert {name for name, count in Counter(classes).items() if count > 1} == TWINS
 
 
+def test_no_more_functions_have_one_name() -> None:
+    """A new name says what its module's does; one that is gone is taken off the list."""
+    assert set(house.functions_in_several(PACKAGE)) == FUNCTION_TWINS
+
+
+def test_no_more_modules_have_one_name() -> None:
+    """A traceback, a search and a tab of an editor show the name alone."""
+    names = house.modules_in_several(PACKAGE)
+    assert len(names) == MODULE_TWINS, sorted(names)
+
+
+def test_counts_tell_names_in_several_modules_and_circles_of_rooms(tmp_path: Path) -> None:
+    package = tmp_path / "hpcrl"
+    texts = {
+        "one/__init__.py": "",
+        "two/__init__.py": "",
+        "one/same.py": "from hpcrl.two import same\ndef shared(): ...\ndef _own(): ...\n",
+        "two/same.py": "import hpcrl.one.same\ndef shared(): ...\ndef _own(): ...\n",
+        "cli/shared.py": "def shared(): ...\ndef status(): ...\n",
+        "cli/other.py": "def status(): ...\n",
+    }
+    for name, text in texts.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert house.functions_in_several(package) == {"shared": 2}
+    assert house.modules_in_several(package) == {"same": 2}
+    assert house.arrows(package) == {("one", "two"), ("two", "one")}
+    assert house.circular(house.arrows(package)) == 1
+    assert house.circular({("one", "two"), ("two", "three")}) == 0
+
+
 def test_modules_are_short() -> None:
     """A longer module is split by what its parts do; one that was split is taken off the list."""
     assert {name for name, path in modules() if len(path.read_text().splitlines()) > MAX_LINES} == LONG_MODULES
+    tests = Path(__file__).parent.rglob("*.py")
+    assert {path.name for path in tests if len(path.read_text().splitlines()) > MAX_TEST_LINES} == set()
 
 
 def test_what_docstrings_name_is_there() -> None:

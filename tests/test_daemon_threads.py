@@ -15,13 +15,13 @@ import pytest
 from patience import patience, wait_for
 
 import hpcrl
-from hpcrl.daemon_threads import DaemonExecutor
+from hpcrl.processes.daemon_threads import DaemonExecutor
 
 PACKAGE = Path(hpcrl.__file__).parent
 
 PROGRAM = """
 import asyncio, signal, sys
-from hpcrl.daemon_threads import run_process
+from hpcrl.processes.daemon_threads import run_process
 
 async def main():
     stop = asyncio.Event()

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.decoding import decode_json, decode_msgpack
+from hpcrl.storage.msgspec_types import decode_json, decode_msgpack
 
 RACE = """
 import sys, threading
 import msgspec
-from hpcrl.decoding import prepared
+from hpcrl.storage.msgspec_types import prepared
 
 sys.setswitchinterval(1e-6)
 for number in range(200):

@@ -13,10 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from patience import patience
 
-from hpcrl.credentials import Credentials, ensure_token, read_token
 from hpcrl.errors import RunDirError
-from hpcrl.gate import Gate, RefusedRequest
-from hpcrl.log_budget import LogBudget
+from hpcrl.network.auth import Gate, RefusedRequest
+from hpcrl.network.credentials import Credentials, ensure_token, read_token
+from hpcrl.reporting.log_limits import LogBudget
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -76,7 +76,7 @@ async def test_a_stranger_who_is_gone_already_has_no_address() -> None:
     assert [refused.peer for refused in told] == [""]
 
 
-async def test_a_stranger_is_reported_by_its_address_and_told_why_it_is_refused() -> None:
+async def test_a_stranger_is_reported_by_its_address_and_gets_the_reason() -> None:
     told: list[RefusedRequest] = []
     guard = Gate("server", Credentials(TOKEN, 2), report=told.append).middleware()
 
@@ -85,7 +85,7 @@ async def test_a_stranger_is_reported_by_its_address_and_told_why_it_is_refused(
 
     answer = await guard(make_mocked_request("GET", "/other").clone(remote="10.0.0.9"), never)
     assert isinstance(answer, web.Response)
-    assert answer.text == "this server answers those alone who bring the token of its run"
+    assert answer.text == "this server accepts only requests with the token of its run"
     assert [refused.peer for refused in told] == ["10.0.0.9"]
 
 
@@ -103,7 +103,7 @@ def test_a_role_has_the_token_of_the_run_that_started_it(tmp_path: Path, monkeyp
     assert Credentials.from_env() is None
 
 
-def test_what_is_no_file_with_a_token_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_not_a_file_with_a_token_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_bytes(b"\xff" * 64)
     path.chmod(0o600)
@@ -111,7 +111,7 @@ def test_what_is_no_file_with_a_token_is_refused_at_once(tmp_path: Path) -> None
         read_token(path)
     path.unlink()
     os.mkfifo(path, 0o600)  # nobody writes to it
-    with pytest.raises(RunDirError, match="is not a file that its owner alone can read"):
+    with pytest.raises(RunDirError, match="is not a file of this user with mode 0600"):
         read_token(path)
 
 
@@ -183,7 +183,7 @@ def test_a_token_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> No
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(mode)
-    with pytest.raises(RunDirError, match="its owner alone"):
+    with pytest.raises(RunDirError, match="is not a file of this user"):
         read_token(path)
 
 
@@ -198,7 +198,7 @@ def test_a_token_that_its_owner_alone_may_use_is_read(tmp_path: Path, mode: int)
 def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_token(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "token").stat().st_uid + 1)
-    with pytest.raises(RunDirError, match="that we own"):
+    with pytest.raises(RunDirError, match="is not a file of this user"):
         read_token(tmp_path / "token")
 
 
@@ -234,7 +234,7 @@ def test_only_the_health_of_a_server_is_open_and_only_where_it_is_asked_for() ->
     assert closed.refusal("GET", "/health", None, "10.0.0.9") is not None
 
 
-async def test_outside_of_a_run_everybody_is_answered_and_no_connection_is_closed(tmp_path: Path) -> None:
+async def test_outside_of_a_run_all_requests_are_answered(tmp_path: Path) -> None:
     gate = Gate("server", None, open_health=True)
     found = await answers(gate, tmp_path / "socket", ("GET", "/health", {}), ("POST", "/other", {}))
     assert found == [(200, None, None)] * 2

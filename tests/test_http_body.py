@@ -12,10 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from hpcrl import http_body
 from hpcrl.dock.client import DockClient
 from hpcrl.errors import HpcrlError, PeerLostError
-from hpcrl.http_body import read_body, receive_body
+from hpcrl.network import http_body
+from hpcrl.network.http_body import read_body, receive_body
 from hpcrl.store.admin import StoreAdmin
 from hpcrl.trainer.publish.colocated_engines import ColocatedEngines
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 from aiohttp.http_exceptions import BadHttpMessage
 
-from hpcrl.log_budget import LogBudget, LogBudgetFilter, limit_logger
+from hpcrl.reporting.log_limits import LogBudget, LogBudgetFilter, limit_logger
 
 
 class Clock:

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from handoff_lab import model_directory, publish
 
-from hpcrl import lost_answers
-from hpcrl.aside import collect_asides, list_asides, put_aside, take_back
-from hpcrl.fence import Fence
-from hpcrl.fs import NumberedDirectories, StagedDirectory, atomic_create, atomic_write
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.claim import claimed
-from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.storage import lost_replies
+from hpcrl.storage.fence import Fence
+from hpcrl.storage.files import NumberedDirectories, StagedDirectory, atomic_create, atomic_write
+from hpcrl.storage.quarantine import collect_asides, list_asides, put_aside, take_back
+from hpcrl.weights import HandoffStore, VersionCommitter
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import read_pins
@@ -118,7 +118,7 @@ def fenced(root: Path) -> None:
 
 def versions(root: Path) -> None:
     model = model_directory(root / "model")
-    writer = HandoffWriter.claim(root / "weights", 1)
+    writer = VersionCommitter.claim(root / "weights", 1)
     for version in (1, 2, 3):
         publish(writer, version, model, words=10)
     writer.remove(2)
@@ -163,15 +163,15 @@ def test_an_answer_that_is_lost_changes_nothing(tmp_path: Path, scenario: Callab
 
 def test_a_name_that_was_never_there_is_still_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        lost_answers.rename(tmp_path / "no", tmp_path / "other")
+        lost_replies.rename(tmp_path / "no", tmp_path / "other")
     (tmp_path / "a").write_text("a")
     (tmp_path / "b").write_text("b")
     with pytest.raises(FileExistsError):
-        lost_answers.link(tmp_path / "a", tmp_path / "b")
+        lost_replies.link(tmp_path / "a", tmp_path / "b")
     with pytest.raises(FileNotFoundError):
-        lost_answers.rename(tmp_path / "a", tmp_path / "nowhere" / "a")
+        lost_replies.rename(tmp_path / "a", tmp_path / "nowhere" / "a")
     (tmp_path / "full" / "x").mkdir(parents=True)
     with pytest.raises(FileExistsError):
-        lost_answers.make_own_directory(tmp_path / "full")
-    assert [lost_answers.unlink(tmp_path / "a"), lost_answers.unlink(tmp_path / "a")] == [True, False]
-    lost_answers.remove_tree(tmp_path / "not there")
+        lost_replies.make_own_directory(tmp_path / "full")
+    assert [lost_replies.unlink(tmp_path / "a"), lost_replies.unlink(tmp_path / "a")] == [True, False]
+    lost_replies.remove_tree(tmp_path / "not there")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from patience import patience
 
-from hpcrl.pending_connections import PendingConnections
+from hpcrl.network.connection_limits import PendingConnections
 
 
 class Flood:

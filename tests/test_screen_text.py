@@ -9,7 +9,7 @@ import unicodedata
 import msgspec
 import pytest
 
-from hpcrl.screen_text import visible, visible_line, without_colours
+from hpcrl.reporting.screen_text import visible, visible_line, without_colours
 
 
 def test_every_character_that_a_terminal_may_obey_is_shown() -> None:

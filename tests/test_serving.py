@@ -8,7 +8,7 @@ import socket
 
 from aiohttp import web
 
-from hpcrl.serving import stop_serving
+from hpcrl.network.http_server import stop_serving
 
 
 async def test_a_connection_that_was_accepted_just_now_is_ended_too() -> None:

@@ -13,8 +13,8 @@ from patience import patience
 
 PROGRAM = """
 import asyncio, signal, sys
-from hpcrl import signals
-from hpcrl.daemon_threads import run_process
+from hpcrl.processes import signals
+from hpcrl.processes.daemon_threads import run_process
 
 signals._STUCK_S = float(sys.argv[2])
 

@@ -19,11 +19,11 @@ from aiohttp import web
 from patience import patience
 from vllm_environment import VLLM_PYTHON
 
-from hpcrl.credentials import Credentials
 from hpcrl.dock.warehouse.server import WarehouseServer
-from hpcrl.gate import Gate
-from hpcrl.pending_connections import PendingConnections
-from hpcrl.serving import listen, make_runner, stop_serving
+from hpcrl.network.auth import Gate
+from hpcrl.network.connection_limits import PendingConnections
+from hpcrl.network.credentials import Credentials
+from hpcrl.network.http_server import listen, make_runner, stop_serving
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "5" * 64
@@ -144,7 +144,7 @@ async def test_a_body_that_is_not_what_its_head_says_is_logged_in_one_line(
 ) -> None:
     """The request is refused, and what is left of its body is read and dropped."""
     # the budget of a logger belongs to the process: what earlier requests used of it must not decide here
-    for name in ("hpcrl.serving", "asyncio"):
+    for name in ("hpcrl.network.http_server", "asyncio"):
         monkeypatch.setattr(logging.getLogger(name), "filters", [])
     async with server(PendingConnections(deadline_s=0.5)) as (_, port):
         reader, writer = await send(port, b"GET /page HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n")
@@ -243,7 +243,7 @@ async def test_the_warehouse_ends_connections_of_strangers(tmp_path: Path) -> No
 
 
 def test_servers_are_started_in_one_way() -> None:
-    own = {"hpcrl/serving.py", "hpcrl/dock/warehouse/server.py"}
+    own = {"hpcrl/network/http_server.py", "hpcrl/dock/warehouse/server.py"}
     pattern = re.compile(
         r"web\.AppRunner\(|web\.TCPSite\(|web\.SockSite\(|web\.run_app|start_server\(|HTTPServer|socketserver"
     )
@@ -257,12 +257,12 @@ def test_servers_are_started_in_one_way() -> None:
 
 _UVICORN = """
 import asyncio, sys, uvicorn
-from hpcrl.gate import Gate
+from hpcrl.network.auth import Gate
 from hpcrl.inference.vllm import uvicorn_limits
 from hpcrl.inference.vllm.access import RunAccessBehindRouter
-from hpcrl.credentials import Credentials
+from hpcrl.network.credentials import Credentials
 from hpcrl.inference.vllm import access
-from hpcrl.pending_connections import PendingConnections
+from hpcrl.network.connection_limits import PendingConnections
 
 gate = Gate("vllm", Credentials("5" * 64, 1), open_health=True)
 gate.pending = PendingConnections(limit=10, deadline_s=0.5)

@@ -10,8 +10,6 @@ from hpcrl.sites.installation.environment import EnvironmentContents
 from hpcrl.sites.installation.locks import LockedPackage
 from hpcrl.sites.installation.staging import Stage
 
-__all__ = ["TINY_LOCK", "digest_of", "own_tiny_wheel", "tiny_contents", "tiny_lock", "tiny_wheel"]
-
 TINY_LOCK = "# pythons: 3.11, 3.12, 3.13\n# machines: x86_64, aarch64\n# wheel-bytes: 5000\n"
 
 

@@ -16,13 +16,13 @@ from hpcrl.devcluster.packages import missing_programs
 from hpcrl.devcluster.settings import ClusterSettings
 
 
-def virtual_site(name: str, *, nodes: int) -> Iterator[DevCluster]:
+def virtual_site(name: str, *, nodes: int, node_timeout_s: int = 30) -> Iterator[DevCluster]:
     """What a fixture yields from: a cluster that is gone afterwards; tests are skipped where there is no Slurm."""
     if missing := missing_programs():
         pytest.skip(f"no Slurm on this machine: apt-get install {' '.join(dict.fromkeys(missing.values()))}")
     # sockets need short paths, and pytest's are long
     cluster = DevCluster.named(name, Path(f"/tmp/hpcrl-{name}-{time.time_ns() % 10**8}"))
-    cluster.up(ClusterSettings(name=name, nodes=nodes, grace_s=30))
+    cluster.up(ClusterSettings(name=name, nodes=nodes, grace_s=30, node_timeout_s=node_timeout_s))
     yield cluster
     cluster.down()
     cluster.paths.root.parent.rmdir()

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["SKIPPED", "VLLM_PYTHON", "skip_without_vllm"]
-
 _ROOT = Path(__file__).resolve().parent.parent
 _OWN = _ROOT / ".venv-vllm"
 _GIVEN = Path(os.environ.get("HPCRL_VLLM_PYTHON") or _OWN / "bin" / "python")

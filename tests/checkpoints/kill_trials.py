@@ -29,7 +29,7 @@ from ledger_testing import hidden, write_files
 
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin, pins_of
-from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.checkpoints.retention import removable_steps
 from hpcrl.errors import CheckpointError, FencedError
 
 KEEP_LAST, KEEP_EVERY = 2, 5
@@ -104,7 +104,7 @@ def write_for_ever(root: Path, attempt: int, rng: random.Random, report: Report,
                 pins_of(root).remove(chosen)
             else:
                 pin(ledger, chosen, reason="trial", by="trial")
-        doomed = doomed_steps(
+        doomed = removable_steps(
             ledger.steps(),
             whole=ledger.whole_steps(KEEP_LAST),
             pinned=pins_of(root).numbers(),

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from hpcrl.checkpoints import CheckpointEntry, CheckpointWriter
-from hpcrl.fs import FileRecord, fsync_dir
+from hpcrl.storage.files import FileRecord, fsync_dir
 
 
 def save(root: Path, step: int, text: str = "weights", attempt: int = 1) -> CheckpointEntry:

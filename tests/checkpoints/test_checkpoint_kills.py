@@ -1,4 +1,4 @@
-"""A bounded form of the kill trials; the full count is `bench/checkpoint_kills.py`."""
+"""A bounded form of the kill trials; the full count is `tests/campaigns/checkpoint_kills.py`."""
 
 from __future__ import annotations
 

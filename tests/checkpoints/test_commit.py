@@ -10,12 +10,12 @@ import pytest
 import xxhash
 from ledger_testing import hidden, save_as, write_files
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.history import read_saved
 from hpcrl.errors import CheckpointError, FencedError
-from hpcrl.fence import Fence
-from hpcrl.fs import FileRecord
+from hpcrl.storage.fence import Fence
+from hpcrl.storage.files import FileRecord
+from hpcrl.storage.quarantine import list_asides
 
 NOW_S = 2e9
 
@@ -110,7 +110,7 @@ def test_a_newer_attempt_is_named_where_it_comes_while_an_entry_is_staged(
         CheckpointWriter.claim(writer.root, 4)
         return path
 
-    monkeypatch.setattr("hpcrl.fence.Fence.create", and_a_newer_comes)
+    monkeypatch.setattr("hpcrl.storage.fence.Fence.create", and_a_newer_comes)
     with pytest.raises(FencedError):
         writer.stage(5)
 
@@ -122,7 +122,7 @@ def test_a_directory_that_cannot_be_made_is_not_staged(
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcrl.checkpoints.writer.lost_answers", SimpleNamespace(make_own_directory=gone))
+        patch.setattr("hpcrl.checkpoints.writer.lost_replies", SimpleNamespace(make_own_directory=gone))
         with pytest.raises(FileNotFoundError, match="trainer"):
             writer.stage(5)
 
@@ -150,7 +150,7 @@ def test_a_newer_attempt_is_named_also_where_it_comes_after_the_first_look(
             check(fence)
 
     records = write_files(writer.stage(5), b"weights", files=1)
-    monkeypatch.setattr("hpcrl.fence.Fence.check", late)
+    monkeypatch.setattr("hpcrl.storage.fence.Fence.check", late)
     with pytest.raises(FencedError):
         writer.commit(step=5, world_size=1, files=records, orchestrator_state=b"", started_at_s=time.time())
 

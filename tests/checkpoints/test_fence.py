@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from ledger_testing import hidden, save_as
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointWriter
 from hpcrl.errors import FencedError
-from hpcrl.fence import Fence
+from hpcrl.storage.fence import Fence
+from hpcrl.storage.quarantine import list_asides
 
 
 def test_an_older_writer_cannot_commit_what_it_had_built(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_rename_that_fails_puts_the_old_entry_back(tmp_path: Path, monkeypatch
             raise OSError(5, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr("hpcrl.fence.os.rename", failing)
+    monkeypatch.setattr("hpcrl.storage.fence.os.rename", failing)
     with pytest.raises(OSError, match="Input/output"):
         fence.commit("entry")
     assert (tmp_path / "entry" / "file").read_text() == "old"
@@ -140,7 +140,7 @@ def test_who_dies_while_taking_back_leaves_it_to_the_next(tmp_path: Path, monkey
             raise KeyboardInterrupt
         rename(source, target)
 
-    monkeypatch.setattr("hpcrl.fence.os.rename", dying)
+    monkeypatch.setattr("hpcrl.storage.fence.os.rename", dying)
     with pytest.raises(KeyboardInterrupt):
         writer.take_back(aside)
     monkeypatch.undo()

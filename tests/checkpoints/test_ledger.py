@@ -1,4 +1,4 @@
-"""The ledger: an entry is joint and whole, or it is no entry."""
+"""The ledger: an entry is joint and whole, or it is not an entry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ledger_testing import hidden, save, save_as
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter, expected_save_s
 from hpcrl.checkpoints.ledger import CheckpointManifest
 from hpcrl.errors import CheckpointError
-from hpcrl.fs import write_json
+from hpcrl.storage.files import write_json
 
 
 def test_newest_good_entry_is_chosen(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_failed_commit_leaves_earlier_entries(tmp_path: Path, monkeypatch: pytes
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcrl.fs.os.fsync", refuse)
+        patch.setattr("hpcrl.storage.files.os.fsync", refuse)
         with pytest.raises(OSError, match=os.strerror(number)):
             save_as(writer, 20)
     assert ledger.steps() == [10]
@@ -78,7 +78,7 @@ def test_failed_commit_leaves_earlier_entries(tmp_path: Path, monkeypatch: pytes
     assert ledger.steps() == [10, 20]
 
 
-def test_a_file_that_is_not_as_its_writer_said_is_no_entry(tmp_path: Path) -> None:
+def test_a_file_that_differs_from_its_manifest_invalidates_the_entry(tmp_path: Path) -> None:
     writer = CheckpointWriter.claim(tmp_path, 1)
     with pytest.raises(CheckpointError, match="its writer wrote"):
         save_as(writer, 10, lost_bytes=1)

@@ -15,7 +15,7 @@ from hpcrl.checkpoints.checks import read_check, record_check
 from hpcrl.checkpoints.ledger import CheckpointEntry, CheckpointManifest
 from hpcrl.checkpoints.verify import damaged_files, share_of
 from hpcrl.errors import CheckpointError
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 
 
 def manifest(**changes: object) -> CheckpointManifest:
@@ -45,25 +45,40 @@ def test_the_largest_values_are_values() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"step": -1}, "its step, attempt or number of ranks is none"),
-        ({"step": 2147483648}, "its step, attempt or number of ranks is none"),
-        ({"attempt": -1}, "its step, attempt or number of ranks is none"),
-        ({"world_size": 0}, "its step, attempt or number of ranks is none"),
-        ({"save_s": -1.0}, "no save takes -1 s, or blocks for 0 s"),
-        ({"blocked_s": -1.0}, "no save takes 0 s, or blocks for -1 s"),
-        ({"save_s": float("nan")}, "no save takes nan s, or blocks for 0 s"),
-        ({"save_s": 1.01e7}, "no save takes 1.01e+07 s, or blocks for 0 s"),
-        ({"files": {"a": FileRecord(9007199254740993, "")}}, "'a' has a size that is none"),
-        ({"files": {"a": FileRecord(-1, "")}}, "'a' has a size that is none"),
-        ({"files": {"a": FileRecord(1 << 62, "")}}, "'a' has a size that is none"),
-        ({"files": {"../a": FileRecord(1, "")}}, "'../a' is no name of a file of an entry"),
-        ({"files": {"/a": FileRecord(1, "")}}, "'/a' is no name of a file of an entry"),
-        ({"files": {"manifest.json": FileRecord(1, "")}}, "'manifest.json' is no name of a file of an entry"),
-        ({"files": {"a\nb": FileRecord(1, "")}}, "'a\\nb' is no name of a file of an entry"),
+        ({"step": -1}, "its step, attempt or number of ranks is not valid"),
+        ({"step": 2147483648}, "its step, attempt or number of ranks is not valid"),
+        ({"attempt": -1}, "its step, attempt or number of ranks is not valid"),
+        ({"world_size": 0}, "its step, attempt or number of ranks is not valid"),
+        ({"save_s": -1.0}, "its duration of -1 s, or its pause of 0 s, is not valid"),
+        ({"blocked_s": -1.0}, "its duration of 0 s, or its pause of -1 s, is not valid"),
+        ({"save_s": float("nan")}, "its duration of nan s, or its pause of 0 s, is not valid"),
+        ({"save_s": 1.01e7}, "its duration of 1.01e+07 s, or its pause of 0 s, is not valid"),
+        ({"files": {"a": FileRecord(9007199254740993, "")}}, "'a' has a size that is not valid"),
+        ({"files": {"a": FileRecord(-1, "")}}, "'a' has a size that is not valid"),
+        ({"files": {"a": FileRecord(1 << 62, "")}}, "'a' has a size that is not valid"),
+        ({"files": {"../a": FileRecord(1, "")}}, "'../a' is not a valid name of a file"),
+        ({"files": {"/a": FileRecord(1, "")}}, "'/a' is not a valid name of a file"),
+        ({"files": {"manifest.json": FileRecord(1, "")}}, "'manifest.json' is not a valid name of a file"),
+        ({"files": {"a\nb": FileRecord(1, "")}}, "'a\\nb' is not a valid name of a file"),
+        ({"files": {"": FileRecord(1, "")}}, "'' is not a valid name of a file"),
+        ({"files": {".": FileRecord(1, "")}}, "'.' is not a valid name of a file"),
     ],
 )
-def test_each_value_that_cannot_be_is_told_by_itself(changes: dict[str, object], problem: str) -> None:
+def test_each_value_that_cannot_be_is_reported_by_itself(changes: dict[str, object], problem: str) -> None:
     assert list(manifest(**changes).problems()) == [problem]
+
+
+def test_an_entry_that_was_found_is_taken_although_a_newer_one_went_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entries need not be read again: each is as large as the model."""
+    for step in (4, 5):
+        save(tmp_path, step)
+    listings = iter([[4, 5, 6], [4, 5], [4]])
+    monkeypatch.setattr(CheckpointLedger, "steps", lambda _: next(listings))
+    entry, skipped = CheckpointLedger(tmp_path).newest_verified()
+    assert entry is not None
+    assert (entry.step, skipped, list(listings)) == (5, [], [[4]])
 
 
 @pytest.mark.parametrize("looks", [1, 2])

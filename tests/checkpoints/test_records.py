@@ -33,7 +33,7 @@ def test_a_decision_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert (said["step"], said["skipped"], said["put_aside"]) == (4, [{"step": 6, "reason": "it is damaged"}], [6, 8])
 
 
-def test_a_decision_that_cannot_be_read_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_decision_that_cannot_be_read_is_not_counted(tmp_path: Path) -> None:
     """An error, and not a run that begins from nothing."""
     (tmp_path / "restore.json").write_text('{"step": "four"}')
     with pytest.raises(msgspec.ValidationError):
@@ -50,7 +50,7 @@ def test_what_was_ever_saved_is_known_in_its_order(tmp_path: Path) -> None:
     assert all(isinstance(each, Saved) and each.time_s > 1.7e9 for each in found)
 
 
-def test_what_was_saved_is_durable_when_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_saved_is_durable_when_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, bytes]] = []
     path, fsync = tmp_path / "history.jsonl", os.fsync
 

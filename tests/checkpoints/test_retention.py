@@ -11,11 +11,11 @@ from ledger_testing import save_as
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.checks import read_check, record_check
 from hpcrl.checkpoints.pins import pin, pins_of
-from hpcrl.checkpoints.retention import doomed_steps
+from hpcrl.checkpoints.retention import removable_steps
 from hpcrl.checkpoints.verify import share_of
 from hpcrl.errors import CheckpointError
-from hpcrl.fs import FileRecord
-from hpcrl.pins import Pin
+from hpcrl.storage.files import FileRecord
+from hpcrl.storage.pins import Pin
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def writer(tmp_path: Path) -> CheckpointWriter:
 
 def test_rule() -> None:
     steps = [5, 10, 15, 20, 25]
-    assert doomed_steps(steps, whole=steps, pinned=(), keep_last=2) == [5, 10, 15]
-    assert doomed_steps(steps, whole=steps, pinned=(), keep_last=2, keep_every=10) == [5, 15]
-    assert doomed_steps(steps, whole=steps, pinned=(5,), keep_last=1, keep_every=10) == [15]
+    assert removable_steps(steps, whole=steps, pinned=(), keep_last=2) == [5, 10, 15]
+    assert removable_steps(steps, whole=steps, pinned=(), keep_last=2, keep_every=10) == [5, 15]
+    assert removable_steps(steps, whole=steps, pinned=(5,), keep_last=1, keep_every=10) == [15]
     # damaged ones do not push good ones out, and go when they are older than all that is kept
-    assert doomed_steps(steps, whole=[5, 10, 15], pinned=(), keep_last=2) == [5]
-    assert doomed_steps(steps, whole=[20, 25], pinned=(), keep_last=2) == [5, 10, 15]
-    assert doomed_steps(steps, whole=[], pinned=(), keep_last=2) == []
+    assert removable_steps(steps, whole=[5, 10, 15], pinned=(), keep_last=2) == [5]
+    assert removable_steps(steps, whole=[20, 25], pinned=(), keep_last=2) == [5, 10, 15]
+    assert removable_steps(steps, whole=[], pinned=(), keep_last=2) == []
 
 
 def test_retain(writer: CheckpointWriter) -> None:
@@ -47,7 +47,7 @@ def test_retain(writer: CheckpointWriter) -> None:
     assert os.listdir(writer.fence.path) == []
 
 
-def test_an_entry_goes_with_all_that_lies_beside_it(writer: CheckpointWriter) -> None:
+def test_an_entry_is_removed_with_all_its_files(writer: CheckpointWriter) -> None:
     for step in (1, 6):
         record_check(writer.ledger, step, content=True, by="attempt 1")
     assert writer.retain(keep_last=1) == [1, 2, 3, 4, 5]
@@ -56,17 +56,17 @@ def test_an_entry_goes_with_all_that_lies_beside_it(writer: CheckpointWriter) ->
     assert read_check(writer.ledger, 6) is not None
 
 
-def test_the_zeroth_entry_is_no_multiple_that_is_kept() -> None:
-    assert doomed_steps([0, 1, 2, 3], whole=[3], pinned=(), keep_last=1, keep_every=1) == [0]
+def test_the_zeroth_entry_is_not_a_multiple_that_is_kept() -> None:
+    assert removable_steps([0, 1, 2, 3], whole=[3], pinned=(), keep_last=1, keep_every=1) == [0]
 
 
 def test_where_none_of_the_last_is_kept_nothing_goes() -> None:
-    assert doomed_steps([1, 2, 3], whole=[1, 2, 3], pinned=(), keep_last=0) == []
+    assert removable_steps([1, 2, 3], whole=[1, 2, 3], pinned=(), keep_last=0) == []
 
 
 def test_the_bound_of_what_goes_is_the_oldest_of_the_last_whole_ones() -> None:
     # in any order, as a set has them
-    assert doomed_steps([4, 1, 3, 2], whole=[3, 1, 4], pinned=(), keep_last=2) == [1, 2]
+    assert removable_steps([4, 1, 3, 2], whole=[3, 1, 4], pinned=(), keep_last=2) == [1, 2]
 
 
 def test_a_rule_of_multiples_of_two_keeps_every_second(writer: CheckpointWriter) -> None:
@@ -108,7 +108,7 @@ def test_a_pin_that_comes_while_an_entry_is_being_removed_saves_it(
         (writer.root / f"{name}.pin.json").write_bytes(b"{}")
         return hide(writer.fence, name)
 
-    monkeypatch.setattr("hpcrl.fence.Fence.hide", and_somebody_pins)
+    monkeypatch.setattr("hpcrl.storage.fence.Fence.hide", and_somebody_pins)
     assert writer.retain(keep_last=1) == []
     assert writer.ledger.steps() == [1, 2, 3, 4, 5, 6]
 
@@ -123,7 +123,7 @@ def test_an_entry_that_another_removes_at_the_same_moment_is_not_counted(
             writer.ledger.remove(2)
         return hide(writer.fence, name)
 
-    monkeypatch.setattr("hpcrl.fence.Fence.hide", and_a_person_was_faster)
+    monkeypatch.setattr("hpcrl.storage.fence.Fence.hide", and_a_person_was_faster)
     assert writer.retain(keep_last=3) == [1, 3]
     assert writer.ledger.steps() == [4, 5, 6]
 
@@ -155,7 +155,7 @@ def test_pinning_what_goes_at_the_same_moment_says_so(
         path.write_bytes(b"{}")
         ledger.remove(value.number)
 
-    monkeypatch.setattr("hpcrl.pins.write_json", and_it_goes)
+    monkeypatch.setattr("hpcrl.storage.pins.write_json", and_it_goes)
     with pytest.raises(CheckpointError, match="removed while it was being pinned"):
         pin(ledger, 2, reason="", by="ann")
     assert pins_of(ledger.root).all() == {}
@@ -167,7 +167,7 @@ def test_an_entry_that_cannot_be_removed_is_a_warning(
     def refuse(*_: object) -> bool:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("hpcrl.fence.Fence.hide", refuse)
+    monkeypatch.setattr("hpcrl.storage.fence.Fence.hide", refuse)
     assert writer.retain(keep_last=5) == []
     assert "step 1 cannot be removed" in caplog.text
 

@@ -16,7 +16,7 @@ from ledger_testing import save_as
 from hpcrl.checkpoints import CheckpointEntry, CheckpointWriter
 from hpcrl.checkpoints.verify import damaged_files
 from hpcrl.errors import CheckpointError, DeadlineError
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_other_errors_are_not_asked_again(entry: CheckpointEntry, monkeypatch: p
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_an_error_without_a_text_is_told_by_what_it_is(
+def test_an_error_without_a_text_is_reported_by_its_type(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: Path) -> os.stat_result:
@@ -150,7 +150,7 @@ def test_a_slow_read_ends_between_two_blocks(tmp_path: Path, monkeypatch: pytest
     now, data = iter(range(1000)), b"0123456789"
     monkeypatch.setattr("hpcrl.checkpoints.verify.time.monotonic", lambda: float(next(now)))
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(DeadlineError, match=r"compared with its manifest in the time that there was"):
+    with pytest.raises(DeadlineError, match=r"compared with its manifest within the timeout"):
         damaged_files(tmp_path, {"a": FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))}, deadline_s=5.0)
 
 

@@ -17,8 +17,8 @@ import yaml
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
-from hpcrl.fs import FileRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.files import FileRecord
 
 STATE = msgspec.msgpack.encode(
     {"next_index": 40, "restart": [38, 39], "finished": [{"rollouts": [1, 2, 3, 4]}, {"rollouts": [1, 2, 3]}]}
@@ -155,7 +155,7 @@ def test_prune_never_leaves_only_damaged_ones(run: RunDir, checkpoint: Command) 
     damage(run, 4)
     damage(run, 3)
     _, err = checkpoint("prune", "--yes", code=1)
-    assert "no good checkpoint of mine would be left" in err
+    assert "no valid checkpoint of mine would be left" in err
     assert steps(run) == [1, 2, 3, 4]
     assert checkpoint("prune", "--yes", "--keep-last", "3")[0].split() == ["1"]
 

@@ -19,8 +19,8 @@ from hpcrl.config.load import load_recipe
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.jobplan import absolute_paths, make_plan
 from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.rollouts.core.records import Rollout, Turn, encode_rollout, finished_entry
 from hpcrl.rollouts.environments import Message, tool_message
-from hpcrl.rollouts.records import Rollout, Turn, encode_rollout, finished_entry
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.runs.rundir import RunDir
 

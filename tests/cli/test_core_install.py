@@ -17,7 +17,8 @@ from start_models import write_tiny_model
 
 from hpcrl.cli.main import app
 from hpcrl.dock.ledger.log import RolloutLog
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 
 HERE = Path(__file__).parent
 RECIPE = """
@@ -34,10 +35,16 @@ model: {path: model}
 sft: {data: talks.jsonl}
 trainer: {steps: 2}
 """
+NEW = ["--model", "tiny", "--task", "words", "-c", "local", "--size", "0", "--steps", "4", "--goal", "try"]
 #: command lines by command; RUN is a run that has ended
 LINES: dict[str, list[list[str]]] = {
     "submit": [["submit", "mine.yaml", "--dry-run"], ["submit", "mine.yaml"]],
     "sft": [["sft", "talks.yaml", "--dry-run"], ["sft", "talks.yaml"], ["sft", "mine.yaml"]],
+    "sweep status": [["sweep", "status", "no-sweep"]],
+    "sweep ls": [["sweep", "ls"], ["sweep", "ls", "--json"]],
+    "sweep resume": [["sweep", "resume", "no-sweep"]],
+    "sweep cancel": [["sweep", "cancel", "no-sweep", "--yes"]],
+    "sweep wait": [["sweep", "wait", "no-sweep"]],
     "resume": [["resume", "RUN"]],
     "wait": [["wait", "RUN"], ["wait", "RUN", "--running", "--timeout", "1"]],
     "cancel": [["cancel", "RUN"]],
@@ -47,8 +54,18 @@ LINES: dict[str, list[list[str]]] = {
     "status": [["status", "RUN"], ["status", "RUN", "--json"]],
     "ls": [["ls"]],
     "logs": [["logs", "RUN"]],
-    "why": [["why", "RUN"], ["why", "RUN", "--events"]],
-    "report": [["report", "RUN"], ["report", "RUN", "-o", "picture.png"]],
+    "why": [["why", "RUN"], ["why", "RUN", "--events"], ["why", "RUN", "--slow"]],
+    "trace": [["trace", "RUN", "-o", "trace.json"]],
+    "profile": [["profile", "RUN"], ["profile", "RUN", "--role", "engine", "--stacks"]],
+    "compare": [["compare", "RUN", "OTHER"]],
+    "board": [["board"], ["board", "--runs-root", "nowhere"]],
+    "report": [["report", "RUN"], ["report", "RUN", "-o", "picture.png"], ["report", "RUN", "-o", "page.html"]],
+    "notify test": [["notify", "test", "RUN"], ["notify", "test", "mine.yaml"]],
+    "notify ls": [["notify", "ls", "RUN"]],
+    "sinks send": [["sinks", "send", "RUN"]],
+    "bundle": [["bundle", "RUN"]],
+    "share": [["share", "RUN", "--dry-run"], ["share", "RUN", "--undo"]],
+    "gc": [["gc", "--dry-run"]],
     "rm": [["rm", "RUN"]],
     "simulate": [["simulate", "qwen3_30b_a3b", "-c", "h200-28", "--days", "0.02"]],
     "render": [["render", "glm5_swe", "-c", "h200-28", "-o", "scripts"]],
@@ -64,7 +81,7 @@ LINES: dict[str, list[list[str]]] = {
     "weights diff": [["weights", "diff", "RUN", "0", "1"]],
     "weights pin": [["weights", "pin", "RUN", "0", "-m", "why"]],
     "weights unpin": [["weights", "unpin", "RUN", "0"]],
-    "weights gc": [["weights", "gc", "RUN"]],
+    "weights prune": [["weights", "prune", "RUN"]],
     "checkpoint ls": [["checkpoint", "ls", "RUN"]],
     "checkpoint show": [["checkpoint", "show", "RUN", "1"]],
     "checkpoint verify": [["checkpoint", "verify", "RUN"]],
@@ -90,11 +107,15 @@ LINES: dict[str, list[list[str]]] = {
     "plan diff": [["plan", "diff", "mine.yaml", "--set", "seed=2"]],
     "plan calibrate": [["plan", "calibrate", "RUN"]],
     "plan profile": [["plan", "profile", "-o", "kernels.yaml", "--device", "cpu", "--minutes", "0.05"]],
-    "recipe list": [["recipe", "list"]],
+    "recipe ls": [["recipe", "ls"]],
     "recipe check": [["recipe", "check", "mine.yaml"], ["recipe", "check", "quickstart"]],
     "recipe show": [["recipe", "show", "mine.yaml"]],
     "recipe schema": [["recipe", "schema"]],
-    "cluster list": [["cluster", "list"]],
+    "recipe new": [["recipe", "new", "no.yaml"], ["recipe", "new", "n.yaml", *NEW]],
+    "recipe migrate": [["recipe", "migrate", "mine.yaml"]],
+    "recipe import": [["recipe", "import", "foreign.toml"], ["recipe", "import", "mine.yaml"]],
+    "cluster ls": [["cluster", "ls"]],
+    "cluster migrate": [["cluster", "migrate", "new.yaml"]],
     "cluster show": [["cluster", "show", "local"]],
     "cluster init": [["cluster", "init", "new"]],
     "cluster check": [["cluster", "check", "local"]],
@@ -103,13 +124,22 @@ LINES: dict[str, list[list[str]]] = {
         ["site", "install", "--role", "env", "--prefix", "environments", "--bundle", "no-such.tar"],
     ],
     "site bundle": [["site", "bundle", "--role", "env", "-o", "no-such-directory/bundle.tar"]],
+    "site metrics-targets": [["site", "metrics-targets", "-o", "prometheus"]],
     "site first-run": [["site", "first-run", "new"], ["site", "first-run", "new", "--from", "nowhere"]],
     "eval": [["eval", "mine.yaml", "--samples", "2"], ["eval", "RUN"]],
     "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
+    "env check": [["env", "check", "mine.yaml", "--env", "reverse", "--tasks", "1"]],
+    "swe make": [["swe", "make", "-o", "tasks", "-n", "1", "--offline", "--package", "nothing"]],
+    "swe exercises": [["swe", "exercises", "-o", "tasks", "-n", "1", "--offline"]],
+    "swe ls": [["swe", "ls", "no-tasks.jsonl"]],
+    "swe show": [["swe", "show", "no-tasks.jsonl", "one"]],
+    "swe check": [["swe", "check", "no-tasks.jsonl"]],
+    "env sandbox": [["env", "sandbox"]],
+    "mcp": [["mcp"]],
     "devcluster up": [["devcluster", "up", "--nodes", "0"]],
     **{
         f"devcluster {name}": [["devcluster", name]]
-        for name in ("down", "status", "list", "env", "shell", "pause-controller", "resume-controller")
+        for name in ("down", "status", "ls", "env", "shell", "pause-controller", "resume-controller")
     },
     **{f"devcluster {name}": [["devcluster", name, "dev-1"]] for name in ("kill-node", "revive-node")},
 }
@@ -120,6 +150,8 @@ NEED = {
     "checkpoint export": "trainer",
     "plan profile": "trainer",
     "report": "report",
+    "board": "report",
+    "mcp": "mcp",
 }
 
 
@@ -147,6 +179,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     write_tiny_model(base / "model")
     (base / "mine.yaml").write_text(RECIPE)
     (base / "talks.yaml").write_text(TALKS)
+    (base / "foreign.toml").write_text("max_steps = 3\n[orchestrator]\nbatch_size = 8\n")
     (base / "talks.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
     lines = [[word.replace("RUN", "night-1") for word in line] for each in LINES.values() for line in each]
     (base / "lines.json").write_text(json.dumps(lines))
@@ -185,7 +218,7 @@ def test_what_is_missing_is_named(ended: list[dict[str, Any]]) -> None:
     for each in ended:
         for command, extra in NEED.items():
             if " ".join(each["words"]).startswith(command) and "-o" in each["words"][1:] + ["-o"] * (
-                command == "warmup"
+                command in ("warmup", "mcp", "board")
             ):
                 assert f"[{extra}]'" in each["err"], each
                 assert each["code"] == 2

@@ -74,7 +74,7 @@ def test_a_good_file_is_made_and_what_is_odd_is_a_note(hpcrl: Hpcrl) -> None:
     code, out = hpcrl("recipe", "check", "recipe.yaml")
     assert code == 0, out
     assert "1 of your environments made" in out
-    assert "note: environment sums: 1 rows stand there again, and are asked more often: line " in out
+    assert "note: environment sums: 1 rows are duplicates, and are used more often: line " in out
 
 
 def test_a_question_is_tried_with_its_answer(hpcrl: Hpcrl) -> None:
@@ -107,14 +107,14 @@ def test_bad_rows_are_named_with_the_line_of_the_recipe(hpcrl: Hpcrl, tmp_path: 
         ({"held_out_path": "held_out.jsonl"}, "held_out_share and held_out_path are given"),
         ({"rewards.1.name": "numeric"}, "another part is called 'numeric'"),
         ({"template": "Solve it."}, "it names no column"),
-        ({"template": "'{question'"}, "is no template"),
+        ({"template": "'{question'"}, "is not a template"),
         ({"curriculum": "{weights: {easy: 1}}"}, "columns.difficulty names no column"),
         ({"curriculum": "{min_pass_rate: 0.5}"}, "columns.pass_rate names no column"),
         ({"curriculum": "{min_pass_rate: 0.5, max_pass_rate: 0.2}"}, "0.5 is more than max_pass_rate 0.2"),
         ({"rewards": "[{kind: length, penalty: 1}]"}, "one of limit_tokens and limit_characters is given"),
         ({"rewards": "[{kind: format, pattern: '.*'}]"}, "no checker of the answer has a weight above 0"),
-        ({"rewards": "[{kind: regex, pattern: '('}]"}, "is no regular expression"),
-        ({"columns": "{prompt: text}"}, "column 'text' is not there"),
+        ({"rewards": "[{kind: regex, pattern: '('}]"}, "is not a regular expression"),
+        ({"columns": "{prompt: text}"}, "column 'text' does not exist"),
         ({"revision": "main"}, "a revision is of a data set of the hub"),
         ({"columns": "{messages: m}", "template": "'{question}'"}, "columns.messages has the whole prompt"),
         ({"train_values": "[test]"}, "'test' is a value of train_values, too"),
@@ -125,7 +125,7 @@ def test_what_contradicts_itself_is_refused(hpcrl: Hpcrl, changes: dict[str, obj
     assert code == 2, out
     assert said in out, out
     # what a field itself refuses says what is wrong and no more
-    assert "hint: " in out or said.startswith("is no ")
+    assert "hint: " in out or said.startswith("is not a ")
 
 
 def test_the_example_of_the_documentation(hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch) -> None:

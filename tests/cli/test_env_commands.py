@@ -154,11 +154,11 @@ def test_one_task_is_tried(hpcrl: Hpcrl) -> None:
         "demonstration",
         "  user: train 7",
         "  assistant: eight",
-        "rollout with a policy that says nothing",
+        "rollout with a policy with empty replies",
         "  user: train 7",
         "  assistant: (nothing)",
         "  reward 0.25, letters 0",
-        "rollout with a policy that says the demonstration",
+        "rollout with a policy that replies with the demonstration",
         "  user: train 7",
         "  assistant: eight",
         "  reward 0.25, letters 5",
@@ -194,7 +194,7 @@ def test_what_it_raises_is_shown_with_its_own_frames(
 def test_code_behind_a_reply_runs_with_the_turns_of_the_demonstration(hpcrl: Hpcrl) -> None:
     code, out = hpcrl("env", "try", "recipe.yaml", args="{limit: 9, broken: behind a reply}")
     assert code == 1
-    assert "rollout with a policy that says nothing" in out
+    assert "rollout with a policy with empty replies" in out
     assert "rollout of the demonstration: environment 'count' raised NameError: name 'ITEMZ' is not defined" in out
     assert "counting_tasks.py" in out
     assert "in with_tool: return ITEMZ[reply.text]" in out
@@ -209,13 +209,13 @@ def test_code_behind_a_reply_runs_with_the_turns_of_the_demonstration(hpcrl: Hpc
     [
         ("nan", "its reward is nan, which is not finite"),
         ("huge", "its reward is an integer of 1329 bits, which is too large"),
-        ("text", "its reward is '0.5' (str), which is no number"),
-        ("nothing", "its reward is None (NoneType), which is no number"),
-        ("complex", "its reward is 1j (complex), which is no number"),
+        ("text", "its reward is '0.5' (str), which is not a number"),
+        ("nothing", "its reward is None (NoneType), which is not a number"),
+        ("complex", "its reward is 1j (complex), which is not a number"),
         ("part", "part 'coverage' of a reward is inf, which is not finite: a run leaves it out"),
     ],
 )
-def test_a_reward_that_is_no_number_is_said_in_words(hpcrl: Hpcrl, kind: str, said: str) -> None:
+def test_a_reward_that_is_not_a_number_is_reported_in_words(hpcrl: Hpcrl, kind: str, said: str) -> None:
     code, out = hpcrl("env", "try", "recipe.yaml", args=f"{{limit: 9, broken: {kind}}}")
     assert (code, said in out, "Traceback" in out) == (1, True, False), out
     if kind != "part":
@@ -228,7 +228,7 @@ def test_a_rollout_that_never_ends_by_itself_is_cut_off(hpcrl: Hpcrl) -> None:
     assert len(json.loads(out)["environments"]["count"]["conversation"]) == 2 * 65
 
 
-def test_held_out_tasks_that_are_those_of_training_are_said(hpcrl: Hpcrl, tmp_path: Path) -> None:
+def test_held_out_tasks_that_are_those_of_training_are_reported(hpcrl: Hpcrl, tmp_path: Path) -> None:
     said = "32 of the first 32 held-out prompts are training prompts as well"
     assert "held-out prompts" not in hpcrl("recipe", "check", "recipe.yaml")[1]
     module = tmp_path / "modules/counting_tasks.py"

@@ -16,7 +16,7 @@ def terminal(kind: str = "xterm") -> tuple[Console, io.StringIO]:
     return Console(file=text, force_terminal=True, width=80, _environ={"TERM": kind}), text
 
 
-def test_what_takes_long_is_said_with_how_much_is_done() -> None:
+def test_what_takes_long_is_reported_with_how_much_is_done() -> None:
     console, text = terminal()
     with working("counting", console=console, quiet_s=0.0) as told:
         told.share(0.5, "counting sheep")

@@ -60,7 +60,7 @@ def test_output_that_a_full_disk_refuses_is_one_message(tmp_path: Path) -> None:
             check=False,
         )
     assert result.returncode == 2
-    assert result.stderr.startswith("hpcrl: what was written could not be kept: no space is left on the device\n")
+    assert result.stderr.startswith("hpcrl: the output could not be written: no space is left on the device\n")
     assert "Traceback" not in result.stderr
 
 

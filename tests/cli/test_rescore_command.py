@@ -21,8 +21,8 @@ from hpcrl.config.load import load_recipe
 from hpcrl.dock.ledger.entries import Dropped, Finished, Kept, Taken
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.jobplan import absolute_paths, make_plan
+from hpcrl.rollouts.core.records import Rollout, Turn, encode_rollout
 from hpcrl.rollouts.environments import build_environments, hosted
-from hpcrl.rollouts.records import Rollout, Turn, encode_rollout
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.runs.rundir import RunDir
 
@@ -50,7 +50,7 @@ def half(reply, answer, row):
 
 def strict(reply, answer, row):
     if "seven" in reply:
-        raise LookupError("seven is no number")
+        raise LookupError("seven is not a number")
     return float(reply.split()[-1] == answer.strip())
 
 def prompted(reply, answer, row):
@@ -221,7 +221,7 @@ def test_a_function_that_raises_is_a_failure_and_not_a_zero(rescore: Rescore) ->
     step = steps_of(out)[1]
     assert (step["rollouts"], step["known"], step["failed"], step["mean_after"]) == (4, 2, 2, 1.0)
     ((why, count),) = json.loads(out)["failed"].items()
-    assert "LookupError: seven is no number" in why
+    assert "LookupError: seven is not a number" in why
     assert count == 2
 
 
@@ -279,18 +279,28 @@ def test_the_audit_names_format_alone_and_duplicates(rescore: Rescore) -> None:
         (["--reward", "own_rewards:none"], "'own_rewards' has no function 'none'"),
         (["--reward", "numerical"], "numerical"),
         (["--reward", "{kind: exact, extrat: boxed}"], "extrat"),
-        (["--reward", "{kind: exact"], "is no reward"),
-        (["--reward", "a b"], "is no reward"),
+        (["--reward", "{kind: exact"], "is not a reward"),
+        (["--reward", "a b"], "is not a reward"),
         (["--reward", "numeric", "--reward", "numeric"], "two rewards are called 'numeric'"),
-        (["--environment", "other"], "no rollout is of an environment 'other'"),
+        (["--environment", "other"], "no rollout has the environment 'other'"),
         (["--state", "lost"], "there is no state 'lost'"),
     ],
 )
-def test_what_is_wrong_is_said(rescore: Rescore, arguments: list[str], said: str) -> None:
+def test_what_is_wrong_is_reported(rescore: Rescore, arguments: list[str], said: str) -> None:
     code, out, err = rescore(*arguments)
     assert (code, out) == (2, ""), err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_programs_that_another_user_has_named_are_not_started(
+    rescore: Rescore, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = run.recipe_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    code, _, err = rescore()
+    assert code == 2
+    assert "another user's" in err
 
 
 def test_a_run_whose_model_is_gone_is_refused(run: RunDir, rescore: Rescore) -> None:

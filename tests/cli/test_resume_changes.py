@@ -10,9 +10,9 @@ from start_models import write_tiny_model
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
-from hpcrl.credentials import TOKEN_FILE
 from hpcrl.errors import ConfigError
 from hpcrl.jobplan import change_recipe, make_plan
+from hpcrl.network.credentials import TOKEN_FILE
 from hpcrl.submit.prepare import examine_attempt
 from hpcrl.submit.resume import plan_attempt
 from hpcrl.submit.submission import create_run

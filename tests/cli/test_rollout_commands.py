@@ -23,8 +23,9 @@ from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.ledger.entries import Dropped, Finished, Kept, Taken
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.routes import RoutedExperts
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
-from hpcrl.rollouts.records import Rollout, Turn, encode_rollout
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.rollouts.core.records import Rollout, Turn, encode_rollout
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.rundir import RunDir
@@ -142,7 +143,7 @@ def test_verify_says_what_was_read_from_disk(run: RunDir, rollouts: Command) -> 
         events = EventWriter(run, attempt=1, writer=f"trainer-0.{rank}")
         events.emit("rollouts.read_from_disk", step=1, rollouts=count, why="")
         events.close()
-    line = "          5  times a rank read one from the shared filesystem, not from memory"
+    line = "          5  rollouts were read by a rank from the shared filesystem, not from memory"
     assert line in rollouts("verify")[0].splitlines()
     assert json.loads(rollouts("verify", "--json")[0])["from_disk"] == 5
 
@@ -173,7 +174,7 @@ def test_verify_sees_what_the_trainer_says_otherwise(run: RunDir, rollouts: Comm
     assert json.loads(rollouts("verify", "--json")[0])["compared"] == 2
 
 
-def test_verify_says_which_steps_the_trainer_said_nothing_of(run: RunDir, rollouts: Command) -> None:
+def test_verify_names_steps_without_a_record_of_the_trainer(run: RunDir, rollouts: Command) -> None:
     record_step(run, 2, None)
     out, _ = rollouts("verify")
     assert "1  of these steps compared" in out
@@ -195,7 +196,7 @@ def test_verify_reads_what_waits(run: RunDir, rollouts: Command) -> None:
     data[-1] ^= 1
     payload.write_bytes(data)
     out, _ = rollouts("verify", code=1)
-    assert "problem: rollout 4/0 waits, and cannot be read: 000001-000001.columns has another content" in out
+    assert "problem: rollout 4/0 waits, and cannot be read: the content of 000001-000001.columns at byte" in out
     assert "problem" not in rollouts("verify", "--ledger-only")[0]
 
 
@@ -213,7 +214,7 @@ def test_ls(rollouts: Command) -> None:
     items = json.loads(rollouts("ls", "--state", "trained", "--environment", "words", "--json")[0])["rollouts"]
     assert [(item["id"], item["staleness"]) for item in items] == [("1/0", 1), ("1/1", 1)]
     assert len(json.loads(rollouts("ls", "--step", "1", "--json")[0])["rollouts"]) == 2
-    assert rollouts("ls", "--step", "9") == ("", "no rollout is like that\n")
+    assert rollouts("ls", "--step", "9") == ("", "no rollout matches\n")
     assert "hint: there are sums, words" in rollouts("ls", "--environment", "poker", code=2)[1]
     assert "hint: waiting, trained, dropped" in rollouts("ls", "--state", "lost", code=2)[1]
 
@@ -229,7 +230,7 @@ def test_show_has_turns_and_falls_back_on_the_text(run: RunDir, rollouts: Comman
     out, _ = rollouts("show", "1/0")
     assert "no longer kept" in out
     assert "kept text" in out
-    assert "hint: hpcrl rollouts ls has them" in rollouts("show", "77/0", code=2)[1]
+    assert "hint: hpcrl rollouts ls shows their names" in rollouts("show", "77/0", code=2)[1]
 
 
 def test_export(tmp_path: Path, rollouts: Command) -> None:
@@ -269,6 +270,7 @@ def test_an_export_has_the_same_columns_in_every_row_whether_tokens_are_kept_or_
     assert all("reverse cat" in row["text"] and row["token_ids"] for row in rows)
     # long afterwards tokens are gone, and nothing else of what was trained
     arrays = {"token_ids", "sampled", "logprobs", "versions", "routed_experts", "routed_present", "problem"}
+    arrays |= {"starts", "shared"}
     for back in ([json.loads(line) for line in late.read_text().splitlines()], pq.read_table(table).to_pylist()):
         assert [row["text"] for row in back] == ["kept text"] * 4
         assert all(row["token_ids"] is None and row["tokens"] > 0 for row in back)
@@ -282,7 +284,7 @@ def strict(text: str) -> Any:
     """Read JSON as others do, which knows no NaN."""
 
     def refuse(word: str) -> Any:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
@@ -303,7 +305,7 @@ def test_numbers_that_are_not_finite_are_null_in_exports_and_end_no_command(
     rows = {row["id"]: row for row in map(strict, path.read_text().splitlines())}
     assert (rows["5/0"]["reward"], rows["5/0"]["parts.exact"], rows["5/0"]["logprobs"][-1]) == (None, None, None)
     assert rows["5/0"]["logprobs"][-2] == -0.25
-    assert "6/0" in rows  # an entry with null is no end of the ledger
+    assert "6/0" in rows  # an entry with null is not an end of the ledger
     assert strict(rollouts("show", "5/0", "--json")[0])["reward"] is None
     assert "5/0" in rollouts("show", "5/0")[0]
     assert "5/0" in rollouts("ls", "--sort", "reward")[0]

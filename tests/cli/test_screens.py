@@ -14,10 +14,10 @@ from typer.main import get_command
 from hpcrl.cli.main import app, main
 
 USUAL = (
-    "recipe list",
+    "recipe ls",
     "recipe show quickstart",
     "recipe check quickstart",
-    "cluster list",
+    "cluster ls",
     "cluster show h200-28",
     "cluster check local",
     "plan quickstart",
@@ -25,7 +25,7 @@ USUAL = (
     "plan diff qwen3_30b_a3b qwen3_30b_a3b_lowmem -c h200-28",
     "plan nosuch",
     "submit quickstart --set trainer.stepz=3",
-    "devcluster list",
+    "devcluster ls",
     "ls",
     "status",
 )
@@ -89,6 +89,8 @@ def test_help_of_every_command_has_80_columns_and_no_broken_paragraphs(
         assert "<bool>" not in text, path
         assert "\x1b" not in text, path
         assert max(map(len, lines)) <= 80, path
+        if not path:
+            continue  # a list
         # a line of a paragraph ends early only where its next word would not fit
         for line, after in itertools.pairwise(lines):
             if line.startswith(" ") and line.strip() and after.startswith(" ") and after.strip():
@@ -110,7 +112,7 @@ def test_rows_of_a_pipe_are_whole(
     piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Who looks for a path or a key with grep finds it in one piece."""
-    text = printed(["recipe", "list"], monkeypatch, capsys)
+    text = printed(["recipe", "ls"], monkeypatch, capsys)
     assert all(line.endswith((".yaml", "path")) for line in text.splitlines())
     text = printed(["cluster", "check", "local"], monkeypatch, capsys)
     assert text.rstrip().endswith("rules checked; it has no Slurm to ask")
@@ -126,7 +128,7 @@ def terminal(piped: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_lists_on_a_narrow_terminal_leave_paths_out_and_keys_in_one_piece(
     terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listed = printed(["recipe", "list"], monkeypatch, capsys)
+    listed = printed(["recipe", "ls"], monkeypatch, capsys)
     assert "quickstart_vllm       Two small tasks on one machine, with two vLLM engines" in listed
     assert "quickstart.yaml" not in listed
     assert "--json" in listed.splitlines()[-1]
@@ -137,7 +139,7 @@ def test_lists_on_a_narrow_terminal_leave_paths_out_and_keys_in_one_piece(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_files_of_one_name_are_told_apart_on_a_narrow_terminal(
+def test_files_of_one_name_are_distinguished_on_a_narrow_terminal(
     terminal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "quickstart.yaml"

@@ -59,7 +59,7 @@ def test_files_are_written(durations: str, tmp_path: Path) -> None:
     assert json.loads(call("--durations", str(saved), "--days", "0.0005", "--json"))
 
 
-def test_what_a_sample_stands_for_is_said(durations: str) -> None:
+def test_what_a_sample_stands_for_is_reported(durations: str) -> None:
     sampled = call("--durations", durations, "--days", "0.0005", "--nodes", "40", "--sample", "2")
     assert "40 nodes: 2 of 20 engines, with their share of the rollouts, stand for all" in sampled
     whole = call("--durations", durations, "--days", "0.0005", "--nodes", "4", "--sample", "0")
@@ -77,14 +77,14 @@ def test_without_durations_the_planner_gives_them() -> None:
     assert found.engines_wait is None
     text = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
     assert ["engines", "wait", "?"] in [line.split() for line in text.splitlines()]
-    assert "too few steps to say what engines wait" in text
+    assert "too few steps to measure how long engines wait" in text
     assert "28.8 min simulated" in text
     assert "the same figures  hpcrl plan  simulated" in text
 
 
 def test_a_calibration_is_for_predictions(durations: str) -> None:
     arguments = ["simulate", "quickstart", "--durations", durations, "--calibration", "mine.yaml"]
-    with pytest.raises(UsageError, match="leave it out beside --durations"):
+    with pytest.raises(UsageError, match="leave it out with --durations"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 

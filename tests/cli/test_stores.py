@@ -6,13 +6,15 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import HandoffWriter, write_shard
+from hpcrl.weights import VersionCommitter, write_shard
 from hpcrl.weights.format.shard import TensorBytes
+from hpcrl.weights.write.fabric_records import FabricRecords
 from hpcrl.weights.write.handoff_writer import ShardResult
 
 
@@ -22,7 +24,7 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "runs" / "mine")
     run.path.mkdir(parents=True)
     run.record_path.write_text("{}")
-    writer = HandoffWriter.claim(run.weights_dir, 1)
+    writer = VersionCommitter.claim(run.weights_dir, 1)
     for version in (1, 2):
         stage = writer.stage(version)
         arrays = {"same": np.zeros(3, np.float32), "changed": np.full(5, version, np.float32)}
@@ -67,6 +69,29 @@ def test_verify_finds_what_ls_cannot(
     assert result.code == 1
     assert "model.safetensors" in result.out
     assert hpcrl(monkeypatch, capsys, run, "weights", "verify", "mine", "1").code == 0
+
+
+def test_an_announced_version_is_listed_as_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = VersionCommitter.claim(run.weights_dir, 2)
+    records = FabricRecords(writer.fence, protocol="tcp", timeout_s=1.0)
+    for version in (2, 3):  # of 2 the announcement is still there
+        manifest = msgspec.structs.replace(writer.store.open(2).manifest, version=version)
+        records.announce(manifest, {})
+        records.write(manifest, (), ())
+    document = json.loads(hpcrl(monkeypatch, capsys, run, "weights", "ls", "mine", "--json").out)
+    assert [(item["number"], item["durable"]) for item in document["items"]] == [(1, True), (2, True), (3, False)]
+    for command in ("ls", "verify"):
+        result = hpcrl(monkeypatch, capsys, run, "weights", command, "mine")
+        assert result.code == 0
+        assert result.out.count("announced, not durable") == 1
+        assert result.out.count("announced, not durable (attempt 2)") == 1
+    assert document["items"][2]["announced_by"] == 2
+    assert document["items"][2]["bytes"] == document["items"][1]["bytes"] > 0
+    assert hpcrl(monkeypatch, capsys, run, "weights", "verify", "mine", "3").code == 0
+    difference = hpcrl(monkeypatch, capsys, run, "weights", "diff", "mine", "1", "3", "--json")
+    assert json.loads(difference.out)["changed"] == ["changed"]
 
 
 def test_diff(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ def shell(command: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("words", ["ls", "recipe show quickstart", "cluster list"])
+@pytest.mark.parametrize("words", ["ls", "recipe show quickstart", "cluster ls"])
 def test_commands(words: str, way: str, tmp_path: Path) -> None:
     done = shell(f"$PY -c '{MAIN}' {words} {WAYS[way]}; echo $? > code", tmp_path)
     assert (tmp_path / "code").read_text() == "0\n"
@@ -35,7 +35,7 @@ def test_errors_keep_their_code(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "err").read_text() + done.stderr
 
 
-def test_a_question_without_anybody_to_ask_changes_nothing(tmp_path: Path) -> None:
+def test_a_question_without_a_terminal_changes_nothing(tmp_path: Path) -> None:
     code = (
         "from hpcrl.cli.streams import *; from hpcrl.cli.options import confirm; "
         "fill_standard_streams(); confirm('go?')"
@@ -44,7 +44,7 @@ def test_a_question_without_anybody_to_ask_changes_nothing(tmp_path: Path) -> No
     assert "there is no terminal to ask on; nothing was changed" in done.stderr
 
 
-def test_children_do_not_write_into_files_of_ours(tmp_path: Path) -> None:
+def test_children_do_not_write_into_files_of_hpcrl(tmp_path: Path) -> None:
     """The next file that is opened would have had the number of the missing standard output."""
     code = (
         "import subprocess; from hpcrl.cli.streams import *; fill_standard_streams(); "

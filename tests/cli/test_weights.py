@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from handoff_lab import model_directory, publish, publish_delta
+from rich.filesize import decimal
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
+from hpcrl.errors import UsageError
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import HandoffStore
+from hpcrl.runs.start.origin import find_source
+from hpcrl.weights import HandoffStore, VersionCommitter
+from hpcrl.weights.format.fabric_record import FabricPeer
 from hpcrl.weights.lifetime.readers import Registration
+from hpcrl.weights.write.fabric_records import FabricRecords
 
 
 @pytest.fixture
@@ -64,10 +71,41 @@ def test_show(cli: Cli, run: RunDir) -> None:
     assert cli("show", "mine", "v000005")[1] == cli("show", "mine", "v5")[1]
     code, _, error = cli("show", "mine", "v5x")
     assert code == 2
-    assert "no version" in error
+    assert "is not a version" in error
     code, _, error = cli("show", "mine", "9")
     assert code == 1
     assert "there are 1, 2, 3, 4, 5, 6" in error
+
+
+def test_what_is_known_of_an_announced_version_is_shown(cli: Cli, run: RunDir) -> None:
+    writer = VersionCommitter.claim(run.weights_dir, 4)
+    records = FabricRecords(writer.fence, protocol="tcp", timeout_s=1.0)
+    manifest = msgspec.structs.replace(writer.store.open(6).manifest, version=7)
+    records.announce(manifest, {})
+    records.write(manifest, [FabricPeer("127.0.0.1:1", 0, manifest.total_bytes, 1)], ((),))
+    code, out, _ = cli("show", "mine", "7")
+    assert code == 0
+    assert "announced, not durable (attempt 4): served from memory by 1 of the trainer's ranks" in out
+    assert decimal(manifest.total_bytes) in out
+    shown = json.loads(cli("show", "mine", "7", "--json")[1])
+    assert (shown["durable"], shown["announced_by"], shown["served_by_ranks"]) == (False, 4, 1)
+    assert (shown["bytes"], shown["tensors"]) == (manifest.total_bytes, len(manifest.tensors))
+    shown = json.loads(cli("show", "mine", "--json")[1])  # the newest durable one
+    assert (shown["version"], shown["durable"], shown["announced_by"]) == (6, True, None)
+    code, _, error = cli("pin", "mine", "7", "--reason", "figure 3")
+    assert code == 1
+    assert "version 7 of mine is announced, not durable" in error
+    with pytest.raises(UsageError, match="version 7 of mine is announced, not durable"):
+        find_source("mine@v7", run.path.parent)
+    code, _, error = cli("show", "mine", "0")
+    assert code == 1
+    assert "0 is not a version of mine" in error
+    assert "there are 1, 2, 3, 4, 5, 6; 7 announced, not durable" in error
+    VersionCommitter.claim(run.weights_dir, 5)
+    assert "7 is not a version of mine" in cli("show", "mine", "7")[2]
+    for version in (1, 2, 3, 4, 5, 6):
+        shutil.rmtree(run.weights_dir / f"v{version:06d}")
+    assert "the newest is not a version of mine" in cli("show", "mine")[2]
 
 
 def test_gc_names_what_goes_and_why_the_rest_stays(cli: Cli, run: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,22 +32,47 @@ def hpcrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
+    ("command", "refusal"),
+    [
+        ("site install --role agent --prefix x", "'agent' is not one of 'login', 'env', 'trainer', 'vllm'."),
+        ("site bundle --role agent", "'agent' is not one of 'login', 'env', 'trainer', 'vllm'."),
+        ("weights prune RUN --keep two", "must be a whole number"),
+        ("weights prune RUN --keep 0", "input should be greater than or equal to 1"),
+        ("wait RUN --timeout soon", "must be a number"),
+        ("weights show RUN five", "'five' is not a version: a whole number, also as v000080"),
+    ],
+)
+def test_wrong_values_of_options_are_refused_in_plain_words(hpcrl: Hpcrl, command: str, refusal: str) -> None:
+    code, said = hpcrl(*command.split())
+    assert code == 2
+    assert re.search(rf"Invalid value for '[^:]*': {re.escape(refusal)} *│", said), said
+
+
+@pytest.mark.parametrize(
     ("word", "meant"),
     [
-        *[(word, "submit") for word in ("launch", "run", "start", "exec")],
-        *[(word, "cancel") for word in ("stop", "kill")],
-        *[(word, "ls") for word in ("queue", "list", "ps")],
-        *[
-            ("describe", "status"),
-            ("delete", "rm"),
-            ("attach", "status"),
-            ("version", "--version"),
-            ("sumbit", "submit"),
-        ],
+        *[(word, "submit") for word in ("launch", "run", "start", "exec", "sbatch", "sumbit")],
+        *[(word, "cancel") for word in ("stop", "kill", "scancel", "down")],
+        *[(word, "ls") for word in ("queue", "ps", "squeue", "sacct")],
+        *[(word, "status --watch") for word in ("attach", "top", "watch")],
+        *[(word, "rm") for word in ("delete", "remove")],
+        ("describe", "status"),
+        ("verify", "recipe check"),
+        ("download", "model get"),
+        ("version", "--version"),
+        ("checkpoint delete", "prune"),
+        ("weights rm", "prune"),
+        ("recipe validate", "check"),
+        ("recipe describe", "show"),
+        ("cluster new", "init"),
+        ("env validate", "check"),
+        ("model pull", "get"),
+        ("devcluster create", "up"),
+        ("devcluster stop", "down"),
     ],
 )
 def test_commands_of_other_tools(hpcrl: Hpcrl, word: str, meant: str) -> None:
-    code, said = hpcrl(word)
+    code, said = hpcrl(*word.split())
     assert (code, f"Did you mean '{meant}'" in said) == (2, True), said
 
 
@@ -55,6 +81,10 @@ def test_help_is_a_command_too(hpcrl: Hpcrl) -> None:
     assert (code, "submit" in said, "devcluster" in said) == (0, True, True)
     code, said = hpcrl("help", "submit")
     assert (code, "Start a run of a recipe" in said) == (0, True)
+    code, said = hpcrl("recipe", "help")
+    assert (code, "schema" in said) == (0, True)
+    code, said = hpcrl("recipe", "help", "check")
+    assert (code, "Check all that `hpcrl submit` checks" in said) == (0, True)
 
 
 def test_the_package_is_the_command() -> None:
@@ -86,7 +116,7 @@ def test_unknown_keys_do_not_hide_rules(hpcrl: Hpcrl, tmp_path: Path) -> None:
     assert code == 2
     assert "wandb: unknown key" in said
     assert "rollouts.grop_size: unknown key" in said
-    assert "60 is no multiple of group_size 8 [batch-of-groups]" in said
+    assert "60 is not a multiple of group_size 8 [batch-of-groups]" in said
     # a profile that is wrong as well is said with them
     site = tmp_path / "site.yaml"
     site.write_text("extends: local\nname: site\npaths: {runs_root: CHANGE_ME}\nnowhere: 1\n")
@@ -94,6 +124,27 @@ def test_unknown_keys_do_not_hide_rules(hpcrl: Hpcrl, tmp_path: Path) -> None:
     assert code == 2
     for what in ("wandb", "rollouts.grop_size", "paths.runs_root", "nowhere"):
         assert f": {what}: " in said
-    # rules about what a wrong value would have been are not guessed
-    recipe.write_text("extends: quickstart\nname: mine\nrollouts: {rollouts_per_step: many, group_size: 7}\n")
-    assert "batch-of-groups" not in hpcrl("recipe", "check", str(recipe))[1]
+
+
+def test_wrong_settings_do_not_hide_rules(hpcrl: Hpcrl) -> None:
+    """Settings without ``=``, unknown keys, wrong values of any depth, and rules that read none of these."""
+    wrong = ["broken", "nosuch.key=1", "trainer.steps=abc", "engine=3", "algorithm.loss.kind=cipso", "name.x=1"]
+    rule = ["rollouts.rollouts_per_step=60", "rollouts.group_size=8"]
+    code, said = hpcrl("recipe", "check", "quickstart", *(word for each in wrong + rule for word in ("--set", each)))
+    assert code == 2
+    assert "7 problems" in said
+    for what in (
+        "broken: has no key",
+        "nosuch: unknown key",
+        "trainer.steps: must be a whole number",
+        "engine: must be",
+    ):
+        assert what in said
+    assert "did you mean 'cispo'?" in said
+    assert "60 is not a multiple of group_size 8 [batch-of-groups]" in said
+
+
+def test_rules_about_a_wrong_value_are_not_guessed(hpcrl: Hpcrl) -> None:
+    settings = ["--set", "rollouts.rollouts_per_step=many", "--set", "rollouts.group_size=7"]
+    code, said = hpcrl("recipe", "check", "quickstart", *settings)
+    assert (code, "1 problem\n" in said, "batch-of-groups" in said) == (2, True, False), said

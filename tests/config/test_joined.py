@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.joined import charged, for_job, load_both, unused_variables
+from hpcrl.config.joined import for_job, load_both, unused_variables, with_account_from_env
 from hpcrl.config.load import Loaded, load_cluster
 from hpcrl.config.sbatch_options import option_faults, repeats_in_components
 from hpcrl.errors import ConfigError
@@ -101,10 +101,10 @@ def test_doing_it_twice_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "environ", "where", "says"),
     [
-        (("job.partition=gpu",), {}, "--set", "'gpu' is none of the partitions of roce-h100 (train, serve)"),
-        (("job.partition={engine: gpu}",), {}, "--set", "'gpu' is none"),
-        ((), {"SBATCH_PARTITION": "train,serve"}, "$SBATCH_PARTITION", "'train,serve' is none"),
-        ((), {"SBATCH_ACCOUNT": "two words"}, "$SBATCH_ACCOUNT", "nothing that Slurm could take"),
+        (("job.partition=gpu",), {}, "--set", "'gpu' is not a partition of roce-h100 (train, serve)"),
+        (("job.partition={engine: gpu}",), {}, "--set", "'gpu' is not a partition"),
+        ((), {"SBATCH_PARTITION": "train,serve"}, "$SBATCH_PARTITION", "'train,serve' is not a partition"),
+        ((), {"SBATCH_ACCOUNT": "two words"}, "$SBATCH_ACCOUNT", "is not valid for Slurm"),
     ],
 )
 def test_what_cannot_be(settings: tuple[str, ...], environ: dict[str, str], where: str, says: str) -> None:
@@ -119,7 +119,7 @@ def test_what_cannot_be(settings: tuple[str, ...], environ: dict[str, str], wher
 def test_jobs_that_are_no_runs_are_charged_alike() -> None:
     site = load_cluster("roce-h100").value
     assert isinstance(site, SlurmCluster)
-    changed = charged(site, {"SBATCH_ACCOUNT": "chem", "SBATCH_PARTITION": "unknown"})
+    changed = with_account_from_env(site, {"SBATCH_ACCOUNT": "chem", "SBATCH_PARTITION": "unknown"})
     assert {partition.account for partition in changed.partitions.values()} == {"chem"}
     assert changed.placement == site.placement
 
@@ -174,15 +174,15 @@ def test_options_that_are_passed_on() -> None:
     ]
     assert list(option_faults(options)) == []
     assert [option for option in options if repeats_in_components(option)] == ["--contiguous", "--switches=2@10:00"]
-    assert list(option_faults(["--nice=1", "--hold", "--nice=2"])) == [(2, "--nice stands twice")]
+    assert list(option_faults(["--nice=1", "--hold", "--nice=2"])) == [(2, "--nice appears twice")]
 
 
-def test_what_a_run_was_told_is_not_taken_back(tmp_path: Any) -> None:
+def test_settings_of_a_run_cannot_be_undone(tmp_path: Any) -> None:
     text = "name: r\nmodel: {path: m}\nenvironments: [{name: a, kind: words}]\ntrainer: {steps: 5}\n"
     path = tmp_path / "recipe.yaml"
     path.write_text(text + "job: {account: a, partition: {engine: x, trainer: y}}\n")
     assert change_recipe(path, ["job.account=b"])[1] == ["job.account: a -> b"]
     for setting in ("job.account=null", "job.partition={engine: z}"):
-        with pytest.raises(ConfigError, match="cannot be taken back"):
+        with pytest.raises(ConfigError, match="cannot be undone"):
             change_recipe(path, [setting])
     assert change_recipe(path, ["job.partition=z"])[0].value.job.partition == "z"

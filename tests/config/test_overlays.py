@@ -71,11 +71,11 @@ def test_of_one_that_extends_an_overlay_each_says_its_part(profiles: Path) -> No
         ("extends: mine\n", "no other cluster profile of this name"),
         ("extends: h200\n", "no cluster profile of this name"),
         ("extends: [devcluster]\n", "path or name of one cluster profile"),
-        ("extends: ./mine.yaml\n", "goes round in a circle"),
+        ("extends: ./mine.yaml\n", "is circular"),
         ("extends: devcluster\npartitions: {gpu: {acount: x}}\n", "did you mean 'account'"),
     ],
 )
-def test_what_is_wrong_with_an_overlay_is_said(profiles: Path, text: str, what: str) -> None:
+def test_what_is_wrong_with_an_overlay_is_reported(profiles: Path, text: str, what: str) -> None:
     (profiles / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_cluster("mine")

@@ -32,7 +32,7 @@ def test_every_field_of_a_profile(tmp_path: Path, key: str, word: str) -> None:
     assert [finding.key for finding in refused.value.findings if "filled in" in finding.what] == [key]
 
 
-def test_keys_are_looked_at_too(tmp_path: Path) -> None:
+def test_keys_are_checked_too(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: local\nenv: {CHANGE_ME: there}")
     with pytest.raises(ConfigError, match=r"env\.CHANGE_ME: is still to be filled in"):

@@ -18,6 +18,12 @@ SIZES = (
     "description",
     "model.path",
     "model.warmup",
+    *(
+        f"environments.0.{key}"
+        for key in ("tasks", "system", "max_turns", "max_output_characters", "command_timeout_s", "rollout_timeout_s")
+    ),
+    "environments.0.max_sandboxes",
+    "environments.0.summary_room_tokens",
     "rollouts.rollouts_per_step",
     "rollouts.group_size",
     "rollouts.max_in_flight",
@@ -37,9 +43,7 @@ SIZES = (
 _ONE_PROCESS = "an embedded engine is one process: a replica on each node in place of one over several"
 #: what a CPU must replace, with the reason as it stands in the recipe
 REPLACED = {
-    "environments": (
-        "the tasks of software engineering are the site's package; the calculator has turns and a tool as they have"
-    ),
+    "environments.0.summary_points": "no demonstration has a summary, so that the small model writes none",
     "trainer.precision.fp8.backend": (
         "DeepGEMM is for Hopper GPUs; the reference in plain torch defines what it computes"
     ),

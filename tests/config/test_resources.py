@@ -21,7 +21,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_users_profile_wins_and_it_is_said(places: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_users_profile_wins_and_it_is_reported(places: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = places / "config/hpcrl/clusters/site.yaml"
     for path in (mine, Path("clusters/site.yaml")):
         path.write_text("")
@@ -56,7 +56,7 @@ def test_in_the_checkout_there_is_nothing_to_say(
     assert not caplog.messages
 
 
-def test_a_name_is_no_file_of_this_directory() -> None:
+def test_a_name_is_not_a_file_of_this_directory() -> None:
     for name in ("quickstart", "local", "other"):
         Path(name).write_text("")
     assert find_recipe("quickstart") == package_data("recipes") / "quickstart.yaml"
@@ -66,6 +66,6 @@ def test_a_name_is_no_file_of_this_directory() -> None:
     assert find_recipe("./other") == Path("other")
 
 
-def test_templates_of_this_directory_are_not_looked_at() -> None:
+def test_templates_of_this_directory_are_not_read() -> None:
     Path("templates/sbatch").mkdir(parents=True)
     assert Path("templates/sbatch").resolve() not in [path.resolve() for path in template_dirs()]

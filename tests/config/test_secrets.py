@@ -97,6 +97,9 @@ def test_a_profile_with_a_secret_is_refused_without_showing_it(line: str, key: s
         f"env.HF_TOKEN={VALUE}",
         f".HF_TOKEN={VALUE}",
         f"environments.9.args.password={VALUE}",
+        f"sinks=[{{name: s, sink: 'a.b:C', parameters: {{api_key: {VALUE}}}}}]",
+        f"sinks=[{{name: s, sink: mlflow, parameters: {{tracking_uri: 'https://me:{VALUE}@host/x'}}}}]",
+        f"notify=[{{name: n, notifier: 'a.b:C', parameters: {{more: {{hosts: ['amqp://me:{VALUE}@host']}}}}}}]",
     ],
 )
 def test_a_setting_with_a_secret_is_refused_by_every_command(

@@ -53,7 +53,7 @@ def test_a_session(hpcrl: CliRunner, home: Path) -> None:
     assert json.loads(call(hpcrl, "status", "--json").stdout)["controller"] == "paused"
     assert "answers" in call(hpcrl, "resume-controller").stdout
 
-    listed = json.loads(hpcrl.invoke(app, ["devcluster", "list", "--json"]).stdout)
+    listed = json.loads(hpcrl.invoke(app, ["devcluster", "ls", "--json"]).stdout)
     assert [(row["name"], row["nodes"]) for row in listed] == [("cli", 2)]
 
     (home / "cli/shared/results").mkdir()
@@ -66,7 +66,7 @@ def test_a_session(hpcrl: CliRunner, home: Path) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.campaign
-def test_a_node_that_nobody_noticed(hpcrl: CliRunner, home: Path) -> None:
+def test_a_node_failure_that_slurm_did_not_notice(hpcrl: CliRunner, home: Path) -> None:
     """The controller finds out by itself, after its time-out."""
     cluster = DevCluster.named("cli", home)
     from hpcrl.devcluster.settings import ClusterSettings

@@ -11,7 +11,7 @@ import pytest
 from hpcrl.devcluster import packages
 from hpcrl.devcluster.place import ClusterPaths, default_home
 from hpcrl.devcluster.ports import choose_ports
-from hpcrl.devcluster.render import render
+from hpcrl.devcluster.render import render_configuration
 from hpcrl.devcluster.settings import ClusterSettings, Ports, Record
 from hpcrl.errors import UsageError
 
@@ -37,7 +37,7 @@ def test_nodes_have_addresses_of_their_own() -> None:
 
 
 def test_configuration() -> None:
-    files = render(make_record(nodes=3), ClusterPaths(Path("/x/dev")), user="root")
+    files = render_configuration(make_record(nodes=3), ClusterPaths(Path("/x/dev")), user="root")
     assert sorted(files) == ["gres.conf", "slurm.conf"]
     nodes = [line for line in files["slurm.conf"].splitlines() if line.startswith("NodeName=")]
     assert len(nodes) == 3
@@ -48,7 +48,7 @@ def test_configuration() -> None:
 
 
 def test_every_path_lies_in_the_directory() -> None:
-    files = render(make_record(accounting=True), ClusterPaths(Path("/x/dev")), user="root")
+    files = render_configuration(make_record(accounting=True), ClusterPaths(Path("/x/dev")), user="root")
     assert sorted(files) == ["gres.conf", "mariadb.cnf", "slurm.conf", "slurmdbd.conf"]
     for name, text in files.items():
         for line in text.splitlines():
@@ -58,7 +58,7 @@ def test_every_path_lies_in_the_directory() -> None:
 
 
 def test_newer_versions_and_nodes_without_gpus() -> None:
-    files = render(make_record((25, 11), gpus=0), ClusterPaths(Path("/x/dev")), user="root")
+    files = render_configuration(make_record((25, 11), gpus=0), ClusterPaths(Path("/x/dev")), user="root")
     assert "CgroupPlugin=disabled" in files["cgroup.conf"]
     assert "Gres=" not in files["slurm.conf"]
     assert "Name=gpu" not in files["gres.conf"]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from devcluster_testing import wait_until
 
-from hpcrl import procfs
 from hpcrl.devcluster import cluster as cluster_module
 from hpcrl.devcluster.cluster import DevCluster, list_clusters
 from hpcrl.devcluster.daemons import find_processes, read_daemons
 from hpcrl.devcluster.settings import ClusterSettings, Ports
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.processes import procfs
 
 pytestmark = pytest.mark.slurm
 Make = Callable[..., DevCluster]
@@ -144,7 +144,7 @@ def test_foreign_directories_are_not_touched(home: Path) -> None:
     directory = home / "foreign"
     directory.mkdir(parents=True)
     (directory / "precious").touch()
-    with pytest.raises(UsageError, match="no virtual cluster"):
+    with pytest.raises(UsageError, match="not a virtual cluster"):
         DevCluster.named("foreign", home).up(ClusterSettings(name="foreign"))
     with pytest.raises(UsageError, match="there is no virtual cluster"):
         DevCluster.named("foreign", home).down()

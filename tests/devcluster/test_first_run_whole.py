@@ -91,7 +91,7 @@ def test_it_runs_whole_stops_where_a_person_must_act_and_is_interrupted(first: F
     stopped = subprocess.run(command, cwd=first.place, env=first.env, capture_output=True, text=True, check=False)
     assert stopped.returncode == 1, stopped.stderr
     assert "partitions.gpu.node.fabric.kind: is still to be filled in" in stopped.stderr
-    assert "go on: hpcrl site first-run mine" in stopped.stderr
+    assert "continue: hpcrl site first-run mine" in stopped.stderr
     assert first.statuses()["init"] == "stopped"
     profile = first.place / "clusters/mine.yaml"
     profile.write_text(profile.read_text().replace("kind: CHANGE_ME", "kind: ethernet"))
@@ -108,7 +108,7 @@ def test_it_runs_whole_stops_where_a_person_must_act_and_is_interrupted(first: F
         process.wait()
     assert process.returncode == 130, said
     assert "ending first-run-probe-" in said
-    assert "interrupted in probe; what had passed is kept" in said
+    assert "interrupted in probe; passed stages are kept" in said
     passed = ["ok", "ok", "warning", "warning"]
     assert list(first.statuses().values()) == [*passed, "interrupted", "not begun"]
     assert observe(RunDir(run)).state in (RunState.CANCELLED, RunState.COMPLETED)

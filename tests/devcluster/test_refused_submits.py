@@ -65,7 +65,7 @@ def test_what_slurm_refuses_or_never_starts(site: tuple[Site, SlurmClient]) -> N
     user, slurm = site
     # more nodes than there are
     said = user.submit(4, code=2)
-    assert "it needs 6 nodes of partition gpu at once, which has 4\n" in said
+    assert "the run needs 6 nodes of partition gpu at once, which has 4\n" in said
     assert "--queue-anyway" in said
     assert user.nothing_is_left()
 
@@ -83,9 +83,9 @@ def test_what_slurm_refuses_or_never_starts(site: tuple[Site, SlurmClient]) -> N
     user.describe(partition="gpu")
     slurm._run(["scontrol", "update", "PartitionName=gpu", "MaxTime=10", "MaxNodes=2"])
     said = user.submit(1, code=2)
-    assert "it asks for 0.5 h" in said
+    assert "the run asks for 0.5 h" in said
     assert "gives 0.166667 h (MaxTime)" in said
-    assert "a job of it needs" in said or "MaxNodes" not in said  # two components of two and one nodes
+    assert "a job of the run needs" in said or "MaxNodes" not in said  # two components of two and one nodes
     slurm._run(["scontrol", "update", "PartitionName=gpu", "MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])
 
     # nodes that cannot be used now

@@ -76,7 +76,7 @@ def test_a_drafted_profile_fits_the_slurm_it_came_from(make_cluster: Callable[..
     assert "exists already" in again.stderr
 
 
-def test_a_draft_is_no_profile_before_a_person_has_looked(
+def test_a_draft_is_not_a_profile_before_a_person_has_looked(
     make_cluster: Callable[..., DevCluster], tmp_path: Path
 ) -> None:
     hpcrl = runner(make_cluster("sitetwo"), tmp_path)

@@ -6,7 +6,7 @@ import numpy as np
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.routes import RoutedExperts
-from hpcrl.rollouts.records import Rollout, Turn
+from hpcrl.rollouts.core.records import Rollout, Turn
 
 WORLD_SIZE = 2
 STEP = 7

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 from patience import patience
 
-from hpcrl.credentials import Credentials, ensure_token
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.frames import Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.server import WarehouseServer
-from hpcrl.gate import Gate
+from hpcrl.network.auth import Gate
+from hpcrl.network.credentials import Credentials, ensure_token
 
 RANK = Path(__file__).with_name("sharing_rank.py")
 ATTEMPT = 3

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient, _UnreachableError
 from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.ledger.entries import PayloadPlace
@@ -33,6 +32,7 @@ from hpcrl.dock.wire import (
     encode_shard,
 )
 from hpcrl.errors import DeadlineError, FencedError, PeerLostError
+from hpcrl.network.credentials import Credentials
 
 Answer = tuple[int, bytes] | None
 EMPTY = BatchShard(step=3, rank=1, world_size=2, micro_batches=[], stats=BatchStats.of_tokens(8, sampled=5))
@@ -174,7 +174,7 @@ class Ended(threading.Event):
         return self.left == 0
 
 
-def test_who_wants_nothing_yet_asks_a_silent_dock_for_ever(scripted: Callable[..., Scripted]) -> None:
+def test_a_rank_that_need_not_wait_retries_a_silent_dock_without_a_limit(scripted: Callable[..., Scripted]) -> None:
     client = scripted([None], connect_timeout_s=3.0)
     assert poll(client, None, Ended(client, 1000)) is None
     assert len(client.asked) == 1000

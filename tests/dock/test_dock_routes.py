@@ -37,11 +37,11 @@ def test_what_goes_in_comes_out_uncopied() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "<i2"}, "experts are unsigned integers, not <i2"),
-        ({"dtype": "<f2"}, "experts are unsigned integers, not <f2"),
+        ({"dtype": "<i2"}, "routed experts are unsigned integers, not <i2"),
+        ({"dtype": "<f2"}, "routed experts are unsigned integers, not <f2"),
         ({"shape": (3, 3, 2)}, r"48 bytes are not \(3, 3, 2\) of <u2"),
         ({"shape": (-4, -3, 2)}, r"48 bytes are not \(-4, -3, 2\) of <u2"),
-        ({"present": memoryview(b"111")}, "3 flags for 4 rows of experts"),
+        ({"present": memoryview(b"111")}, "3 flags for 4 rows of routed experts"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:

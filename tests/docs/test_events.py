@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-_EMITTED = re.compile(r"\b(?:_?emit|_record)\(\s*\"([a-z_.]+)\"|add_signal_handler\([^)]*emit, \"([a-z_.]+)\"")
+_EMITTED = re.compile(
+    r"\b(?:_?emit(?:_on_any_rank)?|_record)\(\s*\"([a-z_.]+)\"|add_signal_handler\([^)]*emit, \"([a-z_.]+)\""
+)
 
 
 def test_events_are_documented() -> None:

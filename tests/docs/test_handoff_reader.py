@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from adapter_lab import adapter_tensors, publish_adapter
 
-from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.weights import HandoffStore, VersionCommitter
 from hpcrl.weights.format.manifest import CHUNK_BYTES, Chunk
 from hpcrl.weights.format.shard import TensorBytes, write_shard
 from hpcrl.weights.write.handoff_writer import ShardResult
@@ -32,7 +32,7 @@ def reader() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> HandoffStore:
     """Version 1 whole, 2 and 3 deltas."""
-    writer = HandoffWriter.claim(tmp_path_factory.mktemp("weights"), 1)
+    writer = VersionCommitter.claim(tmp_path_factory.mktemp("weights"), 1)
     store = writer.store
     rng = np.random.default_rng(0)
     data = rng.integers(0, 1 << 16, 3_000_000, dtype=np.uint16)  # two chunks of bfloat16
@@ -76,7 +76,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> HandoffStore:
 
 
 def test_of_an_adapter_it_reads_the_factors(reader: dict[str, Any], tmp_path: Path) -> None:
-    writer = HandoffWriter.claim(tmp_path, 1)
+    writer = VersionCommitter.claim(tmp_path, 1)
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     shard = writer.stage(1) / "model.safetensors"
     data = TensorBytes("q_proj.weight", "float32", array.shape, array.view(np.uint8).data)

@@ -117,7 +117,7 @@ def test_the_first_run_begins_as_it_stands(tmp_path: Path) -> None:
     assert run.stdout == f"{tmp_path}/first-run-mysite/report.md\n"
     assert "1/6 init: " in run.stderr
     # there is no profile yet, so the same draft is wanted again
-    assert "go on: hpcrl site first-run mysite --runs-root " in run.stderr
+    assert "continue: hpcrl site first-run mysite --runs-root " in run.stderr
     assert "| init | stopped |" in (tmp_path / "first-run-mysite/report.md").read_text(encoding="utf-8")
 
 

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.models import load_facts
+from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.report import make_outlook
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "bench/results/planner_published.json").read_text())
@@ -50,6 +59,40 @@ def test_shares_are_those_of_the_cases() -> None:
         columns = [name, str(len(errors)), *(f"{share:.0%}" for share in shares)]
         columns.append("" if in_range is None else f"{in_range:.0%}")
         assert f"| {' | '.join(columns)} |" in DOCS
+
+
+def test_what_moves_the_reference_run_is_what_the_bench_recorded() -> None:
+    rows = [
+        f"| {change} | {' | '.join(f'{minutes:.1f}' for minutes in figures)} |"
+        for change, figures in RESULTS["reference_run_minutes_trainer_rollouts_step"].items()
+    ]
+    assert table(DOCS, "| assumption | trainer | rollouts | step (min) |") == rows
+
+
+def test_the_record_is_of_the_planner_as_it_is() -> None:
+    recipe, cluster = load_recipe("glm5_swe").value, load_cluster("h200-28").value
+    ranges = make_outlook(recipe, cluster, load_calibration(), load_facts("GLM-5")).ranges
+    recorded_s = {case["what"]: case["predicted"] * 60 for case in CASES}
+    for what, name in (("trainer", "trainer side"), ("rollouts", "rollouts"), ("step (published: less than)", "step")):
+        assert recorded_s[f"GLM-5 on 28 nodes: {what}"] == pytest.approx(ranges[name].mid, rel=1e-3)
+
+
+PREDICT = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from planning.published.table import all_cases
+print(json.dumps({case.what: case.predicted for case in all_cases()}))
+"""
+
+
+def test_the_record_has_what_the_bench_predicts_now() -> None:
+    command = [sys.executable, "-c", PREDICT, str(ROOT / "bench")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    now = json.loads(done.stdout)
+    assert {case["what"]: case["predicted"] for case in RESULTS["cases"]} == {
+        what: None if predicted is None else pytest.approx(predicted, rel=1e-3) for what, predicted in now.items()
+    }
 
 
 def test_every_prediction_that_rests_on_a_rate_has_a_range() -> None:
@@ -124,7 +167,7 @@ def test_peers_are_what_the_bench_recorded() -> None:
         f"| {beside(found.get('transformers'))} | {beside(found.get('torchtitan'))} |"
         for (model, ep, low), found in cases.items()
     ]
-    heading = "| model | memory | beside transformers: speed, memory | beside torchtitan: speed, memory |"
+    heading = "| model | memory | compared with transformers: speed, memory | compared with torchtitan: speed, memory |"
     assert sorted(table(docs, heading)) == sorted(rows)
 
 

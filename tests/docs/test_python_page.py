@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs/python.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_examples_run(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -27,7 +27,7 @@ def test_examples_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path / "runs"))
     lines = subprocess.run(
-        [sys.executable, "-c", "\n".join(BLOCKS)], capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, "-c", "\n".join(BLOCKS)], capture_output=True, text=True, check=False, timeout=580
     )
     assert lines.returncode == 0, lines.stderr
     out = lines.stdout.splitlines()
@@ -38,14 +38,19 @@ def test_examples_run(
     assert "COMPLETED 3" in out
     assert any("rollouts.rollouts_per_step" in line for line in out)
     run = RunDir(tmp_path / "runs/first")
-    assert [path.name for path in run.path.parent.iterdir() if not path.name.startswith(".")] == ["first"]
+    shown = sorted(path.name for path in run.path.parent.iterdir() if not path.name.startswith("."))
+    assert shown == ["first", "rates-01", "rates-02"]
+    assert "{'COMPLETED': 2} {'trainer.optimizer.learning_rate': " in "\n".join(out)
+    assert {"rates-01 COMPLETED", "rates-02 COMPLETED"} <= set(out)
     assert run.attempts() == [1, 2]
 
 
 def test_the_page_names_every_method_of_a_run() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    methods = [name for name, _ in inspect.getmembers(api.Run, inspect.isfunction) if not name.startswith("_")]
-    assert {name for name in methods if f"| `{name}()` |" not in text} == set()
+    of_runs, of_sweeps = text.split("| method of a sweep |")
+    for kind, rows in ((api.Run, of_runs), (api.Sweep, of_sweeps)):
+        methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+        assert {name for name in methods if f"| `{name}()` |" not in rows} == set()
     assert {name for name in api.__all__ if name[0].islower() and f"api.{name}(" not in text} == set()
 
 

@@ -61,10 +61,17 @@ def test_every_page_is_in_the_index_and_every_link_leads_somewhere() -> None:
         assert (ROOT / "docs" / target).exists(), target
 
 
-def test_what_agents_are_told_is_there() -> None:
+def test_files_named_in_agents_md_exist() -> None:
     text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     for name in re.findall(r"`((?:hpcrl|tests|bench|recipes|clusters|templates)/[\w./]*|[A-Z]+\.md)`", text):
         assert (ROOT / name).exists(), name
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_readme_is_short_and_links_all_pages() -> None:
+    assert len(README.splitlines()) < 150
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)[)#]", README))
+    assert linked == {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")}
+    assert "--install-completion" in README

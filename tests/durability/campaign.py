@@ -1,4 +1,4 @@
-"""Goes through the states of a recording and opens each; what tests and `bench/power_cuts.py` share."""
+"""Goes through the states of a recording and opens each; what tests and `tests/campaigns/power_cuts.py` share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pathlib import Path
 from durable_judges import JUDGES
 from power_cut import PowerCuts, Rules, digest, write_tree
 from recording import Kind, Operation
-
-__all__ = ["Figures", "examine", "sites"]
 
 
 @dataclass

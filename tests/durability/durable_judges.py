@@ -10,7 +10,6 @@ from durable_scenarios import PIN, keep_rollout, publish, save
 from handoff_lab import check_content, model_directory
 from power_cut import Cut, marks_of
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointEntry, CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints import pins as checkpoint_pins
 from hpcrl.checkpoints.history import read_saved
@@ -20,14 +19,13 @@ from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay
 from hpcrl.errors import CheckpointError, FencedError, HandoffError
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
+from hpcrl.storage.quarantine import list_asides
+from hpcrl.weights import Handoff, HandoffStore, VersionCommitter
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.lifetime.pins import pins_of, read_pins
 from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
-
-__all__ = ["JUDGES", "Judge"]
 
 Judge = Callable[[Path, Cut, Path], Iterator[str]]
 """Takes the directory, the moment of the cut, and a directory beside it; yields one sentence for each problem."""
@@ -58,8 +56,8 @@ def judge_handoffs(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     if torn := list(_readable(store)):
         yield from torn
         return
-    yield from _claims(store.root, cut, HandoffWriter.claim)
-    writer = HandoffWriter.claim(store.root, 9)
+    yield from _claims(store.root, cut, VersionCommitter.claim)
+    writer = VersionCommitter.claim(store.root, 9)
     for hidden in store.root.glob(".hidden-v*"):
         # somebody wants it after all, so the collector must restore it
         pins_of(store.root).add(int(hidden.name.removeprefix(".hidden-v")), reason=PIN, by="somebody")
@@ -105,7 +103,7 @@ def _readable(store: HandoffStore) -> Iterator[str]:
                 return
         # a delta may have lost what it needs only together with a promise; what counts is that nothing torn is taken
         for skipped in loaded.skipped:
-            if "is not there" not in skipped.reason:
+            if "does not exist" not in skipped.reason:
                 yield f"version {skipped.version} cannot be loaded: {skipped.reason}"
 
 

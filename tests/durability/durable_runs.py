@@ -14,7 +14,7 @@ from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
-from hpcrl.credentials import TOKEN_FILE, read_token
+from hpcrl.network.credentials import TOKEN_FILE, read_token
 from hpcrl.runs.elastic import Wanted
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
@@ -23,8 +23,6 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.snapshot import keep_snapshot, read_snapshot, take_snapshot
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.submit.submission import create_run
-
-__all__ = ["judge", "life"]
 
 STEPS = 3
 

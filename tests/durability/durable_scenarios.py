@@ -17,12 +17,12 @@ from kill_harness import Say, fork_child
 from ledger_testing import write_files
 from recording import mark, name_sync_sites
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
 from hpcrl.dock.ledger.entries import Entry, Finished, PayloadPlace, Taken, TurnSaved
 from hpcrl.dock.ledger.log import RolloutLog
-from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.storage.quarantine import list_asides
+from hpcrl.weights import HandoffStore, VersionCommitter
 from hpcrl.weights.format.layout import PublishedTensor, layout_shards
 from hpcrl.weights.format.units import Runs, assign_units
 from hpcrl.weights.lifetime.collector import Collector
@@ -38,7 +38,7 @@ PIN = "best on held-out"
 # -- versions of weights
 
 
-def publish_from_memory(writer: HandoffWriter, version: int, model: Path, *, tensors: int = 4) -> None:
+def publish_from_memory(writer: VersionCommitter, version: int, model: Path, *, tensors: int = 4) -> None:
     """As the trainer does: allocate the files, write units at their places, sync, publish."""
     wanted = [PublishedTensor(f"t.{i}", "int64", (WORDS,)) for i in range(tensors)]
     stage = writer.stage(version)
@@ -77,8 +77,8 @@ def handoffs(root: Path, other: Path) -> None:
     """Two attempts of a trainer publish, one withdraws; a collector removes; somebody pins."""
     store, model = HandoffStore(root / "weights"), model_directory(other / "model")
 
-    def claim(attempt: int) -> HandoffWriter:
-        writer = HandoffWriter.claim(store.root, attempt)
+    def claim(attempt: int) -> VersionCommitter:
+        writer = VersionCommitter.claim(store.root, attempt)
         mark(["claimed", attempt])
         return writer
 

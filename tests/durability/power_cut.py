@@ -25,8 +25,6 @@ from typing import Literal, NamedTuple
 
 from recording import Kind, Operation
 
-__all__ = ["Cut", "PowerCuts", "Rules", "State", "tree_of"]
-
 Rules = Literal["posix", "nfs", "clients"]
 Variant = Literal["lost", "zeros", "torn", "full"]
 #: contents of a directory: bytes of files, None for directories, the target's text for symbolic links; by path

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["Kind", "Operation", "Recordings", "build_recorder", "mark", "name_sync_sites", "record"]
-
 HERE = Path(__file__).parent
 _HEAD = struct.Struct("=IIQqIIQ")
 _SITE = "site "
@@ -169,16 +167,16 @@ def name_sync_sites() -> None:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The first function below `hpcrl.fs` that asked for it, as ``fence.commit``."""
+    """The first function below `hpcrl.storage.files` that asked for it, as ``fence.commit``."""
     names = []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith(("hpcrl.", "torch.")):
             name = module.removeprefix("hpcrl.")
             names.append(f"{name}.{frame.f_code.co_name}")
-            if module != "hpcrl.fs":
+            if module != "hpcrl.storage.files":
                 break
         elif names:
             break
         frame = frame.f_back
-    return names[-1] if names and not names[-1].startswith("fs.") else "elsewhere"
+    return names[-1] if names and not names[-1].startswith("storage.files.") else "elsewhere"

@@ -14,19 +14,19 @@ from recording import Recordings
 #: by scenario and rules: sites without which something is lost
 NEEDED = {
     ("handoffs", "posix"): (
-        "aside.put_aside: #",
-        "aside.put_aside: put-aside",
-        "fence._settle: .writer",
-        "fence.claim: root",
-        "fence.commit: weights",
-        "pins.add: .pins",
-        "pins.add: v#.json",
-        "pins.add: weights",
-        "pins.remove: .pins",
+        "storage.quarantine.put_aside: #",
+        "storage.quarantine.put_aside: put-aside",
+        "storage.fence._settle: .writer",
+        "storage.fence.claim: root",
+        "storage.fence.commit: weights",
+        "storage.pins.add: .pins",
+        "storage.pins.add: v#.json",
+        "storage.pins.add: weights",
+        "storage.pins.remove: .pins",
         "weights.lifetime.collector._delete_doomed: weights",
-        "weights.write.handoff_writer.publish: config.json",
-        "weights.write.handoff_writer.publish: manifest.json",
-        "weights.write.handoff_writer.publish: model.safetensors.index.json",
+        "weights.write.handoff_writer.commit: config.json",
+        "weights.write.handoff_writer.commit: manifest.json",
+        "weights.write.handoff_writer.commit: model.safetensors.index.json",
         "weights.format.shard.write_shard: model-#-of-#.safetensors",
         "weights.write.writer.sync: model-#-of-#.safetensors",
         "weights.write.writer.write_stream: delta-#-of-#.bin",
@@ -34,16 +34,16 @@ NEEDED = {
     # the rank that allocates a file need not be the one that writes it
     ("handoffs", "clients"): ("weights.write.writer.preallocate: model-#-of-#.safetensors",),
     ("ledger", "posix"): (
-        "aside.collect_asides: checkpoints",
+        "storage.quarantine.collect_asides: checkpoints",
         "checkpoints.history.add_saved: history.jsonl",
         "checkpoints.ledger.remove: checkpoints",
         "checkpoints.writer.commit: manifest.json",
         "checkpoints.writer.commit: orchestrator.msgpack",
-        "fence._settle: .writer",
-        "fence.claim: root",
-        "fence.commit: checkpoints",
-        "pins.add: checkpoints",
-        "pins.add: step-#.pin.json",
+        "storage.fence._settle: .writer",
+        "storage.fence.claim: root",
+        "storage.fence.commit: checkpoints",
+        "storage.pins.add: checkpoints",
+        "storage.pins.add: step-#.pin.json",
     ),
     ("rollouts", "posix"): (
         "dock.ledger.log.__init__: root",
@@ -53,7 +53,7 @@ NEEDED = {
         "dock.ledger.payload.write: #-#.columns",
         "dock.ledger.payload.write: payload",
     ),
-    ("put_aside", "posix"): ("fence._settle: checkpoints",),
+    ("put_aside", "posix"): ("storage.fence._settle: checkpoints",),
     ("run_files", "posix"): (
         "checkpoints.restore.write: #",
         "checkpoints.restore.write: restore.json",
@@ -64,7 +64,7 @@ NEEDED = {
         "runs.rundir.write_configuration: cluster.yaml",
         "runs.rundir.write_configuration: plan.json",
         "runs.rundir.write_configuration: recipe.yaml",
-        "credentials.ensure_token: token",
+        "network.credentials.ensure_token: token",
         "runs.elastic.ask: replicas",
         "runs.elastic.ask: run-#",
         "runs.elastic.ask: wanted.json",
@@ -80,24 +80,24 @@ NEEDED = {
 #: sites that make durable what another one makes durable, too: together they are needed
 COVERED = {
     "handoffs": (
-        ("fence.commit: v#", "weights.write.handoff_writer.publish: v#"),
-        ("fence.claim: weights", "fence._settle: weights"),
-        ("aside.put_aside: weights", "fence._settle: weights"),
+        ("storage.fence.commit: v#", "weights.write.handoff_writer.commit: v#"),
+        ("storage.fence.claim: weights", "storage.fence._settle: weights"),
+        ("storage.quarantine.put_aside: weights", "storage.fence._settle: weights"),
     ),
     "ledger": (
-        ("fence.commit: step-#", "checkpoints.writer.commit: step-#"),
-        ("fence.claim: checkpoints", "fence._settle: checkpoints"),
-        ("aside.put_aside: checkpoints", "fence._settle: checkpoints"),
-        ("fence.claim: root", "pins.add: root"),
+        ("storage.fence.commit: step-#", "checkpoints.writer.commit: step-#"),
+        ("storage.fence.claim: checkpoints", "storage.fence._settle: checkpoints"),
+        ("storage.quarantine.put_aside: checkpoints", "storage.fence._settle: checkpoints"),
+        ("storage.fence.claim: root", "storage.pins.add: root"),
         # in the scenario the test syncs it as well
-        ("fence.commit: trainer", "elsewhere: trainer"),
+        ("storage.fence.commit: trainer", "elsewhere: trainer"),
     ),
     "run_files": (
         (
             "submit.submission.create_run: .staging",
             "runs.record.write: .staging",
             "runs.rundir.write_configuration: .staging",
-            "credentials.ensure_token: .staging",
+            "network.credentials.ensure_token: .staging",
         ),
         ("submit.submission.create_run: #", "runs.start.snapshot.keep_snapshot: #"),
         ("submit.submission.create_run: snapshots", "runs.start.snapshot.keep_snapshot: snapshots"),
@@ -106,7 +106,7 @@ COVERED = {
 #: written of a checkout with changes only
 SOMETIMES = {"runs.start.snapshot.keep_snapshot: hpcrl.diff"}
 TORCH = (
-    "fence.commit: trainer",
+    "storage.fence.commit: trainer",
     "torch.distributed.checkpoint.filesystem._write_files_from_queue: __#_#.distcp",
     "torch.distributed.checkpoint.filesystem.finish: .metadata.tmp",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import start_models
+from exercise_tasks import make_exercises
 from lab import Lab, processes
 
 from hpcrl.runs.rundir import RunDir
@@ -20,6 +21,12 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given := os.environ.get("HPCRL_TEST_MODEL"):
         return Path(given)
     return start_models.small_model(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def exercises(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tasks of the recipe `swe_exercises`: the file ``tasks.jsonl``."""
+    return make_exercises(tmp_path_factory.mktemp("exercises"), tasks=512)
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ import psutil
 import pytest
 from lab import SLOW_RUN, Lab, events, processes, rank_number, steps, wait_step
 from patience import wait_for
+from process_words import variables_of, words_of
 
 from hpcrl.runs.progress import RoleProgress, progress_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.supervisor.policy.attempts import may_retry
+from hpcrl.supervisor.recovery.attempts import may_retry
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -78,10 +79,10 @@ def test_a_process_is_lost_in_each_turn_and_nothing_with_it(turn_run: RunDir, la
             (rank,) = [
                 p
                 for p in processes(run)
-                if "hpcrl.inference.embedded.server" in p.cmdline()
-                and p.environ()["HPCRL_ROLE"] == "engine"
-                and p.environ()["HPCRL_ATTEMPT"] == str(attempt)
-                and "hpcrl.supervisor" not in " ".join(p.cmdline())
+                if "hpcrl.inference.embedded.server" in words_of(p)
+                and variables_of(p).get("HPCRL_ROLE") == "engine"
+                and variables_of(p).get("HPCRL_ATTEMPT") == str(attempt)
+                and "hpcrl.supervisor" not in " ".join(words_of(p))
             ][-1:]
         # an attempt that has saved nothing is not made again, and saves may take longer than some steps
         wait_for(lambda: has_saved(run), 120, f"checkpoint of attempt {attempt}")

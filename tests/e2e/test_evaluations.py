@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from lab import ROOT, Lab, processes
+from lab import ROOT, SLOW_RUN, Lab, events, processes, wait_step
 from patience import patience, wait_for
 
 from hpcrl.config.load import load_recipe
@@ -64,7 +64,28 @@ def test_the_start_model_of_a_recipe(lab: Lab, tmp_path: Path) -> None:
     assert not processes(run)
 
 
-def test_what_is_interrupted_goes_on(lab: Lab) -> None:
+def test_workers_give_the_same_result(lab: Lab, tmp_path: Path) -> None:
+    """Environments in workers have the same prompts and rewards, and programs there reach the policy."""
+    sizes = ("--samples", "2", "--prompts", "4", "--seed", "5")
+    result = evaluate(lab, "quickstart", *sizes)
+    workers = ("--set", "environment_workers.count=2", "--name", "workers")
+    assert evaluate(lab, "quickstart", *sizes, *workers)["mean"] == result["mean"]
+    roles = [component["role"] for component in lab.json("status", "workers")["components"]]
+    assert sorted(roles) == ["engine", "env", "env", "orchestrator"]
+    program, tasks = tmp_path / "ask.py", tmp_path / "tasks.jsonl"
+    program.write_text(
+        "import json, os, sys\nfrom openai import OpenAI\nmessages = json.load(sys.stdin)['messages']\n"
+        "OpenAI().chat.completions.create(model=os.environ['OPENAI_MODEL'], messages=messages)\n"
+        "print(json.dumps({'reward': 1.0}))\n"
+    )
+    tasks.write_text("".join(json.dumps({"prompt": f"reverse {word}"}) + "\n" for word in map(str, range(40))))
+    settings = f"path: {tasks}, held_out_share: 0.5, command: ['{{python}}', {program}]"
+    programs = ("--set", f"environments=[{{name: ask, kind: harness, {settings}}}]")
+    found = evaluate(lab, "quickstart", *sizes, *workers[:2], *programs)
+    assert (found["failed"], found["mean"]["value"]) == (0, 1.0)
+
+
+def test_what_is_interrupted_continues(lab: Lab) -> None:
     """Samples that were made are not made again."""
     sizes = ("--samples", "10", "--prompts", "100", "--set", "rollouts.max_in_flight=8")
     lab.hpcrl("eval", "quickstart", "--set", f"model.path={lab.model}", *sizes, "--name", "cut", "--detach")
@@ -84,12 +105,12 @@ def test_what_is_interrupted_goes_on(lab: Lab) -> None:
     assert len(after) == len(set(after)) == 1000 - result["failed"]
 
 
-def test_what_is_wrong_is_said_before_anything_is_started(lab: Lab) -> None:
+def test_what_is_wrong_is_reported_before_anything_is_started(lab: Lab) -> None:
     for arguments, said in (
         (["nothing"], "nothing"),
         ([str(lab.model)], "--recipe RECIPE"),
-        (["quickstart", "--recipe", "quickstart"], "is no directory of a model"),
-        (["quickstart", "--version", "3"], "--version is of a run"),
+        (["quickstart", "--recipe", "quickstart"], "is not a model directory"),
+        (["quickstart", "--version", "3"], "--version needs a run"),
         (["quickstart", "--environment", "revers"], "there is no environment 'revers'"),
         (["quickstart", "--samples", "4", "--temperature", "0"], "at temperature 0 are one and the same"),
         (["quickstart", "--prompts", "1"], "1 prompts for 2 environments"),
@@ -148,12 +169,28 @@ def test_the_page_is_right(lab: Lab, tmp_path: Path) -> None:
     words = {"RECIPE": "quickstart", "RUN": "trained", "MODEL": str(lab.model), "EVALUATION": "first"}
     words |= {"package.module:function": "own_rewards:score", "40": "1"}
     commands = [shlex.split(line) for line in re.findall(r"^    hpcrl (.*)$", text, re.MULTILINE)]
-    assert len(commands) == 8
+    assert len(commands) == 9
     for command in commands:
-        if command[0] == "resume":
-            continue  # of one that was interrupted: there is a test of its own
+        if command[0] == "resume" or "--on-engines" in command:
+            continue  # of one that was interrupted, or of one that trains: there are tests of their own
         line = [words.get(word, word) for word in command]
         if line[:2] == ["eval", "quickstart"]:
             line += ["--set", f"model.path={lab.model}", "--name", "first"]
         out = lab.hpcrl(*line).stdout
         assert "reward" in out or "pass_at" in out, line
+
+
+def test_a_run_that_trains_evaluates_on_its_own_engines(lab: Lab) -> None:
+    run = lab.submit("living", *SLOW_RUN)
+    wait_step(run, 1)
+    result = evaluate(lab, "living", "--on-engines", "--samples", "2", "--prompts", "4")
+    assert (result["run"], result["prompts"], result["samples"]) == ("living", 4, 8)
+    assert 0 <= result["version"] <= result["last_version"]
+    (event,) = events(run, "evaluation.asked")
+    assert event.data.items() <= result.items()
+    refused = lab.hpcrl("eval", "living", "--on-engines", "--version", "1", check=False)
+    assert (refused.returncode, "as they are" in refused.stderr) == (2, True)
+    lab.hpcrl("cancel", "living", "--yes")
+    lab.wait_end(run, 60.0)
+    refused = lab.hpcrl("eval", "living", "--on-engines", check=False)
+    assert (refused.returncode, "does not train now" in refused.stderr) == (2, True)

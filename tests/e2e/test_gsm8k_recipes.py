@@ -32,8 +32,11 @@ SMALL = (
 #: what a file has beside the question, and the family of the start model
 SHAPES = {
     "qwen3_1b7_gsm8k": ("question", "{a}+{b}=<<{a}+{b}={sum}>>{sum} eggs.\n#### {sum}", "qwen3"),
-    "qwen25_7b_math": ("problem", r"\frac{{{sum}}}{{1}}", "qwen2"),
+    # read by math-verify alone: a number in a root, and what only LaTeX can be
+    "qwen25_7b_math": ("problem", r"{sum}\sqrt{{2}}", "qwen2"),
 }
+#: the answer of every other row, where recipes read more than one form
+OTHER_ANSWERS = {"qwen25_7b_math": r"\frac{{{sum}}}{{1}}"}
 MORE = {
     "qwen3_1b7_gsm8k": (),
     "qwen25_7b_math": ("trainer.ranks=2", "engine.replicas=2", "evaluation.sets.0.prompts=4"),
@@ -43,8 +46,9 @@ MORE = {
 def write_rows(file: Path, name: str, operands: range) -> None:
     """Write questions of sums, as the recipe wants them."""
     column, answer, _ = SHAPES[name]
+    forms = (answer, OTHER_ANSWERS.get(name, answer))
     rows = (
-        {column: f"Ann has {a} eggs and buys {b}. How many?", "answer": answer.format(a=a, b=b, sum=a + b)}
+        {column: f"Ann has {a} eggs and buys {b}. How many?", "answer": forms[(a + b) % 2].format(a=a, b=b, sum=a + b)}
         for a in operands
         for b in range(1, 4)
     )

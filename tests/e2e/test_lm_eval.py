@@ -15,7 +15,7 @@ from lab import ROOT, Lab
 from patience import patience
 
 from hpcrl.dock.ledger.payload import read_payload
-from hpcrl.rollouts.records import Rollout, decode_rollout
+from hpcrl.rollouts.core.records import Rollout, decode_rollout
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import read_ledger
 

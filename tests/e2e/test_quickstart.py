@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -14,12 +13,15 @@ import torch
 from lab import ROOT, Lab, events, processes, steps
 from observed import status_of
 from patience import patience, wait_for
+from rollout_lines import rollouts_of
 from safetensors.torch import load_file
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.config.load import load_recipe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.token_ratios import KEPT_STEPS, read_ratios
+from hpcrl.runs.views.rollouts import read_ledger
 from hpcrl.weights.store import HandoffStore
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -122,9 +124,18 @@ def test_quickstart_learns_and_shows_it(quickstart: RunDir, quickstart_lab: Lab)
     assert fresh
     assert max(fresh) < 1e-5
     assert events(run, "engine.weights_updated")
-    rollouts = [json.loads(line) for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
+    rollouts = rollouts_of(run)
     assert len(rollouts) == total * run.recipe().rollouts.rollouts_per_step
     assert any(rollout["first_version"] < rollout["last_version"] for rollout in rollouts)
+
+    # of the newest steps some rollouts have their log-ratios, token by token
+    ratios = read_ratios(run)
+    assert {step for step, _, _ in ratios} == set(range(total - KEPT_STEPS + 1, total + 1))
+    trained = {(held.step, *held.id): held.entry for held in read_ledger(run).rollouts}
+    for key, each in ratios.items():
+        assert len(each.log_ratios) == trained[key].sampled_tokens
+        if trained[key].first_version == key[0] - 1:
+            assert max(abs(value) for value in each.log_ratios if value is not None) < 0.05
 
     assert processes(run) == []
     status = lab.json("status", run.name)

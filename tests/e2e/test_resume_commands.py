@@ -174,7 +174,7 @@ def check_nothing_to_restore(lab: Lab, run: RunDir) -> None:
         for step in saved:
             assert re.search(rf"step {step}: .*__0_0\.distcp does not have the content .*XXH3-128", text)
     status = " ".join(lab.hpcrl("status", run.name).stdout.split())
-    assert "a run does not begin again by itself" in status
+    assert "A run never restarts at step 0 by itself" in status
     assert "hpcrl resume mine --from-scratch" in status
     assert (steps(run), HandoffStore(run.weights_dir).versions()) == (before, versions)
     listed = lab.hpcrl("checkpoint", "ls", run.name, check=False)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import signal
-from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 from lab import SMALL_RUN, Lab, events, processes, steps, wait_saved, wait_step
 from patience import wait_for
+from rollout_lines import times_trained
 from test_run_faults import processes_of_tree
 
 from hpcrl.checkpoints import CheckpointLedger
@@ -50,12 +49,6 @@ def kill_all(run: RunDir) -> None:
                 if process.pid in marked or str(run.path) in " ".join(process.cmdline()):
                     process.send_signal(number)
     wait_for(lambda: not processes(run), 20.0, "end of all processes")
-
-
-def consumed(run: RunDir) -> Counter[tuple[int, int]]:
-    """How often each rollout (group, member) was trained on."""
-    lines = [line for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
-    return Counter((rollout["group"], rollout["member"]) for rollout in map(json.loads, lines))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +100,7 @@ def test_killed_and_resumed_on_other_numbers_of_ranks(lab: Lab, whole: dict[int,
 
     # synchronous: all groups in order, each rollout once, over all attempts
     groups = STEPS * 16 // 4
-    assert consumed(run) == {(group, member): 1 for group in range(groups) for member in range(4)}
+    assert times_trained(run) == {(group, member): 1 for group in range(groups) for member in range(4)}
 
 
 def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
@@ -131,7 +124,7 @@ def test_finished_rollouts_survive_and_none_is_used_twice(lab: Lab) -> None:
     (started,) = [event for event in events(run, "orchestrator.started") if event.attempt == 2]
     # what finished after the checkpoint is in the ledger
     assert started.data["finished_groups"] >= shown["finished_groups"]
-    used = consumed(run)
+    used = times_trained(run)
     assert max(used.values()) == 1
     assert len(used) == AHEAD * 16
     # the trainer itself says the same of every step, of both attempts

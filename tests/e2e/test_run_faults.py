@@ -11,6 +11,7 @@ import psutil
 import pytest
 from lab import SLOW_RUN, Lab, SharedRun, processes, rank_number, steps
 from patience import wait_for
+from process_words import variables_of, words_of
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.runs.rundir import RunDir
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 def victim(run: RunDir, role: str) -> psutil.Process:
     """The process that does the work of ``role``."""
     if role == "supervisor":
-        found = [p for p in processes_of_tree(run) if "hpcrl.slurm.batch" in p.cmdline()]
+        found = [p for p in processes_of_tree(run) if "hpcrl.slurm.batch" in words_of(p)]
     else:
         module = {
             "engine": "hpcrl.inference.embedded.server",
@@ -29,11 +30,11 @@ def victim(run: RunDir, role: str) -> psutil.Process:
             "trainer": "hpcrl.trainer.launcher",
             "trainer worker": "hpcrl.trainer.launcher",
         }[role]
-        of_role = [p for p in processes(run) if p.environ().get("HPCRL_ROLE") == role.split(maxsplit=1)[0]]
-        found = [p for p in of_role if module in p.cmdline() and "hpcrl.supervisor.process.guard" not in p.cmdline()]
+        of_role = [p for p in processes(run) if variables_of(p).get("HPCRL_ROLE") == role.split(maxsplit=1)[0]]
+        found = [p for p in of_role if module in words_of(p) and "hpcrl.supervisor.process.guard" not in words_of(p)]
         if role.startswith("trainer"):
             found = [p for p in found if rank_number(p) == (1 if role == "trainer worker" else None)]
-    assert len(found) == 1, f"{role}: {[p.cmdline() for p in processes(run)]}"
+    assert len(found) == 1, f"{role}: {[words_of(p) for p in processes(run)]}"
     return found[0]
 
 
@@ -66,7 +67,7 @@ def run(shared: SharedRun, request: pytest.FixtureRequest) -> Iterator[RunDir]:
         pytest.param("trainer worker", marks=pytest.mark.campaign),
     ],
 )
-def test_killed_role_ends_the_run_and_resume_goes_on(run: RunDir, shared_lab: Lab, role: str) -> None:
+def test_killed_role_ends_the_run_and_resume_continues(run: RunDir, shared_lab: Lab, role: str) -> None:
     attempt = run.attempts()[-1]
     os.kill(victim(run, role).pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -86,7 +87,7 @@ def test_killed_role_ends_the_run_and_resume_goes_on(run: RunDir, shared_lab: La
     assert list(records) == list(range(1, max(records) + 1))
 
 
-def test_a_shell_is_beside_its_role_and_harms_nothing(run: RunDir, shared_lab: Lab) -> None:
+def test_a_shell_is_on_the_node_of_its_role_and_harms_nothing(run: RunDir, shared_lab: Lab) -> None:
     attempt, reached = run.attempts()[-1], max(steps(run))
     found = shared_lab.hpcrl("shell", run.name, "--role", "engine/0", "--", "sh", "-c", "env; exit 4", check=False)
     assert found.returncode == 4, found.stderr

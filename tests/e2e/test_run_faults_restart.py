@@ -73,7 +73,7 @@ def counters(run: RunDir) -> dict[str, float]:
     return max(steps(run).values(), key=lambda record: record.step).rollouts
 
 
-def test_a_killed_engine_is_restarted_and_the_run_goes_on(run: RunDir, shared_lab: Lab, capsys: Any) -> None:
+def test_a_killed_engine_is_restarted_and_the_run_continues(run: RunDir, shared_lab: Lab, capsys: Any) -> None:
     attempt, before, other = run.attempts()[-1], engine(run), engine(run, 1)
     times = wait_restarted(run, before, signal_engine(run, signal.SIGKILL))
     with capsys.disabled():
@@ -127,6 +127,6 @@ def test_an_engine_that_fails_at_each_start_ends_the_run(lab: Lab) -> None:
 
     wait_for(kill_each_life, 90, "end of run")
     why = lab.json("why", run.name)
-    assert why["cause"]["message"] == "engine 0 was killed by SIGKILL; it was restarted 2 times and did not stay"
+    assert why["cause"]["message"] == "engine 0 was killed by SIGKILL; it was restarted 2 times and failed again"
     assert (why["cause"]["role"], why["cause"]["replica"]) == ("engine", 0)
     assert processes(run) == []

@@ -28,7 +28,7 @@ from lab import (
 )
 from observed import status_of
 
-from hpcrl.credentials import Credentials
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.fleet import FleetView
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentStatus

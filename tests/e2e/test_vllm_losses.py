@@ -165,7 +165,7 @@ def test_an_engine_killed_in_long_answers_and_an_update_that_fails_on_one_of_two
             f"engine 1 served again: {times}; torn for engine 0: restarted after {restarted_s}, steps {step} to"
             f" {last_step(run)}"
         )
-    # a refusal is no loss: away once, when it was given up
+    # a refusal is not a loss: away once, when it was given up
     assert len(after(run, fault_s, "engine.away", engine="engine-0")) == 1
     assert not after(run, fault_s, "engine.away", engine="engine-1")
     assert last_step(run) > step
@@ -215,7 +215,7 @@ def test_a_killed_engine_of_two_sides_comes_back(lab: Lab, submit: Submit, capsy
         asked = {name: now[name] - before[name] for name in ("engine_requests", "engine_retries", "tokens_kept")}
         with capsys.disabled():
             print(f"\n{role} killed: {times}, {asked}, steps {step} to {last_step(run)}")
-        # what is given up where decode is lost is asked for again, and is no retry of a request
+        # what is given up where decode is lost is asked for again, and is not a retry of a request
         assert role == "decode" or asked["engine_retries"] >= 1
         assert asked["tokens_kept"] == 0
         nothing_is_lost(run)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import load_hf_tensors
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
+from hpcrl.weights import Handoff, HandoffStore, VersionCommitter
 
 RANK, ALPHA = 4, 8
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -84,7 +84,7 @@ def publish_factors(
 ) -> Handoff:
     """Publish an adapter of ``base``; ``config`` replaces entries of its configuration."""
     return publish_adapter(
-        HandoffWriter.claim(store.root, 1),
+        VersionCommitter.claim(store.root, 1),
         version=version,
         base=base,
         tensors=adapter_tensors(given.linear, given.experts, layout),

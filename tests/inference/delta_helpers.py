@@ -9,7 +9,7 @@ from engine_helpers import random_model, tensors_of, tiny_arch
 
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.trainer.publish.publisher import tensor_bytes
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, TensorRecord, write_shard
+from hpcrl.weights import Handoff, HandoffStore, TensorRecord, VersionCommitter, write_shard
 from hpcrl.weights.format.delta import encode_chunk
 from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
 from hpcrl.weights.write.handoff_writer import ShardResult
@@ -28,7 +28,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def publish_bf16(store: HandoffStore, version: int, source: Decoder, path: Path) -> Handoff:
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     stage = writer.stage(version)
     shard = shard_of_any(stage / "model-00001-of-00001.safetensors", tensors_of(source))
     return writer.publish(version=version, shards=[shard], model_dir=path, producer="test")
@@ -41,7 +41,7 @@ def shard_of_any(path: Path, tensors: dict[str, torch.Tensor]) -> ShardResult:
 
 
 def publish_delta(store: HandoffStore, version: int, needs: tuple[int, ...], old: Decoder, new: Decoder) -> Handoff:
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     stage = writer.stage(version)
     before, after = tensors_of(old), tensors_of(new)
     records, whole = [], {}

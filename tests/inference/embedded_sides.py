@@ -12,7 +12,6 @@ import aiohttp
 from aiohttp.test_utils import TestServer
 from engine_helpers import decode_experts, forward, logprob_error
 
-from hpcrl.gate import Gate
 from hpcrl.inference.embedded.engine.config import EngineSettings
 from hpcrl.inference.embedded.engine.engine import Engine
 from hpcrl.inference.embedded.kv.fetching import KvFetcher
@@ -22,6 +21,7 @@ from hpcrl.inference.embedded.serving.process import engine_app
 from hpcrl.inference.embedded.serving.serving import ServedModel, Serving
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.network.auth import Gate
 
 TOLERANCE = 1e-4
 BLOCK = 4

@@ -24,18 +24,18 @@ import torch.nn.functional as F
 from free_ports import free_port
 from numpy.typing import NDArray
 
-from hpcrl import procfs
-from hpcrl.fs import write_json
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.context import BatchContext
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import GlmMoeDsaArch, GptOssArch, ModelArch, NemotronHArch, Qwen3MoeArch, Qwen3NextArch
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.processes import procfs
+from hpcrl.storage.files import write_json
 from hpcrl.supervisor.process.guard import end_processes
 from hpcrl.supervisor.process.leftovers import Scratch
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
+from hpcrl.weights import Handoff, HandoffStore, VersionCommitter, write_shard
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.write.handoff_writer import ShardResult
 
@@ -179,7 +179,7 @@ def publish(
     store: HandoffStore, version: int, model_dir: Path, tensors: dict[str, torch.Tensor], shards: int = 2
 ) -> Handoff:
     """A hand-off of ``tensors``."""
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     stage = writer.stage(version)
     names = list(tensors)
     results = [

@@ -17,13 +17,13 @@ from vllm_fleet import Fleet
 
 from hpcrl.config.plan import Role
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.network.routed_experts_reference import PATH
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
-from hpcrl.rows_reference import PATH
 from hpcrl.runs.events import EventWriter
 from hpcrl.weights import HandoffStore
 

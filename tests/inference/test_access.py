@@ -16,17 +16,17 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from hpcrl.credentials import Credentials, ensure_token, read_token
 from hpcrl.errors import RunDirError, UsageError
-from hpcrl.gate import Gate, RefusedRequest
 from hpcrl.inference.dynamo.router import Front, front_apps
 from hpcrl.inference.embedded.serving.process import engine_app
 from hpcrl.inference.metrics import EngineMetrics, Registry
 from hpcrl.inference.vllm.access import RunAccess
-from hpcrl.inference.vllm.rows_aside import RunAccessBehindRouterWithRows, RunAccessWithRows
-from hpcrl.log_budget import LogBudget
+from hpcrl.inference.vllm.routed_experts_middleware import RunAccessBehindRouterWithRows, RunAccessWithRows
+from hpcrl.network.auth import Gate, RefusedRequest
+from hpcrl.network.credentials import Credentials, ensure_token, read_token
+from hpcrl.network.routed_experts_reference import PATH
+from hpcrl.reporting.log_limits import LogBudget
 from hpcrl.rollouts.batches.http import dock_app
-from hpcrl.rows_reference import PATH
 from hpcrl.runs.events import read_events
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import RoleContext
@@ -204,7 +204,7 @@ async def test_vllms_server_is_behind_the_same_door(run: RunDir, monkeypatch: py
     assert {event.data["peer"] for event in told} == {"10.0.0.9"}
 
 
-def test_vllms_middleware_serves_nobody_outside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_middleware_refuses_requests_outside_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPCRL_RUN_DIR", raising=False)
     with pytest.raises(RunDirError, match="hint"):
         RunAccess(cast(Any, Touched()))
@@ -220,7 +220,7 @@ async def test_strangers_cannot_fill_the_disk() -> None:
     assert all(len(refused.path) <= 200 and refused.path.isprintable() for refused in told)
 
 
-async def test_what_was_not_told_at_once_is_told_later() -> None:
+async def test_suppressed_refusals_are_reported_later() -> None:
     told: list[RefusedRequest] = []
     gate = Gate("engine", Credentials("5" * 64, 1), report=told.append)
     gate._budget = LogBudget(every_s=0.05)
@@ -240,7 +240,7 @@ def test_the_token_is_made_once_and_for_its_owner(tmp_path: Path) -> None:
     ensure_token(tmp_path)
     assert read_token(path) == first
     path.chmod(0o640)
-    with pytest.raises(RunDirError, match="its owner alone"):
+    with pytest.raises(RunDirError, match="is not a file of this user"):
         read_token(path)
     path.chmod(0o600)
     path.rename(tmp_path / "elsewhere")

@@ -16,8 +16,8 @@ from engine_helpers import publish, random_model, shard_of, tensors_of, tiny_arc
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter
 from hpcrl.trainer.publish.publisher import tensor_bytes
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG, Contents, blocks_of, plan_merge
+from hpcrl.weights import Handoff, HandoffStore, VersionCommitter, write_shard
+from hpcrl.weights.read.adapters import ADAPTER_CONFIG, Contents, blocks_of, plan_merge
 from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.write.handoff_writer import ShardResult
 
@@ -60,7 +60,7 @@ def test_merged_weights_are_those_of_plain_arithmetic(
 ) -> None:
     """Both layouts of an adapter, into experts that are stored one by one or together; other tensors stay."""
     stored = {name: tensor.to(getattr(torch, dtype)) for name, tensor in TENSORS.items()}
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     path = writer.stage(0) / "model.safetensors"
     bytes_of = [tensor_bytes(name, tensor, tensor.dtype) for name, tensor in form(stored).items()]
     shard = ShardResult(path.name, *write_shard(path, bytes_of))
@@ -88,7 +88,7 @@ def test_the_adapter_may_be_bfloat16(store: HandoffStore, base: Handoff) -> None
     given = factors(TENSORS, 7, QUERY)
     a, b = (torch.from_numpy(array).to(torch.bfloat16).view(torch.uint16).numpy() for array in given.linear[QUERY])
     adapter = publish_adapter(
-        HandoffWriter.claim(store.root, 1),
+        VersionCommitter.claim(store.root, 1),
         version=1,
         base=base,
         tensors={f"base_model.model.{QUERY}.lora_A.weight": a, f"base_model.model.{QUERY}.lora_B.weight": b},
@@ -174,7 +174,7 @@ def unchanged(given: Factors) -> Factors:
             ((unchanged, "fused", {name: value}), rf"adapter_config.json asks for more than adding .*{name}: ")
             for name, value in MORE_THAN_ADDING.items()
         ),
-        ((unchanged, "fused", {"lora_alpha": None}), r"r 4 and lora_alpha None are no rank and scale"),
+        ((unchanged, "fused", {"lora_alpha": None}), r"r 4 and lora_alpha None are not a valid rank and scale"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_weights_are_read(
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
 def test_an_adapter_of_another_base_is_refused(store: HandoffStore, base: Handoff, tmp_path: Path) -> None:
     """The number of its base names other weights now: a trainer was restored, and wrote that version anew."""
     adapter = publish_factors(store, 1, base, factors(TENSORS, 7, QUERY))
-    HandoffWriter.claim(store.root, 1).remove(0)
+    VersionCommitter.claim(store.root, 1).remove(0)
     other = publish(store, 0, tmp_path, tensors_of(random_model(ARCH, 2)))
     with pytest.raises(HandoffError, match=r"v000001 is an adapter of other weights than those of version 0"):
         plan_merge(adapter, other)
@@ -204,13 +204,13 @@ def test_torn_configuration_and_missing_factors_are_refused(store: HandoffStore,
     with pytest.raises(HandoffError, match=r"adapter_config.json does not have the content that the manifest says"):
         plan_merge(adapter, base)
     a, _ = factors(TENSORS, 7, QUERY).linear[QUERY]
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     named = {"base": base, "dtype": "float32", "config": {"r": RANK, "lora_alpha": ALPHA}, "producer": "test"}
     half = publish_adapter(writer, version=2, tensors={f"base_model.model.{QUERY}.lora_A.weight": a}, **named)
     with pytest.raises(HandoffError, match=r"q_proj has no B"):
         plan_merge(half, base)
     other = publish_adapter(writer, version=3, tensors={f"{QUERY}.lora_magnitude_vector": a}, **named)
-    with pytest.raises(HandoffError, match=r"lora_magnitude_vector \(float32 \(4, 64\)\) is no A or B"):
+    with pytest.raises(HandoffError, match=r"lora_magnitude_vector \(float32 \(4, 64\)\) is not an A or B"):
         plan_merge(other, base)
 
 
@@ -237,7 +237,7 @@ def test_nothing_is_merged_into_fp8_or_into_an_adapter(store: HandoffStore, base
     adapter = publish_factors(store, 1, base, factors(TENSORS, 7, QUERY))
     with pytest.raises(HandoffError, match=r"does not fit version 1: .*the base has no such module"):
         plan_merge(publish_factors(store, 2, adapter, factors(TENSORS, 7, QUERY)), adapter)
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     shard = shard_of(writer.stage(3) / "model.safetensors", TENSORS)
     fp8 = writer.publish(version=3, shards=[shard], model_dir=tmp_path, producer="test", kind="fp8")
     with pytest.raises(HandoffError, match="of kind 'fp8': merged into FP8 it would lose most of its bits"):

@@ -13,9 +13,9 @@ import pytest
 from contract import EMBEDDED, GENERATE, label, prompt_of
 from engine_helpers import SERVED_NAME, Server
 
-from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, encode_frame
+from hpcrl.network.generate_frames import MEDIA_TYPE, REQUEST_TYPE, encode_frame
+from hpcrl.rollouts.core.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
-from hpcrl.rollouts.engines.prompts import EncodedTokens, PromptTokens
 from hpcrl.rollouts.engines.router_client import RouterClient
 
 pytestmark = pytest.mark.skipif(not EMBEDDED, reason="vLLM takes JSON alone")
@@ -56,7 +56,7 @@ def test_answers_are_equal_in_every_bit(server: Server) -> None:
 
 @pytest.mark.parametrize("accept", [MEDIA_TYPE, "application/json"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_rows_that_nobody_wants_are_not_sent(server: Server, accept: str, stream: bool) -> None:
+def test_unwanted_rows_are_not_sent(server: Server, accept: str, stream: bool) -> None:
     """In frames, in text, and where they would stay at the engine."""
     _, small = ask(server, frame(rows_by_reference=True, rows_unwanted=True, stream=stream), accept=accept)
     _, large = ask(server, frame(rows_by_reference=True, stream=stream), accept=accept)

@@ -23,7 +23,7 @@ from contract import (
 )
 from engine_helpers import SERVED_NAME, Server, decode_experts, forward, logprob_error, random_model
 
-from hpcrl.answer_frames import MEDIA_TYPE
+from hpcrl.network.generate_frames import MEDIA_TYPE
 from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
 
 
@@ -62,7 +62,7 @@ def test_metrics_have_the_agreed_names(server: Server) -> None:
 
 
 @pytest.mark.parametrize("clear_cache", ["false", "true"])
-def test_pause_keep_freezes_and_resume_goes_on(server: Server, pool: ThreadPoolExecutor, clear_cache: str) -> None:
+def test_pause_keep_freezes_and_resume_continues(server: Server, pool: ThreadPoolExecutor, clear_cache: str) -> None:
     before = server.metrics()["vllm:num_preemptions_total"]
     tokens, future = follow(server, pool, f"keep-{clear_cache}")
     assert server.ok(f"/pause?mode=keep&clear_cache={clear_cache}") == {"status": "paused"}

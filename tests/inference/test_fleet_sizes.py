@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hpcrl.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTION = (ROOT / "docs/inference.md").read_text().partition("## What to set, by the size of the fleet")[2]
+SECTION = (ROOT / "docs/inference.md").read_text().partition("## Settings by the number of engine nodes")[2]
 COMMANDS = re.findall(r"^    hpcrl (plan(?:[^\n\\]|\\\n)+)", SECTION, re.MULTILINE)
 ROWS = [line for line in SECTION.splitlines() if re.match(r"\| \d+ \|", line)]
 
@@ -70,4 +70,4 @@ def test_the_table_has_a_row_for_each_size() -> None:
 def test_figures_are_those_of_the_planner(number: int, sites: Path) -> None:
     value = forecast(COMMANDS[number], sites)
     assert row_of(value) == ROWS[number]
-    assert value["memory"]["fits"], "a fleet that does not fit is no advice"
+    assert value["memory"]["fits"], "a fleet that does not fit is not advice"

@@ -17,10 +17,10 @@ import pytest
 from engine_helpers import SERVED_NAME, Server, embedded_command, start_server, write_model
 from real_router import Router
 
-from hpcrl.answer_frames import MEDIA_TYPE
+from hpcrl.network.generate_frames import MEDIA_TYPE
+from hpcrl.network.routed_experts_reference import PATH
 from hpcrl.rollouts.engines.client import EngineClient, Generation, SamplingParams
 from hpcrl.rollouts.engines.router_client import RouterClient
-from hpcrl.rows_reference import PATH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -83,7 +83,7 @@ async def test_answers_through_a_router_are_those_of_the_engine(engine: Server, 
             assert np.array_equal(found.experts, wanted.experts)
 
 
-async def test_whoever_does_not_take_frames_gets_json(router: Router) -> None:
+async def test_clients_that_do_not_accept_frames_get_json(router: Router) -> None:
     body = {"model": SERVED_NAME, "token_ids": PROMPT, "sampling_params": {"max_tokens": 2, "logprobs": 1}}
     async with (
         aiohttp.ClientSession() as session,

@@ -19,7 +19,7 @@ from hpcrl.inference.proof import Proofs, TensorSample, rows_of, same_bits
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import block_amax, dequantise, quantise, scales_of
 from hpcrl.modeling.hf import load_hf_tensors
-from hpcrl.weights import HandoffStore, HandoffWriter, TensorRecord
+from hpcrl.weights import HandoffStore, TensorRecord, VersionCommitter
 from hpcrl.weights.proof import WeightsProof
 
 
@@ -71,7 +71,7 @@ def test_whole_versions(store: HandoffStore, tmp_path: Path) -> None:
     assert prove(store, model(2).float(), 2, 1).wrong == []
 
 
-def test_the_tensors_that_changed_are_looked_at(store: HandoffStore, tmp_path: Path) -> None:
+def test_the_tensors_that_changed_are_checked(store: HandoffStore, tmp_path: Path) -> None:
     """One of many: a sample of any would say of the version before that it is this one."""
     old, new = model(1), model(1)
     tensors = tensors_of(new)
@@ -111,7 +111,7 @@ def publish_fp8(store: HandoffStore, version: int, source: Decoder, path: Path) 
             scales = scales_of(block_amax(tensor, (0, 0)))
             published[name], published[f"{name}_scale_inv"] = quantise(tensor, (0, 0), scales), scales
             loaded[name] = dequantise(published[name], scales)
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     shard = shard_of_any(writer.stage(version) / "model-00001-of-00001.safetensors", published)
     writer.publish(version=version, shards=[shard], model_dir=path, producer="test", kind="fp8")
     result = model(1)
@@ -169,7 +169,7 @@ def test_what_cannot_be_compared_is_unknown(store: HandoffStore, tmp_path: Path)
     handoff = publish_bf16(store, 1, model(1), tmp_path)
     assert prove(store, model(1), 9).state == "unknown"
     nothing = prove(store, model(1), 1, can_compare=lambda name, record: False)
-    assert (nothing.state, "none of its tensors" in nothing.why) == ("unknown", True)
+    assert (nothing.state, "no tensor of the version" in nothing.why) == ("unknown", True)
     data = bytearray(handoff.shards[0].read_bytes())
     data[-handoff.manifest.tensor_bytes :] = bytes(handoff.manifest.tensor_bytes)
     handoff.shards[0].write_bytes(data)

@@ -12,9 +12,9 @@ from engine_helpers import Server, forward
 
 from hpcrl.config.distillation import TeacherConfig
 from hpcrl.errors import RunFailedError
+from hpcrl.rollouts.core.records import Rollout
 from hpcrl.rollouts.distillation.teacher import Teacher
 from hpcrl.rollouts.distillation.vocabulary import Probe
-from hpcrl.rollouts.records import Rollout
 
 
 async def test_a_teacher_scores_what_was_sampled(contract_server: Server) -> None:

@@ -17,9 +17,9 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, RoleGroup
-from hpcrl.credentials import Credentials
 from hpcrl.jobplan.groups import make_groups
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import Endpoints, ready_path
 from hpcrl.runs.rundir import RunDir

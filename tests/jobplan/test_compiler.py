@@ -56,5 +56,5 @@ def test_trainers_on_gpus_need_triton(tmp_path: Path) -> None:
 
     assert found(tmp_path / "has") == []
     assert "lacks has no triton" in found(tmp_path / "lacks")[0]
-    assert "could not be seen" in found(tmp_path / "broken")[0]
+    assert "could not be checked" in found(tmp_path / "broken")[0]
     assert "not visible here" in found(Path("/only/on/nodes/python"))[0]

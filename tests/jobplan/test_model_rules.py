@@ -59,7 +59,7 @@ def test_latents_are_gathered_for_any_number_of_heads() -> None:
     assert not {"heads-share-context]", "gather-is-of-latents]", "ring-is-dense]"} & set(found["gather"])
 
 
-def test_rows_of_one_expert_cannot_be_told_from_unknown_ones() -> None:
+def test_rows_of_one_expert_cannot_be_distinguished_from_unknown_ones() -> None:
     """Where KV is fetched; elsewhere each row is known."""
     facts = load_facts("Qwen3-30B-A3B")
     one = replace(facts, layers=tuple(_with_one_expert(layer) for layer in facts.layers))
@@ -117,8 +117,8 @@ def test_a_dense_model_has_no_experts_to_return() -> None:
 
 
 def test_experts_of_a_replica() -> None:
-    """384 experts of Kimi K2 cannot be dealt out over 5 x 8 GPUs, but over 8 x 8."""
-    with pytest.raises(ConfigError, match="384 experts cannot be dealt out evenly over the 40 ranks"):
+    """384 experts of Kimi K2 cannot be distributed over 5 x 8 GPUs, but over 8 x 8."""
+    with pytest.raises(ConfigError, match="384 experts cannot be distributed evenly over the 40 ranks"):
         _check("Kimi-K2-Instruct", "engine.decode.nodes=5")
     _check("Kimi-K2-Instruct")
 
@@ -137,7 +137,7 @@ def test_experts_of_a_replica() -> None:
         ("Qwen3-8B", "{keep: ['*']}", "trainer.precision.fp8", "nothing of Qwen3-8B is left"),
     ],
 )
-def test_what_fp8_keeps_is_looked_at_before_a_trainer_starts(model: str, setting: str, key: str, what: str) -> None:
+def test_what_fp8_keeps_is_checked_before_a_trainer_starts(model: str, setting: str, key: str, what: str) -> None:
     recipe = load_recipe("glm5_swe", (f"trainer.precision.fp8={setting}", "engine.max_model_len=32768"))
     with pytest.raises(ConfigError, match=what) as caught:
         check_model_rules(recipe, load_cluster("h200-28"), load_facts(model))

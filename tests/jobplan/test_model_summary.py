@@ -24,7 +24,7 @@ def test_a_whole_model_is_described(tmp_path: Path) -> None:
     assert summary.as_json()["good"] is True
 
 
-def test_a_tokenizer_that_was_not_loaded_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_was_not_loaded_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A core install has no tokenizers package."""
     model = write_tiny_model(tmp_path / "model")
     assert "tokenizers is not installed" not in summarise_model(model).facts["tokenizer"]
@@ -59,7 +59,7 @@ def test_what_no_run_starts_from_is_named(tmp_path: Path, change: dict[str, obje
     assert any(says in what for what, _ in summary.problems), summary.problems
 
 
-def test_tokenizers_and_templates_are_looked_at(tmp_path: Path) -> None:
+def test_tokenizers_and_templates_are_checked(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for %}")
     assert any("chat_template.jinja" in what for what, _ in summarise_model(model).problems)

@@ -92,6 +92,20 @@ def test_a_router_that_is_not_installed_is_a_finding(tmp_path: Path) -> None:
     assert check_packages(direct, make_plan(direct.value, installed, "n", RUN_DIR)) == []
 
 
+def test_weights_over_the_fabric_need_mooncake_on_both_sides(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", ("handoff.transport=fabric",))
+    without, there = tmp_path / "without", tmp_path / "there"
+    without.write_text("#!/bin/sh\nexit 3\n")
+    there.write_text("#!/bin/sh\nexit 0\n")
+    for python in (without, there):
+        python.chmod(0o755)
+    for role, other in (("engine", "trainer"), ("trainer", "engine")):
+        site = with_values("local", python_by_role={role: str(without), other: str(there)})
+        with pytest.raises(ConfigError, match=r"handoff\.transport: .* has no mooncake") as error:
+            check_packages(recipe, make_plan(recipe.value, site, "n", RUN_DIR))
+        assert f"python_by_role.{role}, or handoff.transport: share" in str(error.value)
+
+
 def test_a_pool_of_rollouts_needs_its_package_where_it_is_written_and_read(tmp_path: Path) -> None:
     """And two ports above the orchestrator's, where files need one."""
     recipe = load_recipe("quickstart", ["rollouts.warehouse.backend=mooncake"])

@@ -139,15 +139,15 @@ def test_each_rank_of_a_wide_replica_publishes_above_its_server() -> None:
 @pytest.mark.parametrize(
     ("settings", "site", "message"),
     [
-        ([*SIDES, "engine.router.kind=dynamo"], "local", "leads no request from prefill to decode"),
-        ([*SIDES, "engine.router.kind=direct"], "local", "nothing leads a request"),
+        ([*SIDES, "engine.router.kind=dynamo"], "local", "does not support prefill and decode"),
+        ([*SIDES, "engine.router.kind=direct"], "local", "need a router between them"),
         (["engine.kv_transfer=nixl"], "local", "no effect without prefill"),
-        ([*EMBEDDED_SIDES, "engine.kv_transfer=nixl"], "local", "in a way of their own"),
-        ([*EMBEDDED_SIDES, "engine.router.kind=direct"], "local", "nothing leads a request"),
-        ([*SIDES, "job.layout=elastic"], "devcluster", "replicas that come and go"),
+        ([*EMBEDDED_SIDES, "engine.kv_transfer=nixl"], "local", "by their own protocol"),
+        ([*EMBEDDED_SIDES, "engine.router.kind=direct"], "local", "need a router between them"),
+        ([*SIDES, "job.layout=elastic"], "devcluster", "does not support elastic replicas"),
         ([*WIDE, "engine.pause=none"], "devcluster", "computed by layers of two versions"),
         (["engine.pause=none"], "local", "computed by layers of two versions"),
-        ([*WIDE, *SIDES, "engine.kv_transfer=mooncake"], "devcluster", "replicas of several ranks was not worked out"),
+        ([*WIDE, *SIDES, "engine.kv_transfer=mooncake"], "devcluster", "does not support replicas of several ranks"),
         (["engine.kv_store=null", *WIDE_SIDES], "devcluster", "NIXL needs GPUs"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_whole_model_is_good(tmp_path: Path) -> None:
 def test_what_loading_takes_is_good(tmp_path: Path) -> None:
     """The heads that are written here are those of files that the modelling code loads, and it refuses the same."""
     torch = pytest.importorskip("torch")
-    from hpcrl.modeling.load import load_model_dir
+    from hpcrl.modeling.checkpoint_io.load import load_model_dir
     from hpcrl.modeling.spec import build_model, spec_of
 
     model = write_tiny_model(tmp_path / "model")
@@ -107,10 +107,10 @@ def test_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     assert "ends before its tensor" in problems(model)[0]
     for torn in (b"", whole[:5], whole[:40], b"\xff" * 64, (1 << 40).to_bytes(8, "little") + b"{}"):
         weights.write_bytes(torn)
-        assert "is no safetensors file" in problems(model)[0]
+        assert "is not a safetensors file" in problems(model)[0]
     weights.unlink()
     weights.symlink_to("../../blobs/gone")
-    assert "is a link to ../../blobs/gone, which is not there" in problems(model)[0]
+    assert "is a link to ../../blobs/gone, which does not exist" in problems(model)[0]
     weights.unlink()
     assert "has no *.safetensors" in problems(model)[0]
     # the index names two shards, of which one came
@@ -133,7 +133,7 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (model / "tiktoken.model").write_bytes(b"IQ== 0\n")
     assert "tiktoken.model alone makes no tokenizer: the Python file" in problems(model)[0]
     tokenizer.symlink_to("gone")
-    assert "a link to what is not there" in problems(model)[0]
+    assert "a broken link" in problems(model)[0]
 
 
 def test_a_generation_config_that_engines_refuse_is_refused(tmp_path: Path) -> None:

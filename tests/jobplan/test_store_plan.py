@@ -47,7 +47,7 @@ def test_a_site_with_etcd_has_its_master_elected() -> None:
     assert command[command.index("--etcd") + 1] == "http://a:2379;http://b:2379"
 
 
-def test_under_slurm_the_master_is_beside_the_trainer() -> None:
+def test_under_slurm_the_master_is_on_the_trainers_node() -> None:
     store = plan_of("h200-28", *POOL).group(Role.STORE)
     assert store.beside
     assert "GLOO_SOCKET_IFNAME" in store.env

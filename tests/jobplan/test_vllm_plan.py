@@ -51,14 +51,14 @@ def test_golden_commands_of_the_reference_run(role: Role, name: str, settings: t
     assert text == path.read_text()
 
 
-def test_a_deterministic_trainer_gets_what_cublas_needs_and_nobody_else() -> None:
+def test_only_a_deterministic_trainer_gets_what_cublas_needs() -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"
     groups = groups_of("glm5_swe", "h200-28", "trainer.deterministic=true")
     assert {role: group.env[name] for role, group in groups.items() if name in group.env} == {Role.TRAINER: ":4096:8"}
     assert not any(name in group.env for group in groups_of("glm5_swe", "h200-28").values())
 
 
-def test_workers_are_told_how_much_of_the_base_of_adapters_they_may_keep() -> None:
+def test_workers_get_the_limit_of_the_kept_base_of_adapters() -> None:
     settings = ("trainer.lora={}", "handoff.adapter_base_gib=1.5")
     for given, wanted in ((settings, 3 << 29), ((), None)):
         flags = flags_of(groups_of("quickstart_vllm", "local", *given)[Role.ENGINE])
@@ -123,8 +123,11 @@ def test_experts_are_returned_on_request() -> None:
 @pytest.mark.parametrize(
     ("settings", "doors"),
     [
-        ((), ("access.RunAccessBehindRouter", "rows_aside.RunAccessBehindRouterWithRows")),
-        (("engine.router.kind=direct", "engine.replicas=1"), ("access.RunAccess", "rows_aside.RunAccessWithRows")),
+        ((), ("access.RunAccessBehindRouter", "routed_experts_middleware.RunAccessBehindRouterWithRows")),
+        (
+            ("engine.router.kind=direct", "engine.replicas=1"),
+            ("access.RunAccess", "routed_experts_middleware.RunAccessWithRows"),
+        ),
     ],
 )
 def test_rows_of_experts_stay_at_servers_that_return_them(settings: tuple[str, ...], doors: tuple[str, str]) -> None:
@@ -136,7 +139,7 @@ def test_rows_of_experts_stay_at_servers_that_return_them(settings: tuple[str, .
         assert hasattr(importlib.import_module(f"hpcrl.inference.vllm.{module}"), name)
 
 
-def test_engines_beside_a_trainer_in_fp8_keep_its_scales() -> None:
+def test_engines_of_a_trainer_in_fp8_keep_its_scales() -> None:
     """vLLM would round them up to powers of two, those of published weights as well."""
     for role in (Role.PREFILL, Role.DECODE):
         assert groups_of("glm5_swe", "h200-28")[role].env["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
@@ -171,7 +174,7 @@ def test_flags_of_hpcrl_are_refused_with_the_reason(flag: str, reason: str) -> N
 
 @pytest.mark.parametrize("flag", ["--enforce-eager", "max_num_seqs", "-tp", "Seed"])
 def test_misspelt_flags_are_refused(flag: str) -> None:
-    check_args("quickstart_vllm", {flag: 1}, "no long name of a flag")
+    check_args("quickstart_vllm", {flag: 1}, "not a long flag name")
 
 
 def test_flags_without_vllm_are_refused() -> None:
@@ -253,7 +256,7 @@ def test_ranks_of_a_node_share_its_memory_for_kv_that_leaves_the_gpu() -> None:
     assert children == [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, offload]
 
 
-def test_kv_goes_on_to_a_disk_through_a_program_that_bounds_it() -> None:
+def test_kv_continues_to_a_disk_through_a_program_that_bounds_it() -> None:
     tiers = ("engine.memory.kv_offload_gib=400", "engine.memory.kv_offload_disk_gib=2000")
     command = groups_of("qwen3_30b_a3b", "h200-28", *tiers)[Role.ENGINE].command
     assert command[:4] == ("{python}", "-P", "-m", "hpcrl.inference.vllm.disk_tier")

@@ -26,8 +26,6 @@ from patience import patience
 
 from hpcrl import __version__
 
-__all__ = ["GOLDEN", "HPCRL", "ROOT", "Journey", "normal"]
-
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).resolve().parent / "golden"
 HPCRL = Path(sys.executable).with_name("hpcrl")

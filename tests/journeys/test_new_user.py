@@ -77,7 +77,7 @@ def wait_end(run: RunDir) -> None:
 def look_around(ada: Journey) -> None:
     # not how many rules there are: that changes with each new one
     ada.type("hpcrl --version")
-    ada.type("hpcrl recipe list | cut -c1-60")
+    ada.type("hpcrl recipe ls | cut -c1-60")
     ada.type("hpcrl recipe check quickstart | cut -d'(' -f1")
     ada.type("hpcrl plan quickstrat")
     ada.type("hpcrl plan quickstart | grep -v ^SKIPPED")

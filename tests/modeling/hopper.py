@@ -12,8 +12,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["HOPPER", "SHARED_BYTES", "Compiled", "compiled"]
-
 HOPPER = 90
 #: of a streaming multiprocessor of Hopper, for one program
 SHARED_BYTES = 227 << 10

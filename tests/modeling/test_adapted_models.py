@@ -12,11 +12,11 @@ from hpcrl.config.lora import LoraConfig
 from hpcrl.errors import UsageError
 from hpcrl.modeling import adapters
 from hpcrl.modeling.adapters import adapt, adapted_matrices, init_adapters, use_adapters
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.modeling.context import ReplayedExperts
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import adapter_parameters, model_tensors
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import Glm4MoeArch, Qwen3Arch
 
@@ -167,7 +167,7 @@ def disturbed(experts: str = "per_expert") -> Decoder:
 
 
 @pytest.mark.parametrize("experts", ["per_expert", "shared_outer"])
-def test_adapters_are_products_beside_the_weights(experts: str) -> None:
+def test_adapters_are_products_in_addition_to_the_weights(experts: str) -> None:
     """As a model whose weights have them added, of which nothing is an adapter."""
     model = disturbed(experts)
     parameters = dict(model.named_parameters())

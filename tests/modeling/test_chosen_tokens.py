@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.attention.sparse import REFERENCE, choose_tokens
 from hpcrl.modeling.context import IndexQuery
-from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.sparse_attention import REFERENCE, choose_tokens
 from hpcrl.modeling.sparse_kernels import reference
 
 INF, NAN, LARGEST = float("inf"), float("nan"), torch.finfo(torch.float32).max
@@ -50,7 +50,7 @@ def test_the_weight_of_a_head_may_be_negative() -> None:
     assert choose([1, 5, 3, 4], [4], 2, weight=-1.0) == [[0, 2]]
 
 
-def test_what_is_no_number_is_chosen_last() -> None:
+def test_what_is_not_a_number_is_chosen_last() -> None:
     """Of a key that is broken: others, though all their scores are below zero, are chosen as without it."""
     assert choose([1, NAN, 3, 4], [4], 2, weight=-1.0) == [[0, 2]]
     assert choose([1, NAN, 3, 4], [4], 4, weight=-1.0) == [[0, 1, 2, 3]]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hpcrl.modeling import transfer
-from hpcrl.modeling.arena import Arena, Memory, give_to_others, memory_of
+from hpcrl.modeling.memory import transfer
+from hpcrl.modeling.memory.arena import Arena, Memory, give_to_others, memory_of
+from hpcrl.modeling.memory.transfer import kept_for_layers, movable, move, to_device
 from hpcrl.modeling.sums import add_rows, count_rows, running_sums
-from hpcrl.modeling.transfer import kept_for_layers, movable, move, to_device
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.cuda import _pin_memory_utils
 
-from hpcrl.modeling.host_memory import PinnedMemoryError, Rooms, pinned_bytes
+from hpcrl.modeling.memory.host_memory import PinnedMemoryError, Rooms, pinned_bytes
 from hpcrl.models.rooms import room_bytes
 
 CUDA = torch.device("cuda", 0)
@@ -77,7 +77,7 @@ def test_memory_goes_back_with_its_last_view(cudart: Cudart) -> None:
     assert cudart.waits == 1
 
 
-def test_what_cuda_refuses_is_said(cudart: Cudart) -> None:
+def test_what_cuda_refuses_is_reported(cudart: Cudart) -> None:
     cudart.error = 2
     with pytest.raises(PinnedMemoryError, match=r"cannot pin 5,001,216 bytes .*error 2(.|\n)*ulimit -l"):
         pinned_bytes(5_000_000, CUDA)

@@ -10,11 +10,11 @@ import torch
 from model_agreement import VOCAB, load_ours, save_model, write_config
 from safetensors.torch import load_file, save_file
 
-from hpcrl.modeling import load
 from hpcrl.modeling.blocks import HeldBlock, local_block, overlap
-from hpcrl.modeling.carried import carry, find_mtp_tensors
+from hpcrl.modeling.checkpoint_io import load
+from hpcrl.modeling.checkpoint_io.carried import carry, find_mtp_tensors
+from hpcrl.modeling.checkpoint_io.load import load_model_dir, read_whole
 from hpcrl.modeling.hf import published_tensors
-from hpcrl.modeling.load import load_model_dir, read_whole
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.weights.read.model_files import ModelFiles
@@ -70,7 +70,7 @@ def test_portions_of_any_size_are_put_together(
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_memory_beside_the_model_is_that_of_a_portion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_in_addition_to_the_model_is_that_of_a_portion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_PORTION_BYTES", 10 * 136 * 4)
     save_model(tmp_path, dict(QWEN3))
     read: list[int] = []

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.modeling.spec import spec_of
 from hpcrl.models.arch import Qwen3Arch, Qwen3MoeArch
 
@@ -68,8 +68,8 @@ EXPERTS = {"moe_intermediate_size": 4, "num_experts": 4, "num_experts_per_tok": 
 @pytest.mark.parametrize(
     ("arch", "message"),
     [
-        (Qwen3MoeArch(**SIZES, **EXPERTS), "4 experts cannot be dealt out evenly over ep 3"),
-        (Qwen3Arch(**SIZES, intermediate_size=8), "the model has no experts to be dealt out over ep 3"),
+        (Qwen3MoeArch(**SIZES, **EXPERTS), "4 experts cannot be distributed evenly over ep 3"),
+        (Qwen3Arch(**SIZES, intermediate_size=8), "the model has no experts to be distributed over ep 3"),
     ],
 )
 def test_experts_that_cannot_be_dealt_out(arch, message):

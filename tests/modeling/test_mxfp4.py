@@ -15,14 +15,14 @@ from start_models import write_tiny_model
 from hpcrl.errors import UsageError
 from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.jobplan.start_model import _weight_problems
-from hpcrl.modeling import load
 from hpcrl.modeling.blocks import HeldBlock
-from hpcrl.modeling.dequantise import write_dequantised
-from hpcrl.modeling.load import load_model_dir, read_whole
-from hpcrl.modeling.mxfp4 import dequantise_mxfp4, read_mxfp4
+from hpcrl.modeling.checkpoint_io import load
+from hpcrl.modeling.checkpoint_io.dequantise import write_dequantised
+from hpcrl.modeling.checkpoint_io.load import load_model_dir, read_whole
+from hpcrl.modeling.checkpoint_io.mxfp4 import dequantise_mxfp4, read_mxfp4
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
-from hpcrl.weights.format.mxfp4 import MXFP4_MAX_SCALE
+from hpcrl.weights.format.mxfp4 import MXFP4_DTYPE, MXFP4_MAX_SCALE
 from hpcrl.weights.read.model_files import ModelFiles
 
 GPT_OSS = {
@@ -107,6 +107,15 @@ def test_any_part_is_that_of_the_whole(tmp_path: Path, low: tuple[int, ...], hig
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_is_found_by_its_own_name_in_its_own_shape(tmp_path: Path) -> None:
+    """It lies where its blocks lie; a number of it has no bytes of its own."""
+    path, whole = packed(tmp_path)
+    with ModelFiles(path) as files:
+        found, blocks = files.tensors[GATES], files.tensors[f"{GATES}_blocks"]
+    assert (found.file, found.offset, found.dtype) == (blocks.file, blocks.offset, MXFP4_DTYPE)
+    assert (found.shape, found.width, found.nbytes) == (tuple(whole[GATES].shape), 0, 0)
 
 
 def test_a_published_gpt_oss_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +204,7 @@ def test_a_copy_in_bfloat16_is_the_same_model(tmp_path: Path, file_bytes: int) -
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    with pytest.raises(UsageError, match="is quantised: it can be used as it is"):
+    with pytest.raises(UsageError, match="is quantised: use it unchanged"):
         write_dequantised(tmp_path / "copy", tmp_path / "again")
     with pytest.raises(UsageError, match="exists already"):
         write_dequantised(path, tmp_path / "copy")

@@ -15,15 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcrl.errors import UsageError
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.compile.opaque import opaque, opaque_methods
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.kernels.attend import use_flash_attention_3
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.opaque import opaque, opaque_methods
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.memory.shared import view_of
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.modeling.parallelize import _ReduceNothing, parallelize_decoder, sum_over_copies
-from hpcrl.modeling.shared import view_of
 from hpcrl.modeling.spec import build_model, spec_of
 from hpcrl.models.arch import Qwen3MoeArch
 from hpcrl.weights.handover import SharedMemory, SharedTensor

@@ -11,13 +11,13 @@ import torch
 from thread_ranks import ThreadRanks
 from torch import Tensor
 
-from hpcrl.modeling.balanced_chunks import head_tail, places
-from hpcrl.modeling.context_parallel import ContextParallelAttention, heads_problem
+from hpcrl.modeling.attention.balanced_chunks import head_tail, places
+from hpcrl.modeling.attention.context_parallel import ContextParallelAttention, heads_problem
+from hpcrl.modeling.attention.latent_gather import LatentGather
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.attention.ring import RingAttention
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.exchange import exchange_rows, gather_rows, sum_over
-from hpcrl.modeling.latent_gather import LatentGather
-from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.ring_attention import RingAttention
+from hpcrl.modeling.parallel.collectives import exchange_rows, gather_rows, sum_over
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import DeepseekV3Arch, GlmMoeDsaArch, ModelArch, Qwen3Arch
 
@@ -181,15 +181,15 @@ def test_keys_go_around_a_ring(size: int, monkeypatch: pytest.MonkeyPatch) -> No
         check_parts(around, ranks, inputs(6, 3, 5, 4), **how)
 
 
-def test_heads_that_cannot_be_dealt_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_cannot_be_dealt_out_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heads_problem(12, 4, 3) == heads_problem(12, 4, 1) == heads_problem(12, 4, 12) == ""
-    assert heads_problem(12, 4, 8) == "12 query heads on 4 key heads cannot be dealt out over cp 8"
-    assert heads_problem(10, 5, 4) == "10 query heads on 5 key heads cannot be dealt out over cp 4"
-    with pytest.raises(ValueError, match="6 query heads on 3 key heads cannot be dealt out over cp 4"):
+    assert heads_problem(12, 4, 8) == "12 query heads on 4 key heads cannot be distributed over cp 8"
+    assert heads_problem(10, 5, 4) == "10 query heads on 5 key heads cannot be distributed over cp 4"
+    with pytest.raises(ValueError, match="6 query heads on 3 key heads cannot be distributed over cp 4"):
         check_parts(by_heads, ThreadRanks(4, monkeypatch), inputs(6, 3, 5, 4))
 
 
-def test_what_a_way_cannot_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_way_cannot_do_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"no window; .*cp_scheme: ulysses"):
         check_parts(around, ThreadRanks(2, monkeypatch), inputs(6, 3, 5, 4), window=4)
     with pytest.raises(ValueError, match=r"layer 0 has none .*cp_scheme: ulysses"):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.inference.embedded.weights.loading import load_model
 from hpcrl.jobplan.start_model import _weight_problems
-from hpcrl.modeling.carried import find_mtp_tensors
+from hpcrl.modeling.checkpoint_io.carried import find_mtp_tensors
+from hpcrl.modeling.checkpoint_io.load import load_model_dir, read_whole
 from hpcrl.modeling.hf import load_hf_tensors, published_tensors
-from hpcrl.modeling.load import load_model_dir, read_whole
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.weights.read.model_files import ModelFiles
@@ -222,7 +222,7 @@ def test_a_tied_head_may_be_stored_twice_in_fp8(tmp_path: Path) -> None:
     ours = load_ours(path)
     assert torch.equal(ours.embed_tokens.weight, expected)
     assert ours.lm_head.weight is ours.embed_tokens.weight
-    # scales of a matrix that is no part of this model are none
+    # scales of a matrix that is not a part of this model are none
     path = model(tmp_path / "other", lambda tensors: tensors.update({"model.other.weight_scale_inv": torch.ones(1, 1)}))
     with pytest.raises(ValueError, match=r"model\.other\.weight_scale_inv' of .* is not part of this model"):
         load_ours(path)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcrl.modeling import exchange
+from hpcrl.modeling.parallel import collectives
 
 T = TypeVar("T")
 _TIMEOUT_S = 60.0
@@ -58,7 +58,7 @@ class ThreadRanks:
         }
         for name, function in replaced.items():
             monkeypatch.setattr(dist, name, function)
-        monkeypatch.setattr(exchange, "_resolve_process_group", lambda name: self)
+        monkeypatch.setattr(collectives, "_resolve_process_group", lambda name: self)
 
     def run(self, target: Callable[[], T]) -> list[T]:
         """Results of ``target`` by rank; the error of the first rank that failed by itself."""

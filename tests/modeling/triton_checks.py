@@ -10,10 +10,10 @@ import torch
 from model_agreement import TOLERANCE, loss_of, packed_logits, token_ids
 
 from hpcrl.config.recipe import TrainerConfig
+from hpcrl.modeling.attention.sparse import choose_tokens
 from hpcrl.modeling.fp8.fused_quantiser import fused_quantiser, try_quantiser
 from hpcrl.modeling.fp8.quantiser import Quantised, Quantiser
 from hpcrl.modeling.kernels.kernel import Attended
-from hpcrl.modeling.sparse_attention import choose_tokens
 from hpcrl.modeling.sparse_kernels import by_triton
 from hpcrl.modeling.sparse_kernels.by_triton import TritonKernel
 from hpcrl.modeling.sparse_kernels.find import try_kernel

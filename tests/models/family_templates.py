@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FAMILIES"]
-
 # roles in marks, tools as JSON, calls in marks, thinking cut off behind the last question (as Qwen 3)
 _MARKED_TURNS = """\
 {%- if tools %}

@@ -10,8 +10,9 @@ import pytest
 from chat_lab import TALKS, oracle, piece_tokenizer, ways, write_model
 from family_templates import FAMILIES
 
+from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.models.chat_template import ChatTemplateError
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 
 PUBLISHED = Path(__file__).parents[2] / ".chat-templates"
 FILES = sorted((*PUBLISHED.glob("trl/chat_templates/*.jinja"), *PUBLISHED.glob("llama.cpp/*.jinja")))
@@ -54,6 +55,28 @@ def test_a_tokenizer_that_begins_a_text_with_a_blank(family: str, tmp_path: Path
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no published templates: python3 tools/bootstrap.py --templates")
 def test_there_are_published_templates() -> None:
     assert len(FILES) > 120
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="no published templates: python3 tools/bootstrap.py --templates")
+def test_small_models_of_glm_speak_as_the_family_does(tmp_path: Path) -> None:
+    """Turns with thinking and calls, and both beginnings of a reply, against the template that llama.cpp publishes."""
+    write_character_tokenizer(tmp_path / "small", chat="glm-5")
+    small = ChatTokenizer(tmp_path / "small")
+    published = write_model(tmp_path / "published", (PUBLISHED / "llama.cpp/GLM-4.7-Flash.jinja").read_text())
+    family = ChatTokenizer(published)
+    call = {"type": "function", "function": {"name": "bash", "arguments": {"command": "cat a.py", "lines": 3}}}
+    talk: list[dict[str, Any]] = [
+        {"role": "system", "content": "mend"},
+        {"role": "user", "content": "mend a.py"},
+        {"role": "assistant", "content": "", "reasoning_content": "look", "tool_calls": [call, call]},
+        {"role": "tool", "content": "one"},
+        {"role": "tool", "content": "two"},
+        {"role": "assistant", "content": "done", "reasoning_content": "done"},
+    ]
+    for end in range(1, len(talk) + 1):
+        for variables in ({}, {"enable_thinking": False}):
+            way: dict[str, Any] = {"add_generation_prompt": talk[end - 1]["role"] != "assistant", **variables}
+            assert small.render(talk[:end], **way) == family.render(talk[:end], **way)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -125,7 +148,7 @@ def test_a_refusal_has_the_words_of_the_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{% for %}", "{{ x", "{% if a %}", "{% unknown %}", "{{ x | unknown }}"])
-def test_what_is_no_template_is_named_with_file_and_line(broken: str, tmp_path: Path) -> None:
+def test_what_is_not_a_template_is_named_with_file_and_line(broken: str, tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(f"\n{broken}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja, line 2: the chat template cannot be read"):

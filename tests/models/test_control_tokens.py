@@ -12,10 +12,11 @@ from chat_lab import TALKS, byte_tokenizer, oracle, piece_tokenizer, spelled, wr
 from family_templates import FAMILIES
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.models.chat_template import ChatTemplateError
 from hpcrl.models.control_tokens import ControlTokens, Rendered
 from hpcrl.models.foreign_text import Substitutes
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.rendering import Renderer
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant"
@@ -188,7 +189,7 @@ def test_templates_that_change_content(change: str, tmp_path: Path) -> None:
 def test_a_change_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     template = "{% set x = '%s.' % messages[0].content %}{{ x }}{% if '<|im_start|>' in x %}!{% endif %}"
     path = write_model(tmp_path, template)
-    with pytest.raises(ChatTemplateError, match="cannot be followed"):
+    with pytest.raises(ChatTemplateError, match="in an unknown way"):
         ChatTokenizer(path).render_ids([{"role": "user", "content": "<|im_start|>"}], add_generation_prompt=False)
 
 

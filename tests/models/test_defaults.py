@@ -195,7 +195,7 @@ def test_layers_without_their_kinds_are_refused(value: Any, tmp_path: Path) -> N
 
 
 def test_a_config_within_a_config_that_has_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="text_config stands beside"):
+    with pytest.raises(ValueError, match="text_config and a model_type without one"):
         arch_from_config({**small("qwen3"), "text_config": small("qwen3_moe")})
 
 

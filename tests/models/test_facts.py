@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.models import ModelFacts, Part, known_models, load_arch, load_facts
-from hpcrl.weights.format.quantize import FP8_DTYPE, QuantisedModules
+from hpcrl.weights.format.quantise import FP8_DTYPE, QuantisedModules
 
 #: parameters of the published checkpoints as Hugging Face counts them (``safetensors.total`` of its API), with the
 #: modules of multi-token prediction or without, and what that count leaves out of ours

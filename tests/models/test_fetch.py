@@ -98,14 +98,14 @@ def test_what_is_left_out_comes_when_it_is_asked_for(hub: Hub, tmp_path: Path) -
     assert fetched.left_out == (".gitattributes", "pytorch_model.bin")
 
 
-def test_a_cut_connection_goes_on_where_it_was(hub: Hub, tmp_path: Path, no_pauses: None) -> None:
+def test_a_cut_connection_continues_where_it_was(hub: Hub, tmp_path: Path, no_pauses: None) -> None:
     hub.cut_after, hub.cuts = 1000, 2
     fetch(hub, tmp_path / "model", jobs=1)
     assert content(tmp_path / "model") == whole(hub)
     assert any(given.startswith("bytes=") for _, given in hub.asked)
 
 
-def test_the_next_call_goes_on_where_a_download_ended(hub: Hub, tmp_path: Path, no_pauses: None) -> None:
+def test_the_next_call_continues_where_a_download_ended(hub: Hub, tmp_path: Path, no_pauses: None) -> None:
     target = tmp_path / "models/owner/model"
     hub.files[WEIGHTS] = bytes(range(256)) * 64
     hub.ends_at = 4321
@@ -185,7 +185,7 @@ def test_a_newer_commit_is_not_mixed_with_what_came_of_an_older_one(hub: Hub, tm
     ],
 )
 @pytest.mark.usefixtures("no_pauses")
-def test_refusals_are_told_apart(
+def test_refusals_are_distinguished(
     hub: Hub, tmp_path: Path, *, refusal: tuple[int, str] | None, model: HubId, says: str
 ) -> None:
     hub.refusal = refusal
@@ -196,7 +196,7 @@ def test_refusals_are_told_apart(
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_a_hub_that_is_not_there_is_said(tmp_path: Path, no_pauses: None) -> None:
+def test_a_hub_that_is_not_there_is_reported(tmp_path: Path, no_pauses: None) -> None:
     with serve_hub() as gone:
         url = gone.url
     with pytest.raises(FetchError, match="the hub cannot be reached for owner/model"):
@@ -210,7 +210,7 @@ def test_a_tag_is_a_revision(hub: Hub, tmp_path: Path) -> None:
 
 def test_names_that_lead_outside_are_refused(hub: Hub, tmp_path: Path) -> None:
     hub.files["../evil.json"] = b"{}"
-    with pytest.raises(FetchError, match="is no file of a directory"):
+    with pytest.raises(FetchError, match="is not a file of a directory"):
         fetch(hub, tmp_path / "model")
 
 
@@ -239,7 +239,7 @@ def test_a_directory_of_others_is_left_alone(hub: Hub, tmp_path: Path) -> None:
     assert [each.name for each in (tmp_path / "model").iterdir()] == ["notes"]
 
 
-def test_no_room_is_said_before_anything_comes(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_reported_before_anything_comes(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"owner/model needs .* GB more, and .* has 0\.0 GB free"):
         fetch(hub, tmp_path / "model")
@@ -297,7 +297,7 @@ def test_ctrl_c_keeps_what_came(hub: Hub, tmp_path: Path) -> None:
     hub.held.set()
     said = process.communicate()[1]
     assert process.returncode == 130, said
-    assert "interrupted; what came is kept" in said
+    assert "interrupted; received files are kept" in said
     assert "Traceback" not in said
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr

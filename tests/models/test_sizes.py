@@ -47,7 +47,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gpt-oss-20b", {"intermediate_size": MISSING}, "lacks intermediate_size"),
     ("gpt-oss-20b", {"sliding_window": 0}, "sliding_window is 0"),
     ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "full_attention and sliding_attention"),
-    ("Qwen3-Next-80B-A3B-Instruct", {"linear_num_value_heads": 24}, "no multiple of linear_num_key_heads (16)"),
+    ("Qwen3-Next-80B-A3B-Instruct", {"linear_num_value_heads": 24}, "not a multiple of linear_num_key_heads (16)"),
     ("Qwen3-Next-80B-A3B-Instruct", {"linear_key_head_dim": 0.5}, "linear_key_head_dim is 0.5"),
     ("Qwen3-Next-80B-A3B-Instruct", {"mamba_ssm_dtype": "int4"}, "mamba_ssm_dtype is 'int4'"),
     ("Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["sliding_attention"] * 48}, "full_attention and linear_attention"),
@@ -66,8 +66,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         ]
     ),
     ("Qwen3-8B", {"hidden_size": 0}, "hidden_size is 0"),
-    ("Qwen3-8B", {"num_key_value_heads": 7}, "no multiple of num_key_value_heads (7)"),
-    ("Qwen3-8B", {"head_dim": MISSING, "hidden_size": 4100}, "hidden_size (4100) is no multiple"),
+    ("Qwen3-8B", {"num_key_value_heads": 7}, "not a multiple of num_key_value_heads (7)"),
+    ("Qwen3-8B", {"head_dim": MISSING, "hidden_size": 4100}, "hidden_size (4100) is not a multiple"),
     ("Qwen3-30B-A3B", {"num_experts_per_tok": 129}, "more than the 128 of num_experts"),
     ("GLM-5", {"num_experts_per_tok": 257}, "more than the 256 of n_routed_experts"),
     ("Qwen3-8B", {"layer_types": ["linear_attention"] * 36}, "linear_attention; known of qwen3 is full_attention"),
@@ -147,7 +147,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("GLM-5", {"index_topk_pattern": "S" * 78}, "index_topk_pattern begins with 'S'"),
     ("GLM-5", {"index_topk_pattern": "F" + "x" * 77}, "index_topk_pattern has 'x'"),
     ("gpt-oss-20b", {"experts_per_token": 33, "num_experts_per_tok": MISSING}, "experts_per_token is 33"),
-    ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"n_groups": 7}, "mamba_num_heads (64) is no multiple of n_groups (7)"),
+    ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"n_groups": 7}, "mamba_num_heads (64) is not a multiple of n_groups (7)"),
 ]
 
 
@@ -184,7 +184,7 @@ def test_an_impossible_config_is_one_error(tmp_path: Path, model: str, change: d
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"qwen3"', "null", "{", "{}", '{"text_config": [1]}', "\xff"])
-def test_what_is_no_config_is_one_error(tmp_path: Path, text: str) -> None:
+def test_what_is_not_a_config_is_one_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"config\.json"):
         load_facts(tmp_path)

@@ -129,7 +129,7 @@ def test_what_cuts_and_pads_batches_does_not_touch_a_prompt(tmp_path: Path) -> N
         ("tokenizer_config.json", '{"chat_template": {"rag": "x"}}', "has no default chat template; there are: rag"),
         ("tokenizer_config.json", '{"eos_token": 3}', r"tokenizer_config\.json: eos_token: a token is a text"),
         ("tokenizer_config.json", '{"eos_token": {"content": 3}}', r"tokenizer_config\.json: eos_token: a token is"),
-        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "y"}}', "'x' is no token id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "y"}}', "'x' is not a token id"),
         ("tokenizer_config.json", '{"extra_special_tokens": 5}', "extra_special_tokens must be a list or an object"),
         ("tokenizer_config.json", '{"chat_template": "x", "eos_token": "<nowhere>"}', "is not in the vocabulary"),
         ("special_tokens_map.json", "[", r"special_tokens_map\.json cannot be read"),
@@ -151,7 +151,7 @@ def test_what_is_wrong_is_named_with_its_file(name: str, content: Any, words: st
     assert str(tmp_path) in str(raised.value)
 
 
-def test_damaged_files_are_told_in_words(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     """Files with a value replaced or cut anywhere load or say what is wrong; nothing else is raised."""
     path = write(tmp_path, {"added_tokens_decoder": {"5": {"content": "<a>"}}, "extra_special_tokens": ["<b>"]}, {})
     told: list[str] = []

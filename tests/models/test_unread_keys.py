@@ -177,7 +177,7 @@ PROBES = (
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_a_key_that_is_said_to_be_read_is_read(kind: str) -> None:
+def test_a_key_documented_as_read_is_read(kind: str) -> None:
     """Some value of it gives another architecture, other facts, or an error."""
 
     def outcome(config: dict[str, Any]) -> Any:

@@ -27,8 +27,8 @@ def test_storage_of_the_start_model_does_not_stay() -> None:
     }
 
 
-def test_storage_of_what_is_written_is_told() -> None:
-    written = written_config(START, ["a"], dtype="bfloat16", quantization={"quant_method": "own"})
+def test_storage_of_what_is_written_is_reported() -> None:
+    written = written_config(START, ["a"], dtype="bfloat16", quantisation={"quant_method": "own"})
     assert written["quantization_config"] == {"quant_method": "own"}
 
 

@@ -1,4 +1,4 @@
-"""Each bench loads: what it takes from the tests and from hpcrl is there."""
+"""Each bench and each campaign loads: what it takes from the tests and from hpcrl is there."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
+CAMPAIGNS = Path(__file__).parents[1] / "campaigns"
+VERIFIERS = BENCH.parent / ".verifiers"
 HELPERS = {
     "harness",
     "vllm_lab",
-    "planner_memory_worker",
     "adversary_stranger",
+    "campaign_paths",
+    "agents_verifiers",
     "stand_in_engine",
     "colocated_schedules",
+    "watched_processes",
 }
-PROGRAMS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in HELPERS)
+FOUND = (*sorted(BENCH.glob("*.py")), *sorted(CAMPAIGNS.glob("*.py")))
+PROGRAMS = {path.stem: [path] for path in FOUND if path.stem not in HELPERS and path.stem[:5] != "test_"}
+PROGRAMS |= {
+    f"planner {part}": [BENCH / "planner.py", part]
+    for part in ("published", "memory", "loop", "speed", "simulator", "simulator-speed")
+}
 #: One process asks all: each for itself would import torch again, a minute of a processor in all.
 ASK = """
-import contextlib, io, json, runpy, sys, traceback
+import contextlib, io, json, os, runpy, sys, traceback
 
-bench, *programs = sys.argv[1:]
-for path in programs:
-    sys.argv, sys.path[0] = [path, "--help"], bench
+for words in map(json.loads, sys.argv[1:]):
+    path = words[0]
+    sys.argv, sys.path[0] = [*words, "--help"], os.path.dirname(path)
     said, code = io.StringIO(), 1
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
@@ -41,7 +50,7 @@ for path in programs:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, tuple[int, str]]:
     """Exit code and output of each program that is asked what it takes."""
-    command = [sys.executable, "-c", ASK, str(BENCH), *(str(BENCH / f"{name}.py") for name in PROGRAMS)]
+    command = [sys.executable, "-c", ASK, *(json.dumps([*map(str, words)]) for words in PROGRAMS.values())]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(zip(PROGRAMS, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -67,6 +76,36 @@ def test_the_bench_of_kernels_runs_all_kinds_on_a_processor(tmp_path: Path) -> N
     # what is not here says why, and nothing fails
     assert all(("ms" in row) != ("not_here" in row) for row in rows)
     assert any("triton is for GPUs" in row.get("not_here", "") for row in rows)
+
+
+@pytest.mark.slow
+def test_the_bench_of_agents_plays_whole_rollouts(tmp_path: Path) -> None:
+    """Through the orchestrator and its gateway, and through verifiers' own server where that is there."""
+    peer = 3 if (VERIFIERS / "hpcrl-bootstrap").is_file() else 0
+    output = tmp_path / "agents.json"
+    sizes = {"rollouts": 4, "turns": 3, "rate": 20, "peer-rollouts": peer, "peer-turns": 2, "peer-rate": 20}
+    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    command = [sys.executable, str(BENCH / "agents.py"), *words, "--engine-s", "0.05", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert found["hpcrl"]["calls"] >= 12
+    assert found["hpcrl"]["call_above_engine_ms"]["n"] == found["hpcrl"]["calls"]
+    assert found["hpcrl"]["rollouts_dropped"] == 0
+    if peer:
+        assert found["hpcrl beside verifiers"]["calls"] >= 6
+        # what its client has assembled is what the player has called
+        assert found["verifiers"]["calls_in_traces"] == found["verifiers"]["calls"] == 6
+
+    # one measurement again, which ends early
+    more = ["--only", "hpcrl", "--seconds", "0.5", "--rollouts", "4", "--turns", "500", "--rate", "40"]
+    command = [sys.executable, str(BENCH / "agents.py"), *more, "--engine-s", "0.05", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    again = json.loads(output.read_text(encoding="utf-8"))
+    assert (again["hpcrl"]["rollouts_ended"], again["hpcrl"]["turns"]) == (0, 500)
+    others = ("hpcrl beside verifiers", "verifiers")
+    assert [again.get(name) for name in others] == [found.get(name) for name in others]
 
 
 FAILS = """

@@ -152,7 +152,7 @@ def test_markers_choose_platforms() -> None:
 def test_a_damaged_list_is_refused(line: str) -> None:
     head = "# pythons: 3.11\n# machines: x86_64\n# wheel-bytes: 7\n"
     assert parse_lock("some", f"{head}one==1.0\n", "a text").packages[0].version == "1.0"
-    with pytest.raises(UsageError, match="a text is no lock file of hpcrl"):
+    with pytest.raises(UsageError, match="a text is not a lock file of hpcrl"):
         parse_lock("some", f"{head}{line}\n", "a text")
-    with pytest.raises(UsageError, match="a text is no lock file of hpcrl: 'pythons'"):
+    with pytest.raises(UsageError, match="a text is not a lock file of hpcrl: 'pythons'"):
         parse_lock("some", "one==1.0\n", "a text")

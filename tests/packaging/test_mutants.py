@@ -92,10 +92,21 @@ def test_arguments_that_change_nothing_are_left_alone(operators: ModuleType) -> 
 
 def test_every_change_of_hpcrl_is_a_program(operators: ModuleType) -> None:
     """Of one room with all kinds of statements; a change that is none would be caught by every test."""
-    for path in sorted((ROOT / "hpcrl/supervisor/policy").glob("*.py")):
+    for path in sorted((ROOT / "hpcrl/supervisor/recovery").glob("*.py")):
         source = path.read_text(encoding="utf-8")
         for mutant in operators.mutants_of(path.name, source):
             ast.parse(mutant.apply(source.encode()).decode())
+
+
+def test_rooms_and_equivalent_mutants_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that moves leaves neither a room without tests nor a name that no mutant has."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    mutants = importlib.import_module("mutants")
+    for room, (modules, tests) in mutants.ROOMS.items():
+        assert mutants.mutants_in(room), room
+        for place in (*modules, *tests):
+            assert mutants.files_of([place], ROOT) or list((ROOT / place).rglob("*.py")), (room, place)
+    assert mutants.stale() == set()
 
 
 def test_functions_that_run_are_written_down(tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def test_each_digit_is_a_token_of_its_own_also_behind_blanks(model: Path) -> Non
 
 def test_hpcrl_computes_what_transformers_computes_of_the_gguf(model: Path, small_gguf: Path) -> None:
     from hpcrl.inference.embedded.weights.loading import load_model
+    from hpcrl.modeling.attention.packed import PackedAttention
     from hpcrl.modeling.context import BatchContext
-    from hpcrl.modeling.packed_attention import PackedAttention
     from hpcrl.models.tokenizer import ChatTokenizer
 
     messages = [{"role": "user", "content": "What is 21+8?"}]

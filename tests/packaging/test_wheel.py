@@ -47,8 +47,8 @@ def test_wheel_lists_and_plans(installed: Path, tmp_path: Path) -> None:
         words = [installed, *arguments]
         return subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
 
-    assert "quickstart" in run("recipe", "list").stdout
-    assert "local" in run("cluster", "list").stdout
+    assert "quickstart" in run("recipe", "ls").stdout
+    assert "local" in run("cluster", "ls").stdout
     plan = run("plan", "recipes/quickstart.yaml", "--commands")
     assert plan.returncode == 0, plan.stderr
     assert "hpcrl.trainer" in plan.stdout

@@ -72,7 +72,7 @@ def test_the_recipe_for_a_whole_node_fits(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize("name", ["qwen3_1b7_gsm8k", "qwen25_7b_math"])
-def test_what_was_not_done_is_said(name: str) -> None:
+def test_what_was_not_done_is_reported(name: str) -> None:
     """Whoever runs one of them on a GPU takes these lines out."""
     recipe = (Path(__file__).parents[2] / "recipes" / f"{name}.yaml").read_text()
     assert "Not run on a GPU yet" in recipe.partition("\nname:")[0].replace("\n# ", " ")

@@ -47,7 +47,7 @@ def hpcrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) -> None:
     code, out, err = hpcrl(*GLM5)
     assert code == 0, err
-    assert out.startswith("fits; tightest: trainer gpu, ")
+    assert out.startswith("fits; tightest: trainer host, ")
     for word in ("trainer gpu", "decode host", "binds", "GPU-hours a step", "GB weights written", "of the step"):
         assert word in out
     # answers first: fits, starts, step, binds, better, and only then tables
@@ -168,7 +168,7 @@ def test_a_split_keeps_what_its_sides_say_of_themselves(hpcrl: Hpcrl) -> None:
     assert "--max-num-batched-tokens 96" in commands["decode"]
 
 
-def test_a_profile_without_numbers_is_told_which(hpcrl: Hpcrl) -> None:
+def test_missing_numbers_of_a_profile_are_named(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl("quickstart", "-c", "roce-h100", "--set", "model.path=GLM-5", "--json")
     forecast = json.loads(out)["forecast"]
     assert code == ExitCode.UNKNOWN
@@ -206,7 +206,7 @@ def test_search_prints_a_table_and_draws(hpcrl: Hpcrl, tmp_path: Path, slow_trai
         assert words[5:] == [word for setting in candidate["settings"] for word in ("--set", setting)]
     code, _, err = hpcrl("search", "quickstart", "--nodes", "2..4")
     assert code == 2
-    assert "no Slurm site" in err
+    assert "not a Slurm site" in err
 
 
 def test_a_search_says_that_the_recipe_itself_does_not_fit(hpcrl: Hpcrl) -> None:
@@ -275,7 +275,7 @@ def test_a_recipe_called_like_a_command_is_given_as_a_path(hpcrl: Hpcrl, tmp_pat
         (None, "no config.json there, and no known model of this name"),
     ],
 )
-def test_a_model_of_unknown_sizes_is_said_first_with_what_was_skipped(
+def test_a_model_of_unknown_sizes_is_reported_first_with_what_was_skipped(
     hpcrl: Hpcrl, tmp_path: Path, config: dict[str, Any] | None, why: str
 ) -> None:
     model = tmp_path / "strange"
@@ -296,7 +296,7 @@ def test_a_model_of_unknown_sizes_is_said_first_with_what_was_skipped(
     assert hpcrl("search", *GLM5, "--nodes", "28", "--set", f"model.path={model}")[0] == ExitCode.UNKNOWN
 
 
-def test_a_model_that_is_made_later_is_no_defect(hpcrl: Hpcrl) -> None:
+def test_a_model_that_is_made_later_is_not_a_defect(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl("quickstart")
     assert code == 0
     first, skipped = out.splitlines()[:2]
@@ -304,7 +304,7 @@ def test_a_model_that_is_made_later_is_no_defect(hpcrl: Hpcrl) -> None:
     assert skipped.startswith("SKIPPED memory of every GPU and host; ")
 
 
-def test_more_nodes_than_the_site_has_are_said_first(hpcrl: Hpcrl) -> None:
+def test_more_nodes_than_the_site_has_are_reported_first(hpcrl: Hpcrl) -> None:
     code, out, _ = hpcrl(*GLM5, "--nodes", "29")
     assert code == ExitCode.DOES_NOT_FIT
     assert out.startswith("DOES NOT FIT 29 nodes of partition 'gpu' (")

@@ -12,16 +12,18 @@ from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.remedies import why_not
 from hpcrl.planning.report import find_facts, make_outlook
-from hpcrl.planning.routes import may_fly, token_routes_bytes
+from hpcrl.planning.routes import max_rollouts_in_flight, token_routes_bytes
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
-from hpcrl.rollouts.sampling.routes_room import RoutesRoom
+from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 from hpcrl.simulation import durations_from_plan, make_scenario
 
 REPLAY = "engine.return_routed_experts=true"
+NO_LIMIT = "rollouts.routes_in_flight_gib=null"
 
 
 def glm5(*settings: str) -> Recipe:
-    return load_recipe("glm5_swe", (REPLAY, *settings)).value
+    """Return the reference run without its limit of rows."""
+    return load_recipe("glm5_swe", (REPLAY, NO_LIMIT, *settings)).value
 
 
 @pytest.mark.parametrize("model", ["GLM-5", "Qwen3-30B-A3B", "Kimi-K2-Instruct", "Qwen3-Next-80B-A3B-Instruct"])
@@ -36,18 +38,18 @@ def test_a_token_has_as_many_bytes_as_the_orchestrator_counts(model: str) -> Non
 def test_as_many_rollouts_run_as_the_orchestrator_would_start(gib: float) -> None:
     """From one that fits into nothing to more than may run for other reasons."""
     recipe = glm5(f"rollouts.routes_in_flight_gib={gib}")
-    room = RoutesRoom.of(recipe, RoutedExpertsSettings.of(recipe), on_full=lambda places, gib: None)
+    room = RoutedExpertsBudget.of(recipe, RoutedExpertsSettings.of(recipe), on_full=lambda places, gib: None)
     expected = room.bound(recipe.rollouts.max_in_flight, recipe.rollouts.group_size)
-    flying, by = may_fly(recipe, load_facts(recipe.model.path))
+    flying, by = max_rollouts_in_flight(recipe, load_facts(recipe.model.path))
     assert flying == expected
     assert (by == "max_in_flight") == (expected == recipe.rollouts.max_in_flight)
 
 
 def test_without_routes_or_without_a_limit_there_is_none() -> None:
     facts = load_facts("models/GLM-5")
-    recipe = load_recipe("glm5_swe", ("rollouts.routes_in_flight_gib=0.1",)).value
-    assert may_fly(recipe, facts) == (recipe.rollouts.max_in_flight, "max_in_flight")
-    assert may_fly(glm5(), facts) == (recipe.rollouts.max_in_flight, "max_in_flight")
+    recipe = load_recipe("glm5_swe", ("trainer.router_replay=false", "rollouts.routes_in_flight_gib=0.1")).value
+    assert max_rollouts_in_flight(recipe, facts) == (recipe.rollouts.max_in_flight, "max_in_flight")
+    assert max_rollouts_in_flight(glm5(), facts) == (recipe.rollouts.max_in_flight, "max_in_flight")
 
 
 def test_plan_and_simulation_have_no_more_in_flight() -> None:
@@ -58,7 +60,7 @@ def test_plan_and_simulation_have_no_more_in_flight() -> None:
     held, free = (make_outlook(recipe, cluster, calibration, find_facts(recipe)).loop for recipe in (strict, loose))
     assert held is not None
     assert free is not None
-    places, by = may_fly(strict, load_facts(strict.model.path))
+    places, by = max_rollouts_in_flight(strict, load_facts(strict.model.path))
     assert held.in_flight <= places < free.in_flight
     assert held.in_flight_limit == by == "rollouts.routes_in_flight_gib"
     assert held.step_s > free.step_s
@@ -68,9 +70,10 @@ def test_plan_and_simulation_have_no_more_in_flight() -> None:
 
 
 def test_the_reference_run_with_replay_fits_with_room_for_fewer_rows() -> None:
-    """As its recipe says: not as it is, with one of two settings, and with the limit that a hint names."""
+    """As it is, and not without its limit: that needs one of two settings, or the limit that a hint names."""
     cluster = load_cluster("h200-28").value
-    replay = ("trainer.router_replay=true",)
+    assert why_not(load_recipe("glm5_swe").value, cluster, load_facts("models/GLM-5")) == ()
+    replay = (NO_LIMIT,)
     recipe = load_recipe("glm5_swe", replay).value
     (short,) = why_not(recipe, cluster, load_facts(recipe.model.path))
     assert (short.place.role, short.place.kind) == (Role.TRAINER, "host")

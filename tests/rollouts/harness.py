@@ -19,26 +19,26 @@ from stub_engine import StubEngine
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
-from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.wire import BatchShard
-from hpcrl.gate import Gate
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.network.auth import Gate
+from hpcrl.network.credentials import Credentials
 from hpcrl.rollouts import parts as orchestrator_parts
+from hpcrl.rollouts.core.records import Group, Rollout, decode_rollout
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.environments import Environment
+from hpcrl.rollouts.ledger.state import OrchestratorState
 from hpcrl.rollouts.orchestrator import Orchestrator
 from hpcrl.rollouts.parts import OrchestratorParts
 from hpcrl.rollouts.process import first_error
-from hpcrl.rollouts.records import Group, Rollout, decode_rollout
 from hpcrl.rollouts.restore import RestoredAttempt, restore_attempt
-from hpcrl.rollouts.state import OrchestratorState
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.role import Endpoints, Member, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import HandoffStore, HandoffWriter
+from hpcrl.weights import HandoffStore, VersionCommitter
 
 WORDS = {"name": "words", "kind": "words"}
 CALCULATOR = {"name": "calculator", "kind": "calculator"}
@@ -47,7 +47,7 @@ CALCULATOR = {"name": "calculator", "kind": "calculator"}
 def impatient(monkeypatch: pytest.MonkeyPatch, *, lost_after_s: float) -> None:
     """The orchestrator looks at engines and retries in tenths of a second, and waits so long without any engine."""
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
-    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3 * patience())
+    monkeypatch.setattr(engine_pool, "HEALTH_S", 0.3 * patience())
     monkeypatch.setattr(weight_updates, "_RETRY_S", 0.02)
     monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: lost_after_s)
 
@@ -139,7 +139,7 @@ class Loop:
         # a machine that is busy for a while is not what these tests are about
         self.client = DockClient(url, credentials=self.context.credentials, wait_timeout_s=60.0, connect_timeout_s=5.0)
         self.work: asyncio.Task[None] | None = None
-        self._writer: HandoffWriter | None = None
+        self._writer: VersionCommitter | None = None
 
     def tell_members(self, *engines: Replica | None, start: int = 1) -> None:
         """Replace the endpoints: engines that come and go, by replica; None for one that is not there."""
@@ -162,7 +162,7 @@ class Loop:
         if version not in self.store.versions():
             model = model_directory(self.store.root.parent / "model")
             if self._writer is None:
-                self._writer = await asyncio.to_thread(HandoffWriter.claim, self.store.root, self.attempt)
+                self._writer = await asyncio.to_thread(VersionCommitter.claim, self.store.root, self.attempt)
             await asyncio.to_thread(publish, self._writer, version, model, tensors=1, shards=1, words=1)
         await self.ask("published", version)
 

@@ -100,7 +100,7 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "not implemented": NotImplementedError,
     "unicode": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
 }
-#: what is said to the policy and is no message
+#: what is said to the policy and is not a message
 BAD_MESSAGES: dict[str, Any] = {
     "no list": 7,
     "no dict": ["text"],

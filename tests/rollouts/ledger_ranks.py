@@ -24,9 +24,7 @@ from hpcrl.dock.warehouse import reading
 from hpcrl.dock.warehouse.sharing import Load, SharedBlocks, Sharing
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
-from hpcrl.weights import HandoffStore, HandoffWriter
-
-__all__ = ["CALLS", "DEADLINE_S", "SAVE_EVERY", "RankFiles", "follow", "lead"]
+from hpcrl.weights import HandoffStore, VersionCommitter
 
 SAVE_EVERY = 3
 DEADLINE_S = 60.0
@@ -67,7 +65,7 @@ def lead(run: RunDir, url: str, step: int, *, far: bool, other: socket.socket | 
     attempt, store = run.attempts()[-1], HandoffStore(run.weights_dir)
     client = _client(run, url, "trainer", far=far)
     fetched = RankFiles.of(run, "trainer").fetched
-    weights = HandoffWriter.claim(store.root, attempt)
+    weights = VersionCommitter.claim(store.root, attempt)
     checkpoints = CheckpointWriter.claim(run.checkpoints_dir, attempt)
 
     def published(version: int) -> None:

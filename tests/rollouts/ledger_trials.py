@@ -25,15 +25,15 @@ from harness import WORDS, make_run
 from ledger_ranks import CALLS, DEADLINE_S, RankFiles, follow, lead
 from stub_engine import StubEngine, coin, several_turns
 
-from hpcrl import procfs
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.dock.ledger.entries import read_entries
 from hpcrl.dock.ledger.replay import Replay, State
+from hpcrl.processes import procfs
 from hpcrl.rollouts import process
 from hpcrl.rollouts.batches import warehouse
 from hpcrl.rollouts.engines import pool as engine_pool
-from hpcrl.rollouts.environments.sandbox import Sandbox
+from hpcrl.rollouts.environments.sandbox import ProgramRunner
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.role import Endpoints, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
@@ -90,10 +90,10 @@ async def _engine(port: int, seed: int) -> None:
 
 
 def _orchestrator(run: RunDir) -> None:
-    async def tool(self: Sandbox, program: str) -> str:
+    async def tool(self: ProgramRunner, program: str) -> str:
         return str(len(program))
 
-    Sandbox.run = tool  # type: ignore[method-assign]
+    ProgramRunner.run = tool  # type: ignore[method-assign]
     warehouse.is_loopback = lambda host: False  # it is served, as to another node
     engine_pool.WATCH_S, weight_updates._RETRY_S = 0.1, 0.02
     process.main(RoleContext(run, attempt=run.attempts()[-1], role="orchestrator", replica=0, rank=0))

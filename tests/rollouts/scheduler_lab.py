@@ -24,16 +24,16 @@ from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.rollouts.batches.build import Batch
 from hpcrl.rollouts.batches.columns import RolloutColumns
 from hpcrl.rollouts.batches.server import BatchServer
+from hpcrl.rollouts.core.records import Group, Rollout, StoredRollout
+from hpcrl.rollouts.core.saved_turns import SavedTurn
+from hpcrl.rollouts.core.staleness import StalenessAccount
 from hpcrl.rollouts.engines.client import Generation
 from hpcrl.rollouts.environments import build_environments
-from hpcrl.rollouts.records import Group, Rollout, StoredRollout
+from hpcrl.rollouts.environments.data_order import DataOrder, GroupTask
+from hpcrl.rollouts.ledger.state import OrchestratorState
 from hpcrl.rollouts.rendering import Parsed
 from hpcrl.rollouts.sampling.conversation import Sampler
-from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask
 from hpcrl.rollouts.sampling.scheduler import Scheduler
-from hpcrl.rollouts.sampling.staleness import StalenessAccount
-from hpcrl.rollouts.saved_turns import SavedTurn
-from hpcrl.rollouts.state import OrchestratorState
 
 GROUPS, SIZE, BOUND = 3, 2, 1
 TWO = [{"name": "a", "kind": "words"}, {"name": "b", "kind": "words", "task": "sort"}]
@@ -87,6 +87,7 @@ RENDERER: Any = SimpleNamespace(
     opening=lambda messages, *, tools: [7, 8],
     parse=lambda token_ids, *, said, tools, turn: Parsed("x"),
     stop_token_ids=(2,),
+    cuts_thinking=False,
 )
 
 
@@ -160,7 +161,7 @@ class Life:
             ),
             counters=state.counters,
             next_index=state.next_index,
-            restart=state.deal_again(order),
+            restart=state.groups_to_redispatch(order),
             finished=state.finished,
             journal=self.journal,
             **more,

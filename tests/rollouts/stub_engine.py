@@ -23,10 +23,10 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from hpcrl.gate import Gate
 from hpcrl.inference.kept_rows import KeptRows
-from hpcrl.rows_reference import FIELD, PATH, RowsReference
-from hpcrl.serving import stop_serving
+from hpcrl.network.auth import Gate
+from hpcrl.network.http_server import stop_serving
+from hpcrl.network.routed_experts_reference import FIELD, PATH, RowsReference
 from hpcrl.weights.proof import PROVE_WEIGHTS, WeightsProof
 
 EOS = 2

@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from stub_engine import EOS, StubEngine, decode, encode
 
 from hpcrl.dock.ledger.entries import Finished, read_entries
 from hpcrl.errors import RolloutsFailedError
+from hpcrl.rollouts.environments.outcomes import CheckedOutcome
 from hpcrl.rollouts.sampling import scheduler
 from hpcrl.runs.rollout_failures import read_failures
 from hpcrl.runs.run_progress import read_evaluations
@@ -98,7 +98,7 @@ async def test_a_poisoned_rollout_of_an_earlier_version_is_asked_for_again(
 
     def unchecked(outcome: Any) -> Any:
         reward = math.nan if next(given) % 5 == 0 else outcome.reward
-        return SimpleNamespace(reward=reward, parts={**outcome.parts, "odd": math.inf}, refused={})
+        return CheckedOutcome(reward, {**outcome.parts, "odd": math.inf}, {})
 
     run = make_run(tmp_path, rollouts={"max_off_policy_steps": 8})
     with monkeypatch.context() as before:

@@ -1,4 +1,4 @@
-"""A run that is killed at random moments loses nothing and trains nothing twice (more: ``bench/rollout_kills.py``)."""
+"""A run that is killed at random moments loses nothing and trains nothing twice (more: campaigns/rollout_kills.py)."""
 
 from __future__ import annotations
 

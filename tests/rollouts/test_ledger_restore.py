@@ -14,10 +14,10 @@ from stub_engine import StubEngine
 from hpcrl.dock.ledger.entries import Finished, read_entries
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay, State
-from hpcrl.rollouts.records import SavedGroup, decode_rollout
-from hpcrl.rollouts.restore import open_ledger, take_up
-from hpcrl.rollouts.sampling.data_order import DataOrder
-from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.core.records import SavedGroup, decode_rollout
+from hpcrl.rollouts.environments.data_order import DataOrder
+from hpcrl.rollouts.ledger.state import OrchestratorState
+from hpcrl.rollouts.restore import open_ledger, resume_from_ledger
 from hpcrl.runs.rundir import RunDir
 
 
@@ -135,7 +135,7 @@ async def test_a_checkpoint_of_an_earlier_format_brings_its_rollouts_into_the_le
     run.start_attempt()
     loop = Loop(run, [StubEngine()])
     ledger = open_ledger(loop.context, loop.recipe, old.step)
-    went_on = (await take_up(ledger, old, DataOrder(loop.recipe, loop.environments)))[0]
+    went_on = (await resume_from_ledger(ledger, old, DataOrder(loop.recipe, loop.environments)))[0]
     assert [group.index for group in went_on.finished] == [group.index for group in state.finished]
     await asyncio.to_thread(ledger.close)
     had = {(group.index, rollout.member) for group in old.saved for rollout in group.rollouts}

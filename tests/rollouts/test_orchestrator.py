@@ -207,7 +207,7 @@ async def test_the_newest_version_wins_and_old_ones_are_collected(tmp_path: Path
         await loop.until(lambda: loop.store.versions() == [3])
 
 
-async def test_versions_are_found_without_being_told(tmp_path: Path) -> None:
+async def test_versions_are_found_without_a_notification(tmp_path: Path) -> None:
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
         await loop.batch(1)

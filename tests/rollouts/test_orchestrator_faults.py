@@ -16,9 +16,9 @@ from patience import hold_reader, patience
 from shards import rollouts_of
 from stub_engine import StubEngine
 
-from hpcrl.credentials import Credentials
 from hpcrl.dock.client import DockClient
 from hpcrl.errors import FencedError, HpcrlError, PeerLostError
+from hpcrl.network.credentials import Credentials
 from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.weights import updates as weight_updates

@@ -9,11 +9,11 @@ import pytest
 from harness import make_recipe
 
 from hpcrl.config.recipe import Recipe
+from hpcrl.rollouts.core.records import Group
 from hpcrl.rollouts.environments import build_environments
-from hpcrl.rollouts.ledger import RestoredRollouts
-from hpcrl.rollouts.records import Group
-from hpcrl.rollouts.sampling.data_order import DataOrder
-from hpcrl.rollouts.state import Dealt, OrchestratorState
+from hpcrl.rollouts.environments.data_order import DataOrder
+from hpcrl.rollouts.ledger.ledger import RestoredRollouts
+from hpcrl.rollouts.ledger.state import DispatchedGroup, OrchestratorState
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def group(order: DataOrder, index: int) -> Group:
 def state_of(
     recipe: Recipe, order: DataOrder, *, restart: list[int], finished: list[int], **changes: Any
 ) -> OrchestratorState:
-    """After step 7, with groups up to 9 dealt out."""
+    """After step 7, with groups up to 9 started."""
     counters = OrchestratorState.fresh(recipe).counters
     counters.finished, counters.turns_given_up = 40, 3
     tasks = {index: order.task(index) for index in restart}
@@ -39,7 +39,7 @@ def state_of(
         "group_size": recipe.rollouts.group_size,
         "next_index": 10,
         "restart": restart,
-        "dealt": [Dealt(index, task.environment.name, task.prompt_index) for index, task in tasks.items()],
+        "dealt": [DispatchedGroup(index, task.environment.name, task.prompt_index) for index, task in tasks.items()],
         "finished": [group(order, index) for index in finished],
         "counters": counters,
     }
@@ -58,15 +58,15 @@ def test_what_the_ledger_has_is_kept_and_what_is_over_is_not(recipe: Recipe) -> 
         count=50,
         given_up=2,
     )
-    kept = state.going_on(found)
+    kept = state.with_ledger(found)
     assert [each.index for each in kept.finished] == [5, 8, 11]
     assert kept.finished[1] is newer
     # 4 was trained, 5 has finished meanwhile
     assert kept.restart == [6, 9]
     assert (kept.next_index, kept.counters.finished, kept.counters.turns_given_up) == (13, 50, 5)
     assert (kept.step, kept.seed, kept.group_size) == (7, recipe.seed, recipe.rollouts.group_size)
-    # and those that were dealt out after the checkpoint, as they were
-    again = state.deal_again(order, found)
+    # and those that were started after the checkpoint, as they were
+    again = state.groups_to_redispatch(order, found)
     assert [task.index for task in again] == [6, 9, 12]
     assert again == [order.task(index) for index in (6, 9, 12)]
 
@@ -75,6 +75,6 @@ def test_a_ledger_that_knows_less_takes_nothing_away(recipe: Recipe) -> None:
     order = DataOrder(recipe, build_environments(recipe))
     state = state_of(recipe, order, restart=[4, 9], finished=[8])
     nothing = RestoredRollouts(finished={}, parts={}, over=frozenset(), next_index=3, count=12)
-    kept = state.going_on(nothing)
+    kept = state.with_ledger(nothing)
     assert kept == state
-    assert [task.index for task in state.deal_again(order, nothing)] == [4, 9]
+    assert [task.index for task in state.groups_to_redispatch(order, nothing)] == [4, 9]

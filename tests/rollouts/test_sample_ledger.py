@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from hpcrl.dock.ledger.entries import Kept, read_entries
+from hpcrl.rollouts.core.records import Rollout, Turn
 from hpcrl.rollouts.evaluating.ledger import SampleLedger
-from hpcrl.rollouts.records import Rollout, Turn
 from hpcrl.rollouts.sampling.held_out import HeldOutRollout, HeldOutTask
 from hpcrl.runs.rundir import RunDir
 

@@ -20,12 +20,12 @@ from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Kept, PayloadPlace, TurnSaved, read_entries
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay, State
-from hpcrl.rollouts.environments.sandbox import Sandbox
-from hpcrl.rollouts.ledger import RolloutLedger
-from hpcrl.rollouts.records import Rollout, Turn, decode_rollout
-from hpcrl.rollouts.sampling.data_order import DataOrder
-from hpcrl.rollouts.sampling.seeding import stable_hash
-from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper, decode_turn, encode_turn
+from hpcrl.rollouts.core.records import Rollout, Turn, decode_rollout
+from hpcrl.rollouts.core.saved_turns import SavedTurn, TurnKeeper, decode_turn, encode_turn
+from hpcrl.rollouts.core.seeding import stable_hash
+from hpcrl.rollouts.environments.data_order import DataOrder
+from hpcrl.rollouts.environments.sandbox import ProgramRunner
+from hpcrl.rollouts.ledger.ledger import RolloutLedger
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.rollouts import verify_rollouts
 
@@ -37,10 +37,10 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """What the tool says, without a process for it."""
 
     def say(text: str) -> None:
-        async def run(self: Sandbox, program: str) -> str:
+        async def run(self: ProgramRunner, program: str) -> str:
             return text
 
-        monkeypatch.setattr(Sandbox, "run", run)
+        monkeypatch.setattr(ProgramRunner, "run", run)
 
     say("12")
     return say
@@ -82,7 +82,7 @@ def finished_of(run: RunDir) -> dict[tuple[int, int], Rollout]:
     return {held.id: decode_rollout(read_payload(payload, held.entry.payload)) for held in replay_of(run).rollouts}
 
 
-async def test_a_rollout_goes_on_with_the_next_turn(tmp_path: Path, tool: Callable[[str], None]) -> None:
+async def test_a_rollout_continues_with_the_next_turn(tmp_path: Path, tool: Callable[[str], None]) -> None:
     run = new_run(tmp_path)
     async with killed_in_the_middle(run) as loop:
         pass
@@ -118,16 +118,14 @@ async def test_a_rollout_goes_on_with_the_next_turn(tmp_path: Path, tool: Callab
     assert (verdict.problems, verdict.unfinished) == ([], 0)
 
 
-async def test_what_ends_in_order_keeps_the_turn_that_nobody_has_followed_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_ends_in_order_keeps_the_newest_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool works when the run is stopped: the turn before it is written at the end at the latest."""
 
-    async def hang(self: Sandbox, program: str) -> str:
+    async def hang(self: ProgramRunner, program: str) -> str:
         await asyncio.sleep(60.0)
         return ""
 
-    monkeypatch.setattr(Sandbox, "run", hang)
+    monkeypatch.setattr(ProgramRunner, "run", hang)
     run = new_run(tmp_path)
     async with running(run, StubEngine(answer=in_turns)) as loop:
         scheduler = loop.parts.scheduler
@@ -137,7 +135,7 @@ async def test_what_ends_in_order_keeps_the_turn_that_nobody_has_followed_yet(
     assert len(replay_of(run).unfinished) >= 8 <= waiting
 
 
-async def test_an_environment_that_says_something_else_goes_on_from_there(
+async def test_an_environment_that_says_something_else_continues_from_there(
     tmp_path: Path, tool: Callable[[str], None]
 ) -> None:
     run = new_run(tmp_path)
@@ -225,7 +223,7 @@ def unfinished(*entries: Entry) -> dict[tuple[int, int], int]:
     return {name: len(each.turns) for name, each in replay.unfinished.items()}
 
 
-def test_which_turns_a_rollout_goes_on_from() -> None:
+def test_which_turns_a_rollout_continues_from() -> None:
     two = [begin(0), turn(4, 1, 0, 0), turn(4, 1, 1, 1)]
     assert unfinished(*two) == {(4, 1): 2}
     assert unfinished(*two, turn(4, 1, 0, 2)) == {(4, 1): 1}
@@ -289,6 +287,27 @@ def test_a_rollout_that_is_too_old_now_starts_again(tmp_path: Path, bound: int, 
     assert State.WAITING not in {held.state for held in after._replay.rollouts}
 
 
+@pytest.mark.parametrize("elsewhere", [Turn(3, 0, 0.0, 0.0, 2, 4), Turn(3, 0, 0.0, 0.0, 1, 5)])
+def test_a_turn_of_another_sequence_or_behind_another_prefix_is_not_recalled(elsewhere: Turn) -> None:
+    said = np.arange(3, dtype=np.int32)
+    saved = SavedTurn(
+        said=said,
+        token_ids=said,
+        logprobs=np.zeros(3, np.float32),
+        versions=said,
+        finish_reason="stop",
+        salt=0,
+        turn=Turn(3, 3, 0.0, 0.0, 1, 4),
+    )
+    again = decode_turn(b"".join(bytes(piece) for piece in encode_columns(*encode_turn(saved))))
+    assert again.turn == saved.turn
+    keeper = TurnKeeper(lambda number, turn: None, [again])
+    assert keeper.recall(0, said, elsewhere) is None
+    assert (keeper.recalled, keeper.given_up) == (0, 1)
+    keeper = TurnKeeper(lambda number, turn: None, [again])
+    assert keeper.recall(0, said, Turn(3, 0, 9.0, 9.0, 1, 4)) is again
+
+
 async def test_a_turn_is_written_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     said = np.arange(3, dtype=np.int32)
     block = b"".join(
@@ -309,9 +328,10 @@ async def test_a_turn_is_written_when_the_next_begins(monkeypatch: pytest.Monkey
     one = decode_turn(block)
     written: list[int] = []
     keeper = TurnKeeper(lambda number, turn: written.append(number), [one, one])
-    assert keeper.recall(0, said) is one
-    assert keeper.recall(1, said[:2]) is None
-    assert keeper.recall(1, said) is None
+    here = Turn(3, 0, 0.0, 0.0)
+    assert keeper.recall(0, said, here) is one
+    assert keeper.recall(1, said[:2], here) is None
+    assert keeper.recall(1, said, here) is None
     assert (keeper.recalled, keeper.given_up) == (1, 1)
     keeper.ended(1, one)
     assert written == []

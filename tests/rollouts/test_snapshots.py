@@ -16,20 +16,20 @@ from patience import patience
 from scheduler_lab import BOUND, GROUPS, SIZE, TWO, Unwritten, living, small_recipe, through_bytes
 from stub_engine import StubEngine
 
-from hpcrl.credentials import Credentials
 from hpcrl.dock.wire import BatchShard
 from hpcrl.errors import CheckpointError
+from hpcrl.network.credentials import Credentials
 from hpcrl.rollouts.batches import server as batch_server
 from hpcrl.rollouts.batches.build import Batch
 from hpcrl.rollouts.batches.server import ConflictError
+from hpcrl.rollouts.core.records import Group
 from hpcrl.rollouts.environments import build_environments
-from hpcrl.rollouts.records import Group
-from hpcrl.rollouts.sampling.data_order import DataOrder
-from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.environments.data_order import DataOrder
+from hpcrl.rollouts.ledger.state import OrchestratorState
 
 
 def check(state: OrchestratorState, trained: Sequence[int], versions: dict[int, int]) -> None:
-    """Every group that was dealt out has one place, or became too old by the steps that the state has consumed."""
+    """Every group that was started has one place, or became too old by the steps that the state has consumed."""
     finished = [group.index for group in state.finished]
     placed = [*trained, *finished, *state.restart]
     assert len(placed) == len(set(placed)), (sorted(trained), finished, state.restart)
@@ -40,7 +40,7 @@ def check(state: OrchestratorState, trained: Sequence[int], versions: dict[int, 
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_every_group_is_trained_once_wherever_a_run_goes_on(tmp_path: Path, seed: int) -> None:
+async def test_every_group_is_trained_once_wherever_a_run_continues(tmp_path: Path, seed: int) -> None:
     rng, recipe = random.Random(seed), small_recipe(tmp_path)
     saved, history, old = OrchestratorState.fresh(recipe), list[int](), dict[int, int]()
     moments: set[str] = set()
@@ -105,7 +105,7 @@ async def test_states_that_are_gone_or_to_come_are_refused(tmp_path: Path) -> No
             await life.ask(4)
             await life.turn(rng)
         for step in (1, 2, 4, 5):
-            with pytest.raises(ConflictError, match=f"snapshot of step {step} .* handed out is 3"):
+            with pytest.raises(ConflictError, match=f"snapshot of step {step} .* delivered is 3"):
                 life.desk.snapshot(step)
 
 
@@ -209,13 +209,13 @@ async def test_groups_start_again_with_what_they_had_when_weights_change(tmp_pat
     changed = small_recipe(tmp_path, environments=other)
     order = DataOrder(changed, build_environments(changed))
     assert any(order.task(i).environment.name != task.environment.name for i, task in had.items())
-    again = state.deal_again(order)
+    again = state.groups_to_redispatch(order)
     found = {task.index: (task.environment.name, task.prompt_index) for task in again}
     assert found == {i: (task.environment.name, task.prompt_index) for i, task in had.items() if i in found}
     assert len(found) == len(state.restart) > 0
     gone = small_recipe(tmp_path, environments=TWO[:1])
     with pytest.raises(CheckpointError, match=r"no longer has: 'b' \(\d+ groups\)\n    hint: .*1e-9"):
-        state.deal_again(DataOrder(gone, build_environments(gone)))
+        state.groups_to_redispatch(DataOrder(gone, build_environments(gone)))
 
 
 def test_a_state_of_the_first_format_is_dealt_by_its_indices(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_state_of_the_first_format_is_dealt_by_its_indices(tmp_path: Path) -> 
         counters=OrchestratorState.fresh(recipe).counters,
         format_version=1,
     )
-    assert OrchestratorState.decode(first.encode()).deal_again(order) == [order.task(0), order.task(2)]
+    assert OrchestratorState.decode(first.encode()).groups_to_redispatch(order) == [order.task(0), order.task(2)]
 
 
 async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
@@ -280,7 +280,7 @@ async def test_a_request_that_is_cut_off_while_the_batch_is_built_loses_nothing(
         assert (await loop.train(3, 4))[-1].step == 4
 
 
-async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environment(tmp_path: Path) -> None:
+async def test_a_run_continues_with_other_weights_and_refuses_to_lose_an_environment(tmp_path: Path) -> None:
     run, stub = make_run(tmp_path, environments=TWO), StubEngine()
     # two batches and some more; the rest of the rollouts stays in flight
     stub.request_s = lambda number: 0.0 if number <= 40 else 30.0
@@ -300,7 +300,7 @@ async def test_a_run_goes_on_with_other_weights_and_refuses_to_lose_an_environme
     again = Loop(run, [stub])
     restored = await again.restore()
     assert {task.index: task.environment.name for task in restored.restart} == had
-    # what was not dealt out yet follows the new weights
+    # what was not started yet follows the new weights
     assert {restored.order.task(state.next_index + i).environment.name for i in range(50)} == {"a"}
     used = {*had.values(), *(group.environment for group in state.finished)}
     change([{"name": "c", "kind": "words"}])

@@ -18,11 +18,11 @@ from stub_engine import StubEngine
 from hpcrl.config.distillation import TeacherConfig
 from hpcrl.dock.columns import encode_columns
 from hpcrl.errors import HpcrlError, RunFailedError
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.rollouts.core.records import Rollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.distillation import teacher as module
 from hpcrl.rollouts.distillation.teacher import Teacher, TeacherError
 from hpcrl.rollouts.distillation.vocabulary import Probe
-from hpcrl.rollouts.records import Rollout, decode_rollout, encode_rollout
 from hpcrl.runs.rollout_failures import FailureCause
 
 
@@ -35,6 +35,7 @@ class StubTeacher:
         """What the next requests for scores get in place of an answer: a status, a body or a delay in seconds."""
         self.headers: list[dict[str, str]] = []
         self.asked = 0
+        self.prompts: list[list[int]] = []
         self.models: list[dict[str, Any]] = [{"id": "big", "max_model_len": 100_000}]
         self.shift = 0
         self.url = ""
@@ -51,6 +52,7 @@ class StubTeacher:
             ids = self.probe._tokenizer.encode(prompt, add_special_tokens=False).ids
             return web.json_response({"choices": [{"prompt_token_ids": [i + self.shift for i in ids]}]})
         self.asked += 1
+        self.prompts.append(prompt)
         answer = self.answers.pop(0) if self.answers else None
         match answer:
             case int():
@@ -136,6 +138,24 @@ async def test_advantages_have_what_the_teacher_finds_likelier(tmp_path: Path, r
         assert shard.stats.teacher_kl == pytest.approx(total / tokens, rel=1e-4)
         # the token of the run is for its own servers
         assert not any(key.lower() in ("authorization", "x-hpcrl-token") for each in stub.headers for key in each)
+
+
+async def test_each_sequence_of_a_rollout_is_scored_by_itself(tmp_path: Path) -> None:
+    """The teacher sees what the policy saw, and says nothing of what was sampled before a branch."""
+    own = msgspec.structs.replace(
+        rollout(9),
+        sampled=np.array([0, 1, 1, 0, 0, 0, 1, 1, 1], np.uint8),
+        starts=np.array([0, 4], np.int32),
+        shared=np.array([0, 2], np.int32),
+    )
+    async with teaching(tmp_path / "model") as stub:
+        teacher = Teacher(TeacherConfig(url=stub.url, model="big"))
+        scored = await teacher.scored(own)
+        await teacher.aclose()
+    assert stub.prompts == [[10, 11, 12, 13], [14, 15, 16, 17, 18]]
+    wanted = [likely(token) if flag else 0.0 for token, flag in zip(own.token_ids.tolist(), own.sampled, strict=True)]
+    assert scored.teacher_logprobs is not None
+    np.testing.assert_allclose(scored.teacher_logprobs, wanted, rtol=1e-5)
 
 
 def test_scores_are_kept_with_the_rollout() -> None:

@@ -16,9 +16,9 @@ import pytest
 from patience import patience
 
 from hpcrl.dock.ledger.log import RolloutLog
-from hpcrl.rollouts import ledger as ledger_module
-from hpcrl.rollouts.ledger import RolloutLedger
-from hpcrl.rollouts.records import Rollout
+from hpcrl.rollouts.core.records import Rollout
+from hpcrl.rollouts.ledger import ledger as ledger_module
+from hpcrl.rollouts.ledger.ledger import RolloutLedger
 
 ROLLOUTS = 200
 ONES = np.ones(4, np.int32)

@@ -16,8 +16,8 @@ import pytest
 from patience import patience
 
 from hpcrl.dock.ledger.payload import PayloadWriter
-from hpcrl.rollouts.ledger import RolloutLedger
-from hpcrl.rollouts.records import Group, Rollout
+from hpcrl.rollouts.core.records import Group, Rollout
+from hpcrl.rollouts.ledger.ledger import RolloutLedger
 
 ONES = np.ones(5, np.int32)
 
@@ -76,7 +76,7 @@ async def test_a_list_of_checkpoints_that_is_stale_for_a_while_ends_nothing(
         await train(ledger, step)
         await until(lambda step=step: ledger.not_removed == step)  # type: ignore[misc]
     assert len(there(ledger)) == 4
-    assert caplog.text.count("columns that nobody needs are not removed now") == 1
+    assert caplog.text.count("unneeded columns are not removed now") == 1
     stale = False
     await train(ledger, 5)
     await until(lambda: len(there(ledger)) == 1)
@@ -111,7 +111,7 @@ async def test_a_restore_begins_where_such_a_file_is_left(tmp_path: Path) -> Non
 async def test_a_filesystem_that_hangs_there_holds_no_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hpcrl.rollouts.unneeded._SLOW_S", 0.0)
+    monkeypatch.setattr("hpcrl.rollouts.ledger.payload_gc._SLOW_S", 0.0)
     answers, asked = threading.Event(), 0
 
     def checkpoints() -> list[int]:
@@ -124,7 +124,7 @@ async def test_a_filesystem_that_hangs_there_holds_no_batch(
     for step in range(1, 4):
         await train(ledger, step)
     assert asked == 1
-    assert caplog.text.count("has not let columns that nobody needs be found and removed") == 1
+    assert caplog.text.count("unneeded columns could not be removed") == 1
     assert {thread.daemon for thread in threading.enumerate() if thread.name == "unneeded-columns"} == {True}
     answers.set()
     await until(lambda: bool(ledger._garbage._look and ledger._garbage._look.done()))

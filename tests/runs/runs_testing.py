@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from hpcrl import procfs
 from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
+from hpcrl.processes import procfs
 from hpcrl.runs.cause import Cause
 from hpcrl.runs.events import Event
 from hpcrl.runs.metrics import MetricsWriter, StepRecord

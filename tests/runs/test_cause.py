@@ -65,7 +65,7 @@ def test_sister_ranks_of_a_killed_worker_only_follow() -> None:
     assert (cause.role, cause.rank, cause.signal) == ("trainer", 1, 9)
 
 
-def test_nothing_seen_is_no_cause() -> None:
+def test_nothing_seen_is_not_a_cause() -> None:
     assert choose_cause([], []) is None
 
 

@@ -1,4 +1,4 @@
-"""Failures of nodes whose clocks differ: ordered by one clock, and a word where that cannot be told."""
+"""Failures of nodes whose clocks differ: ordered by one clock, and a word where that is unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from runs_testing import make_run
 
-from hpcrl import reporting
+from hpcrl.reporting import reports
 from hpcrl.runs.cause import Cause, CauseKind, choose_cause
 from hpcrl.runs.clocks import Clocks, NodeClock
 from hpcrl.runs.events import EventWriter, read_events
@@ -39,7 +39,7 @@ def end(role: str, time_s: float, node: str) -> Cause:
     return Cause(kind=CauseKind.EXIT, time_s=time_s, message=f"{role} ended", role=role, replica=0, node=node)
 
 
-def test_who_failed_first_is_told_by_one_clock(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_found_by_one_clock(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     fails_on("n1", "trainer", 1000.0, run, monkeypatch)
     fails_on("n3", "engine", 1002.0, run, monkeypatch)  # by its own clock 10 s before the trainer
     records = FailureRecord.read_all(run, 1)
@@ -49,14 +49,14 @@ def test_who_failed_first_is_told_by_one_clock(run: RunDir, monkeypatch: pytest.
     assert (cause.role, cause.doubt) == ("trainer", "")
 
 
-def test_what_clocks_cannot_tell_is_said(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_clocks_cannot_tell_is_reported(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     fails_on("n1", "trainer", 1000.0, run, monkeypatch)
     fails_on("n2", "engine", 1000.2, run, monkeypatch)
     cause = choose_cause([], FailureRecord.read_all(run, 1), CLOCKS)
     assert cause is not None
     assert (cause.role, cause.doubt) == (
         "trainer",
-        "the clocks of n1 and n2 differ by 3.1 s ± 0.3 s: whether trainer 0 or engine 0 failed first cannot be told",
+        "the clocks of n1 and n2 differ by 3.1 s ± 0.3 s: whether trainer 0 or engine 0 failed first is unknown",
     )
 
 
@@ -87,7 +87,7 @@ def test_events_and_complaints_are_read_by_the_supervisors_clock(run: RunDir, mo
     # the clock of n2 may be right: its time is left alone
     assert found == [("n1", 2000.0), ("n2", 2001.0), ("n3", 2002.0)]
     Complaint(time_s=2000.0 + AHEAD_S, role="engine", replica=1, message="is stale", node="n1").write(run, 1)
-    reporting.flush(5.0)
+    reports.flush(5.0)
     assert [round(c.time_s, 3) for c in Complaint.read_all(run, 1)] == [2000.0]
 
 

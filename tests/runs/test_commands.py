@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from runs_testing import GONE, START_S, Hpcrl, make_run, write_log, write_status, write_steps
 
-from hpcrl import procfs
+from hpcrl.processes import procfs
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
@@ -97,8 +97,8 @@ def test_ls_of_some(failed: RunDir, hpcrl: Hpcrl, root: Path) -> None:
     assert names("--cluster", "site") == []
     code, _, err = hpcrl("ls", "--state", "broken")
     assert code == 2
-    assert "BROKEN is no state of a run\n    hint: SUBMITTED, " in err
-    assert "no run is like that" in hpcrl("ls", "--cluster", "site")[2]
+    assert "BROKEN is not a state of a run\n    hint: QUEUED, SUBMITTED, " in err
+    assert "no run matches" in hpcrl("ls", "--cluster", "site")[2]
 
 
 def test_why(failed: RunDir, hpcrl: Hpcrl) -> None:
@@ -192,5 +192,5 @@ def test_rm_leaves_what_is_alive_or_pinned(root: Path, hpcrl: Hpcrl) -> None:
     write_status(run, RunState.RUNNING, supervisor=msgspec.structs.replace(GONE, host="elsewhere"))
     code, _, err = hpcrl("rm", "run-1", "--yes")
     assert code == 2
-    assert "was supervised on elsewhere, which cannot be seen from here" in err
+    assert "was supervised on elsewhere, which is not visible here" in err
     assert run.path.is_dir()

@@ -14,7 +14,7 @@ import pytest
 from runs_testing import make_run, write_status
 
 from hpcrl.errors import RunDirError
-from hpcrl.marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import KIND_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrl.runs import job_facts
 from hpcrl.runs.copies import original_of, with_own_identity
 from hpcrl.runs.observe import observe, open_job
@@ -91,7 +91,7 @@ def test_a_copy_whose_original_was_moved_leaves_that_alone(tmp_path: Path, role:
     assert role.poll() is None
 
 
-def test_a_copy_of_a_run_that_goes_on_is_not_running(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_that_continues_is_not_running(tmp_path: Path) -> None:
     run = placed(tmp_path)
     me = ProcessId.of(os.getpid())
     assert me is not None
@@ -105,7 +105,7 @@ def test_a_copy_of_a_run_that_goes_on_is_not_running(tmp_path: Path) -> None:
     assert rows["one.bak"].cause == f"a copy of {run.path}"
 
 
-def test_nobody_asks_about_the_originals_job_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_of_the_original_is_not_queried_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = placed(tmp_path)
     record = RunRecord.read(run)
     slurm = msgspec.structs.replace(record.submissions[-1], executor="slurm", job_id="7", process=None)

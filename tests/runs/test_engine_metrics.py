@@ -33,6 +33,6 @@ def test_a_first_and_a_last_line_count_too() -> None:
     assert engine_samples("", ("a",)) == {}
 
 
-def test_what_is_no_number_is_an_error() -> None:
+def test_what_is_not_a_number_is_an_error() -> None:
     with pytest.raises(ValueError, match="full"):
         engine_samples("vllm:a full", ("a",))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from hpcrl.runs.fleet import EngineView, FleetView, judge, read_fleet
+from hpcrl.runs.fleet import EngineView, FleetView, WorkerView, judge_replica, read_fleet
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, ComponentStatus
 from hpcrl.runs.views.fleet_table import fleet_document, fleet_table
@@ -37,7 +38,7 @@ STUCK = EngineView(replica=0, version=5, stuck=True, quiet_s=31.0, running=7)
         (S.STARTING, 0, SERVES, 5, ("starting", "")),
         (S.STARTING, 1, None, 5, ("restarting", "was killed")),
         (S.RESTARTING, 1, AWAY, 5, ("restarting", "was killed")),
-        (S.READY, 0, None, None, ("unknown", "the orchestrator says nothing about it")),
+        (S.READY, 0, None, None, ("unknown", "the orchestrator does not report it")),
         (S.READY, 0, EngineView(replica=0, version=-1), 5, ("starting", "it has no weights yet")),
         (S.READY, 2, EngineView(replica=0, version=-1, loading=5), 5, ("restarting", "loads version 5")),
         (S.READY, 0, SERVES, 5, ("healthy", "")),
@@ -57,7 +58,7 @@ STUCK = EngineView(replica=0, version=5, stuck=True, quiet_s=31.0, running=7)
 def test_each_state(
     state: ComponentState, restarts: int, view: EngineView | None, newest: int | None, expected: tuple[str, str]
 ) -> None:
-    found, why = judge(component(state, restarts=restarts), view, newest)
+    found, why = judge_replica(component(state, restarts=restarts), view, newest)
     assert (found.value, why) == expected
 
 
@@ -69,13 +70,14 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def write(run: RunDir, age_s: float = 0.0) -> None:
+def write(run: RunDir, age_s: float = 0.0, workers: Sequence[WorkerView] = ()) -> None:
     FleetView(
         time_s=time.time() - age_s,
         newest=6,
         in_flight=61,
         limit=96,
         router=True,
+        workers=list(workers),
         engines=[
             EngineView(
                 replica=0,
@@ -114,12 +116,31 @@ def test_the_table_has_load_and_scores_of_each_engine(run: RunDir) -> None:
     assert two.split()[:4] == ["engine", "2", "restarting", "?"]
 
 
+def test_workers_of_environments_are_counted_and_those_in_trouble_named(run: RunDir) -> None:
+    write(run)
+    assert "workers" not in shown(run)
+    seen = [
+        WorkerView(replica=0, up=True, calls=12),
+        WorkerView(replica=1, up=False, losses=2),
+        WorkerView(replica=2, up=True, calls=9, losses=1),
+    ]
+    write(run, workers=seen)
+    *_, head, one, two = shown(run).splitlines()
+    assert head == "workers of environments: 2 of 3 are there, with 21 rollouts and prompts (9 to 12 each)"
+    assert [one.strip(), two.strip()] == ["worker 1: away; lost 2 times", "worker 2: there, with 9; lost 1 time"]
+    document = json.loads(json.dumps(fleet_document(read_fleet(run, 1, []))))
+    assert document["workers"][1] == {"replica": 1, "up": False, "calls": 0, "losses": 2}
+    write(run, workers=[WorkerView(replica=number, up=False, losses=1) for number in range(20)])
+    assert len(shown(run).splitlines()) == 5 + 1 + 8 + 1
+    assert shown(run).rstrip().endswith("and 12 more that were lost")
+
+
 def test_what_is_old_or_torn_or_not_there_is_unknown(run: RunDir) -> None:
     for age_s in (None, 60.0):
         if age_s is not None:
             write(run, age_s)
         text = shown(run)
-        assert text.startswith("engines: the orchestrator says nothing about them now")
+        assert text.startswith("engines: the orchestrator does not report them now")
         assert text.count("unknown") == 2
         assert "healthy" not in text
     FleetView.path(run, 1).write_text("{")

@@ -103,7 +103,7 @@ def test_records_of_a_checkpoint_in_two_lines_count_once_as_earlier_versions_wro
     assert records[1].phases_s["checkpoint"] == 5.0
 
 
-def test_a_step_has_one_line_and_its_final_phases_beside_it(run: RunDir) -> None:
+def test_a_step_has_one_line_and_its_final_phases_in_another_file(run: RunDir) -> None:
     writer = MetricsWriter(run, 1)
     early = msgspec.structs.replace(step_record(1), phases_s={"wait_batch": 1.0}, tokens_per_s=1.0)
     writer.write(early)

@@ -15,7 +15,7 @@ from hpcrl.cli.progress import working
 from hpcrl.runs.status import RunState
 
 COMMANDS = {
-    "report": (["report", "run-1"], "reading the steps of run-1 and drawing them"),
+    "report": (["report", "run-1"], "reading and plotting the steps of run-1"),
     "plan profile": (
         ["plan", "profile", "--device", "cpu", "--ranks", "1", "--minutes", "0.05", "-o", "table.yaml"],
         "measuring kernels on cpu, for 0.05 min at most",
@@ -50,7 +50,7 @@ def said_on(stream: io.StringIO, arguments: list[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("command", [pytest.param(n, marks=[pytest.mark.slow] * (n != "report")) for n in COMMANDS])
-def test_a_terminal_is_told_what_takes_so_long(
+def test_a_terminal_shows_the_reason_of_a_delay(
     command: str, at_once: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, words = COMMANDS[command]
@@ -61,5 +61,5 @@ def test_a_terminal_is_told_what_takes_so_long(
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_pipe_is_told_nothing(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_progress_is_written_to_a_pipe(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said_on(io.StringIO(), COMMANDS["report"][0], monkeypatch) == ""

@@ -13,11 +13,11 @@ from hpcrl.errors import RunDirError
 from hpcrl.runs import job_facts
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.job_facts import JobFact
-from hpcrl.runs.observe import observe
+from hpcrl.runs.observe import observe, observe_all
 from hpcrl.runs.record import RunRecord
+from hpcrl.runs.resume_request import find_resume_point
 from hpcrl.runs.run_progress import read_evaluations, read_progress
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.restart import find_resume_point
 from hpcrl.runs.status import ComponentState, ProcessId, RunState, RunStatus
 
 
@@ -33,7 +33,7 @@ def resubmit(run: RunDir, **changes: object) -> None:
     msgspec.structs.replace(record, submissions=[submission]).write(run)
 
 
-def test_a_living_supervisor_is_believed(tmp_path: Path) -> None:
+def test_the_status_of_a_live_supervisor_is_trusted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_status(run, RunState.RUNNING, supervisor=myself())
     view = observe(run)
@@ -41,7 +41,7 @@ def test_a_living_supervisor_is_believed(tmp_path: Path) -> None:
     assert {c.state for c in view.components} == {ComponentState.READY}
 
 
-def test_who_asks_since_when_a_replica_is_ready_is_told_of_this_attempt_alone(tmp_path: Path) -> None:
+def test_readiness_is_reported_for_the_current_attempt_only(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert RunStatus.ready_since(run, 1, "engine", 0) is None
     write_status(run, RunState.RUNNING)
@@ -95,7 +95,7 @@ def test_on_another_machine_the_heartbeat_decides(tmp_path: Path, silent_s: floa
     assert observe(run, now_s=START_S + 100 + silent_s).state is state
 
 
-def test_a_supervisor_that_died_while_stopping_had_said_why(tmp_path: Path) -> None:
+def test_a_supervisor_that_died_while_stopping_had_given_its_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     cause = Cause(kind=CauseKind.EXIT, time_s=START_S + 50, message="engine 0 was killed by SIGKILL", role="engine")
     write_status(run, RunState.STOPPING, cause=cause)
@@ -124,6 +124,59 @@ def test_under_slurm_a_silent_supervisor_is_lost_only_when_its_job_is(
     assert observe(run).state is state
 
 
+@pytest.mark.parametrize("before", [None, RunState.RUNNING])
+@pytest.mark.parametrize("last", [RunState.COMPLETED, RunState.FAILED, RunState.REQUEUED])
+def test_a_last_status_that_is_written_during_a_look_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: RunState | None, last: RunState
+) -> None:
+    run = make_run(tmp_path)
+    resubmit(run, executor="slurm", job_id="7", requeues=True)
+    if before is not None:
+        write_status(run, before)
+    facts = iter([JobFact(job_id="7", state="COMPLETED", ended=True)])
+    waiting = JobFact(job_id="7", state="PENDING", waiting=last is RunState.REQUEUED, ended=last is RunState.FAILED)
+
+    def ask(_: object) -> dict[str, JobFact]:
+        """The supervisor writes its last status and ends between the read of it and this question."""
+        if (fact := next(facts, None)) is not None:
+            write_status(run, last)
+        return {"7": fact or waiting}
+
+    monkeypatch.setattr(job_facts, "_sources", [ask])
+    view = observe(run)
+    assert (view.state, view.job is None) == (last, last is RunState.COMPLETED)
+
+
+def test_a_last_status_that_is_written_while_a_local_controller_ends_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    resubmit(run, process=GONE)
+
+    def ends(_: ProcessId) -> bool:
+        write_status(run, RunState.FAILED)
+        return False
+
+    monkeypatch.setattr(ProcessId, "alive", ends)
+    assert observe(run).state is RunState.FAILED
+
+
+def test_a_run_whose_job_has_just_ended_elsewhere_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path)
+    resubmit(run, executor="slurm", job_id="7")
+    write_status(run, RunState.RUNNING, supervisor=msgspec.structs.replace(GONE, host="elsewhere"))
+    end_s = START_S + 500
+    fact = JobFact(job_id="7", state="COMPLETED", ended=True, end_s=end_s)
+    monkeypatch.setattr(job_facts, "_sources", [lambda _: {"7": fact}])
+    view = observe(run, now_s=end_s + 59)
+    assert (view.state, view.ended_at_s) == (RunState.STOPPING, None)
+    assert view.warnings == ["job 7 has ended (COMPLETED), and the supervisor's last status is not visible here yet"]
+    assert observe(run, now_s=end_s + 61).state is RunState.LOST
+    # where the supervisor's end is visible there is nothing to wait for
+    write_status(run, RunState.RUNNING, supervisor=GONE)
+    assert observe(run, now_s=end_s + 1).state is RunState.LOST
+
+
 def test_a_submission_is_alive_with_its_controller(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     resubmit(run, process=myself())
@@ -144,23 +197,23 @@ def test_a_supervisor_that_wrote_no_word_left_some_in_submitits_log(tmp_path: Pa
     resubmit(run, folder=str(folder), job_id="77", process=GONE)
     view = observe(run)
     assert view.cause is not None
-    assert view.cause.message == f"the supervisor went away before it wrote a word; submitit's log is in {folder}"
+    assert view.cause.message == f"the supervisor ended before it wrote its status; submitit's log is in {folder}"
     (folder / "77_0_log.err").write_text("Traceback\nOSError: [Errno 116] Stale file handle: 'plan.json'\n\n")
     (folder / "78_0_log.err").write_text("of another submission\n")
     view = observe(run)
     assert view.cause is not None
-    assert "wrote a word: OSError: [Errno 116] Stale file handle: 'plan.json'; submitit's" in view.cause.message
+    assert "wrote its status: OSError: [Errno 116] Stale file handle: 'plan.json'; submitit's" in view.cause.message
 
 
-def test_a_resume_that_nobody_answered_yet_hides_the_old_end(tmp_path: Path) -> None:
+def test_a_resume_without_an_answer_hides_the_old_end(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_status(run, RunState.FAILED)
     resubmit(run, process=myself(), after_attempt=1)
     assert observe(run).state is RunState.SUBMITTED
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirError, match="no run directory"):
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match="not a run directory"):
         observe(RunDir(tmp_path))
     run = make_run(tmp_path)
     run.record_path.write_text('{"half": ')
@@ -169,6 +222,17 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run.record_path.write_text("{}")
     with pytest.raises(RunDirError, match="cannot be read"):
         observe(run)
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"run_id": ', "\0\0"])
+def test_a_damaged_status_is_reported_and_hides_no_other_run(content: str, tmp_path: Path) -> None:
+    good, damaged = make_run(tmp_path / "runs", name="good"), make_run(tmp_path / "runs", name="damaged")
+    write_status(good, RunState.RUNNING, supervisor=myself())
+    damaged.status_path.write_text(content)
+    with pytest.raises(RunDirError, match=r"status.json cannot be read: .*\n    hint: move it away"):
+        observe(damaged)
+    assert RunStatus.ready_since(damaged, 1, "engine", 0) is None
+    assert [run.name for run, _, _ in observe_all([damaged, good])] == ["good"]
 
 
 def test_progress_and_the_estimate(tmp_path: Path) -> None:
@@ -229,7 +293,7 @@ def test_an_end_by_slurm_has_one_cause_whether_a_supervisor_had_begun_or_not(
     assert f"job 7 is {word} (why)" in view.cause.message
 
 
-def test_a_job_that_slurm_does_not_know_yet_is_no_lost_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_slurm_does_not_know_yet_is_not_a_lost_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
     resubmit(run, executor="slurm", job_id="7", process=None, submitted_at_s=START_S)
     fact = JobFact(job_id="7", state="UNKNOWN", gone=True)

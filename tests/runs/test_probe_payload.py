@@ -13,9 +13,9 @@ import pytest
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
 from hpcrl.errors import DeadlineError
-from hpcrl.fs import write_json
 from hpcrl.jobplan import make_plan
 from hpcrl.runs.probe import ProbeReport, collect, misplaced
+from hpcrl.storage.files import write_json
 
 
 def planned(name: str = "glm5_swe") -> Plan:
@@ -64,7 +64,7 @@ def test_all_where_they_should_be() -> None:
     assert misplaced(plan, reports(plan)) == []
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_what_is_wrong_is_reported() -> None:
     plan, found = planned(), reports(planned())
     by_label = {(r.role, r.replica, r.rank): i for i, r in enumerate(found)}
 
@@ -101,7 +101,7 @@ def test_missing_reports_have_a_deadline(tmp_path: Path) -> None:
         collect(tmp_path, 2, timeout_s=0.0)
 
 
-def test_a_rank_reports_and_stops_when_told(tmp_path: Path) -> None:
+def test_a_rank_reports_and_stops_on_request(tmp_path: Path) -> None:
     (tmp_path / "attempts/0001/ready").mkdir(parents=True)
     (tmp_path / "attempts/0001/logs/engine").mkdir(parents=True)
     env = {"HPCRL_RUN_DIR": str(tmp_path), "HPCRL_ATTEMPT": "1", "HPCRL_ROLE": "engine", "HPCRL_REPLICA": "2"}

@@ -12,8 +12,8 @@ import pytest
 from fault_shim import build_shim, run_with_fault
 from patience import wait_for
 
-from hpcrl import reporting
-from hpcrl.reporting import Outage, ReportedFile, ReportedLines
+from hpcrl.reporting import reports
+from hpcrl.reporting.reports import Outage, ReportedFile, ReportedLines
 from hpcrl.runs import role
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.progress import RoleProgress, progress_path
@@ -24,7 +24,7 @@ from hpcrl.runs.rundir import RunDir
 _WRITER = """
 import logging, sys, threading, time
 from pathlib import Path
-from hpcrl.reporting import ReportedFile
+from hpcrl.reporting.reports import ReportedFile
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.rundir import RunDir
 said = []
@@ -96,7 +96,7 @@ print(path.stat().st_size if path.exists() else 0)
 """
 
 
-def test_a_filesystem_that_hangs_holds_nobody_up(shim: Path, tmp_path: Path) -> None:
+def test_a_hanging_filesystem_blocks_no_caller(shim: Path, tmp_path: Path) -> None:
     # the first write takes two seconds: all was said before anything of it is in the file, and all is in it at the end
     lines = run_with_fault(shim, "op=write path=/events/ count=1 delay_us=2000000", _HANGING, tmp_path)
     assert lines == ["0"]
@@ -116,32 +116,32 @@ def test_of_many_contents_the_newest_is_written(blocked: Path) -> None:
     report = ReportedFile(blocked / "status.json", on_caught_up=outages.append)
     for number in range(100):
         report.put(str(number).encode())
-    wait_for(lambda: bool(reporting.problems()), 10, "the first failure")
-    assert "status.json cannot be written" in reporting.problems()[0]
+    wait_for(lambda: bool(reports.problems()), 10, "the first failure")
+    assert "status.json cannot be written" in reports.problems()[0]
     assert not report.flush(0.05)
     blocked.unlink()
     assert report.flush(30)
     assert (blocked / "status.json").read_text() == "99"
     wait_for(lambda: len(outages) == 1, 10, "the word that it is over")
-    assert reporting.problems() == []
+    assert reports.problems() == []
 
 
 def test_a_later_attempts_status_is_not_replaced_by_an_older_one(blocked: Path) -> None:
     older, newer = ReportedFile(blocked / "status.json"), ReportedFile(blocked / "status.json")
     older.put(b"attempt 1")
-    wait_for(lambda: bool(reporting.problems()), 10, "the first failure")
+    wait_for(lambda: bool(reports.problems()), 10, "the first failure")
     newer.put(b"attempt 2")
     blocked.unlink()
-    assert reporting.flush(30, directory=blocked)
+    assert reports.flush(30, directory=blocked)
     assert (blocked / "status.json").read_text() == "attempt 2"
 
 
 def test_lines_that_wait_have_a_bound_and_are_counted(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(reports, "_MAX_BYTES", 1000)
     events = EventWriter(RunDir(blocked), attempt=1, writer="trainer-0")
     for number in range(100):
         events.emit("tick", number=number)
-    wait_for(lambda: bool(reporting.problems()), 10, "the first failure")
+    wait_for(lambda: bool(reports.problems()), 10, "the first failure")
     blocked.unlink()
     events.close(30)
     events.close(30)  # with the word that it was caught up
@@ -157,7 +157,7 @@ def test_lines_that_a_slow_filesystem_leaves_no_room_for_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No write fails: one takes its time, while more is said than is kept."""
-    monkeypatch.setattr(reporting, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(reports, "_MAX_BYTES", 1000)
     outages: list[Outage] = []
     lines, goes_on = ReportedLines(tmp_path / "events.jsonl", on_caught_up=outages.append), threading.Event()
     write = lines._write
@@ -174,7 +174,7 @@ def test_lines_that_a_slow_filesystem_leaves_no_room_for_are_counted(
 def test_one_file_that_fails_does_not_keep_the_others(blocked: Path, tmp_path: Path) -> None:
     lines, other = ReportedLines(blocked / "events.jsonl"), ReportedFile(tmp_path / "other")
     lines.append(b"{}")
-    wait_for(lambda: bool(reporting.problems()), 10, "the first failure")
+    wait_for(lambda: bool(reports.problems()), 10, "the first failure")
     other.put(b"there")
     assert other.flush(30)
     blocked.unlink()
@@ -184,7 +184,7 @@ def test_one_file_that_fails_does_not_keep_the_others(blocked: Path, tmp_path: P
 def test_a_forked_child_does_not_repeat_its_parent(blocked: Path) -> None:
     lines = ReportedLines(blocked / "events.jsonl")
     lines.append(b'"parent"')
-    wait_for(lambda: bool(reporting.problems()), 10, "the first failure")
+    wait_for(lambda: bool(reports.problems()), 10, "the first failure")
     blocked.unlink()
     pid = os.fork()
     if pid == 0:
@@ -217,7 +217,7 @@ def test_many_writers_lose_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 _LOGGING = """
 import asyncio, logging, sys
-from hpcrl.log_thread import log_in_thread
+from hpcrl.reporting.log_thread import log_in_thread
 logging.basicConfig(level=logging.INFO, format="%(message)s", filename=sys.argv[1])
 log_in_thread()
 
@@ -253,7 +253,7 @@ def test_a_role_is_ready_although_it_cannot_say_so_yet(blocked: Path, monkeypatc
     with context.progress().phase("forward_backward"):
         Complaint(time_s=1.0, role="engine", replica=1, message="takes no weights").write(context.run, 1)
     blocked.unlink()
-    assert reporting.flush(30)
+    assert reports.flush(30)
     assert role.ready_path(context.run, 1, "trainer", 0).is_file()
     assert [complaint.message for complaint in Complaint.read_all(context.run, 1)] == ["takes no weights"]
     progress = RoleProgress.read(progress_path(context.run, 1, "trainer", 0))

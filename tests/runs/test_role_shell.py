@@ -65,7 +65,7 @@ def test_a_command_has_the_environment_and_the_directory_of_the_role(engine: Rol
     assert not [line for line in lines if line.startswith(("HPCRL_RUN_ID=", "HPCRL_PROCESS="))]
 
 
-def test_a_role_that_is_not_there_is_said(engine: Role) -> None:
+def test_a_role_that_is_not_there_is_reported(engine: Role) -> None:
     found = beside(engine, 0, "true")
     assert found.returncode == ExitCode.USAGE
     assert "no process of engine 0 runs on " in found.stderr
@@ -73,7 +73,7 @@ def test_a_role_that_is_not_there_is_said(engine: Role) -> None:
     assert beside(engine, 1, "true", SLURMD_NODENAME="dev-007").returncode == ExitCode.USAGE
 
 
-def test_a_program_that_is_not_there_is_said(engine: Role) -> None:
+def test_a_program_that_is_not_there_is_reported(engine: Role) -> None:
     found = beside(engine, 1, "no-such-program")
     assert found.returncode == 127
     assert found.stderr == "hpcrl: no-such-program: No such file or directory\n"
@@ -104,7 +104,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         ("engine", "no terminal for a shell here", "-- env"),
     ],
 )
-def test_what_cannot_be_entered_is_said(
+def test_what_cannot_be_entered_is_reported(
     role: str,
     what: str,
     hint: str,
@@ -124,7 +124,7 @@ def test_what_cannot_be_entered_is_said(
 @pytest.mark.parametrize(
     ("state", "of_role", "what"),
     [
-        (RunState.FAILED, ComponentState.EXITED, "has ended (FAILED): nothing of it runs any more"),
+        (RunState.FAILED, ComponentState.EXITED, "has ended (FAILED): it has no running processes"),
         (RunState.RUNNING, ComponentState.RESTARTING, "does not run now (RESTARTING)"),
     ],
 )
@@ -230,7 +230,7 @@ def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:
     finally:
         role.kill()
         role.wait()
-    assert "engine 0 of run-1, on this machine; exit leaves it, and the run goes on" in seen
+    assert "engine 0 of run-1, on this machine; `exit` leaves the shell and does not stop the run" in seen
     assert "I am engine" in seen
 
 

@@ -115,7 +115,7 @@ def test_runs_of_all_profiles_and_of_this_directory(home: Path, hpcrl: Hpcrl) ->
     assert [path.name for path in (home / "state/hpcrl/runs").iterdir()] == [f"o1,{'a' * 32}"]
 
 
-def test_two_runs_of_one_name_are_told_apart_by_their_directories(home: Path, hpcrl: Hpcrl) -> None:
+def test_two_runs_of_one_name_are_distinguished_by_their_directories(home: Path, hpcrl: Hpcrl) -> None:
     first = a_run(home / "big disk/of runs", "o1", "a" * 32)
     second = a_run(home / "other", "o1", "b" * 32)
     hpcrl("ls")
@@ -125,7 +125,7 @@ def test_two_runs_of_one_name_are_told_apart_by_their_directories(home: Path, hp
     assert all(f"by its directory: {path}" in said for path in paths)
     assert f"hpcrl resume {paths[0]}" in hpcrl(f"why {paths[0]}")
     assert hpcrl(f"status {paths[1]}").startswith("o1  FAILED")
-    # a root that somebody names is meant; a run that is gone is no question any more
+    # a root that somebody names is meant; a run that is gone is not a question any more
     assert hpcrl("status o1 --runs-root ../other").startswith("o1  FAILED")
     shutil.rmtree(second.path)
     assert "hpcrl resume o1" in hpcrl("why o1")
@@ -144,7 +144,7 @@ def test_a_disk_that_is_away_forgets_no_run(home: Path, hpcrl: Hpcrl) -> None:
 def test_a_job_number_finds_its_run(home: Path, hpcrl: Hpcrl) -> None:
     run = a_run(home / "other", "o1")
     record = RunRecord.read(run)
-    for executor, code in (("slurm", 0), ("local", 2)):  # the process number of a local run is no job
+    for executor, code in (("slurm", 0), ("local", 2)):  # the process number of a local run is not a job
         submission = msgspec.structs.replace(record.submissions[0], executor=executor, job_id="4711")
         msgspec.structs.replace(record, submissions=[submission]).write(run)
         hpcrl("why 4711", code=code)

@@ -91,13 +91,13 @@ def test_a_controller_that_is_away_is_asked_once_and_named_with_a_hint(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_configuration_that_is_not_there_is_named_and_nobody_asked(
+def test_a_missing_configuration_is_named_and_no_command_is_run(
     command: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", "/gone/slurm.conf")
     resubmit(RunDir(site / "runs/run-1"), slurm_conf="/gone/slurm.conf")
     said = refused(monkeypatch, capsys, COMMANDS[command])
-    assert "SLURM_CONF is /gone/slurm.conf, which is not there" in said
+    assert "SLURM_CONF is /gone/slurm.conf, which does not exist" in said
     assert "hint: unset SLURM_CONF" in said
     assert calls(site) == []
     assert [path.name for path in (site / "runs").iterdir()] == ["run-1"]
@@ -115,11 +115,11 @@ def test_readers_of_a_run_say_in_one_line_why_its_job_is_not_known(
         said = capsys.readouterr().out
         assert "run-1" in said
         if command == "status":
-            assert "SLURM_CONF is /gone/slurm.conf, which is not there" in " ".join(said.split())
+            assert "SLURM_CONF is /gone/slurm.conf, which does not exist" in " ".join(said.split())
     assert calls(site) == []
 
 
-def test_a_run_that_has_said_its_end_needs_no_slurm(
+def test_a_run_with_a_recorded_end_needs_no_slurm(
     site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_status(RunDir(site / "runs/run-1"), RunState.COMPLETED)

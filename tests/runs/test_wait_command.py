@@ -28,7 +28,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def test_each_state_is_told_until_the_end(tmp_path: Path) -> None:
+def test_each_state_is_reported_until_the_end(tmp_path: Path) -> None:
     run, told = make_run(tmp_path), []
     write_status(run, RunState.STARTING, supervisor=myself())
     follows = iter([RunState.RUNNING, RunState.STOPPING, RunState.COMPLETED])
@@ -42,7 +42,7 @@ def test_each_state_is_told_until_the_end(tmp_path: Path) -> None:
     assert told == [RunState.STARTING, RunState.RUNNING, RunState.STOPPING, RunState.COMPLETED]
 
 
-def test_a_run_that_is_not_there_in_time_is_told(tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_in_time_is_reported(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_status(run, RunState.STARTING, supervisor=myself())
     with pytest.raises(WaitTimeoutError, match=r"run-1 has not ended within 0.01 s: it is STARTING"):

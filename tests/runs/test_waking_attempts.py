@@ -14,7 +14,7 @@ from runs_testing import START_S, make_run, step_record, write_event
 
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import FencedError
-from hpcrl.rollouts.files import RolloutFiles
+from hpcrl.rollouts.core.consumed_files import RolloutFiles
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
 from hpcrl.runs.role import restore_path
@@ -26,7 +26,7 @@ OLD_ATTEMPT = """
 import sys
 from pathlib import Path
 from runs_testing import step_record
-from hpcrl.rollouts.files import RolloutFiles
+from hpcrl.rollouts.core.consumed_files import RolloutFiles
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter
 from hpcrl.runs.rundir import RunDir

@@ -128,6 +128,17 @@ def test_failures_go_back_to_the_checkpoint() -> None:
     assert [step.step for step in simulation.tally.steps] == list(range(1, len(simulation.tally.steps) + 1))
 
 
+def test_as_many_failures_of_a_job_as_it_has_spare_nodes_wait_in_no_queue() -> None:
+    without = hard("checkpoint.every_steps=5", failures=Failures(mtbf_h=0.02, requeue_s=10.0)).failures
+    assert without.replaced == 0
+    spared = hard("checkpoint.every_steps=5", failures=Failures(mtbf_h=0.02, requeue_s=10.0, spares=1)).failures
+    # one is replaced, the next is requeued into a job that has its spare node again
+    assert spared.replaced == (spared.count + 1) // 2 > 0
+    assert spared.down_s == pytest.approx(10.0 * (spared.count - spared.replaced), abs=10.0)
+    many = hard("checkpoint.every_steps=5", failures=Failures(mtbf_h=0.02, requeue_s=10.0, spares=1000)).failures
+    assert (many.replaced, many.down_s) == (many.count, 0.0)
+
+
 def test_a_run_without_checkpoints_starts_over() -> None:
     result = hard(failures=Failures(mtbf_h=0.02, requeue_s=0.0))
     assert result.checkpoints == 0
@@ -211,7 +222,7 @@ def test_a_worker_does_one_thing_after_the_other() -> None:
     assert done == [("a", 1.0), ("b", 2.0), ("c", 3.0)]
 
 
-def test_a_version_is_written_beside_the_next_step() -> None:
+def test_a_version_is_written_during_the_next_step() -> None:
     """2 s of work and 1 s of copying; writing hides behind both until it is longer than they are."""
     fast = {"engine": {"step_base_s": 1e-4}, "sharing": {}}
     beside = simulate(scenario(handoff={"publish_s": constant(1.0), "write_s": constant(1.5)}, **fast))
@@ -249,6 +260,21 @@ def test_nodes_scale_every_role() -> None:
     assert ten.rollouts_per_step == 10 * one.rollouts_per_step
     assert ten.steps_per_minute == pytest.approx(one.steps_per_minute, rel=0.15)
     assert ten.engine.sampled_tokens_per_s == pytest.approx(10 * one.engine.sampled_tokens_per_s, rel=0.15)
+
+
+def test_nodes_of_workers_of_environments_are_nodes_of_the_run() -> None:
+    site = load_cluster("devcluster").value
+    shape = recipe("environment_workers={count: 4, per_node: 2}")
+    own = make_scenario(shape, site, durations(), days=0.002).size
+    assert (own.nodes, own.trainer_nodes, own.engine_nodes, own.env_nodes, own.trainer_share) == (4, 1, 1, 2, 0.5)
+    twice = make_scenario(shape, site, durations(), days=0.002, nodes=8)
+    assert (twice.size.trainer_nodes, twice.size.engine_nodes, twice.size.env_nodes) == (2, 2, 4)
+    shown = simulate(twice)
+    assert (shown.nodes, shown.env_nodes) == (8, 4)
+    with pytest.raises(UsageError, match=r"need 4 nodes \(1 for the trainer, 1 for engines, 2 for environments\)"):
+        make_scenario(shape, site, durations(), days=0.002, nodes=5)
+    beside = recipe("environment_workers={count: 4, placement: trainer_node}")
+    assert make_scenario(beside, site, durations(), days=0.002).size.env_nodes == 0
 
 
 def test_a_shared_node_counts_once() -> None:
@@ -399,7 +425,7 @@ def test_a_side_waits_what_a_step_takes_longer_than_it_alone() -> None:
     assert fast.phases["wait_batch"] > 0.9
 
 
-def test_without_a_step_nobody_knows_who_waits() -> None:
+def test_without_a_step_the_share_of_waiting_is_unknown() -> None:
     assert simulate(scenario(days=1e-6)).engines_wait is None
     few = simulate(scenario(days=0.00015))
     assert 0 < few.steps < 8

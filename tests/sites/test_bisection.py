@@ -64,12 +64,12 @@ def test_two_bad_nodes_are_found_wherever_they_are(count: int) -> None:
         assert found(find_faults(names(count), Network(bad=bad).works)) == (set(bad), set())
 
 
-def test_a_bad_node_beside_a_bad_pair() -> None:
+def test_a_bad_node_and_a_bad_pair() -> None:
     network = Network(bad=["n6"], pairs=[["n1", "n3"]])
     assert found(find_faults(names(9), network.works)) == ({"n6"}, {frozenset(["n1", "n3"])})
 
 
-def test_of_two_nodes_that_fail_together_nothing_more_can_be_said() -> None:
+def test_two_nodes_that_fail_together_are_not_distinguished() -> None:
     assert found(find_faults(names(2), Network(bad=["n0"]).works)) == (set(), {frozenset(["n0", "n1"])})
 
 
@@ -78,7 +78,7 @@ def test_a_node_that_fails_alone_is_bad() -> None:
     assert (faults.nodes, faults.pairs, faults.sound) == (("n1",), (), ("n0",))
 
 
-def test_what_fails_only_in_a_larger_group_is_no_pair() -> None:
+def test_what_fails_only_in_a_larger_group_is_not_a_pair() -> None:
     faults = find_faults(names(4), Network(pairs=[["n0", "n1", "n3"]]).works)
     assert (faults.nodes, faults.pairs) == ((), ())
     assert [set(group) for group in faults.groups] == [{"n0", "n1", "n3"}]

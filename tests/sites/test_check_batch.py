@@ -85,7 +85,9 @@ def test_without_a_driver_anywhere_processors_talk(monkeypatch: pytest.MonkeyPat
     assert (plan.backend, plan.ranks_per_node, plan.least_gb_s, plan.step_options) == ("gloo", 1, None, [])
 
 
-def test_where_nobody_can_take_part_it_says_why(monkeypatch: pytest.MonkeyPatch, questions: NodeQuestions) -> None:
+def test_the_reason_is_reported_if_no_node_can_take_part(
+    monkeypatch: pytest.MonkeyPatch, questions: NodeQuestions
+) -> None:
     *_, found = tried(monkeypatch, questions, report(questions, "n1", products=0))
     assert found.skipped == "there is one node"
     *_, found = tried(
@@ -111,7 +113,7 @@ def test_the_job_asks_for_gpus_as_the_profile_writes_them(tmp_path: Path) -> Non
     assert "--exclusive" not in asked
 
 
-def test_ranks_are_told_what_a_trainer_is_told() -> None:
+def test_ranks_get_the_environment_of_a_trainer() -> None:
     variables = network_variables(loaded("h200-28"), "gpu")
     assert variables["NCCL_SOCKET_IFNAME"] == "=bond0"
     assert variables["NCCL_IB_HCA"].startswith("=mlx5_0:1,mlx5_3:1")

@@ -102,7 +102,7 @@ def test_stages_run_in_order_and_the_report_says_what_they_found(trial: Trial) -
     ],
     ids=["stopped", "hpcrl", "os"],
 )
-def test_it_stops_at_the_first_fault_and_goes_on_there(trial: Trial, name: str, fault: Exception) -> None:
+def test_it_stops_at_the_first_fault_and_continues_there(trial: Trial, name: str, fault: Exception) -> None:
     trial.faults = {name: fault}
     result = trial.run()
     assert (result.end, result.stage, result.end.exit_code) == (FirstRunEnd.STOPPED, name, 1)
@@ -115,7 +115,7 @@ def test_it_stops_at_the_first_fault_and_goes_on_there(trial: Trial, name: str, 
     assert "moon is full" in row["message"]
     assert row["ways_on"][-1] == "again"
     assert report["next"] == row["ways_on"]
-    assert any("go on: again" in line for line in trial.said)
+    assert any("continue: again" in line for line in trial.said)
     trial.faults = {}
     assert trial.run().end is FirstRunEnd.PASSED
     assert trial.calls == NAMES[number:]
@@ -130,7 +130,7 @@ def test_what_has_passed_is_run_again_with_another_profile_or_other_inputs(trial
     trial.profile.write_text("extends: devcluster\nname: mine\nlimits: {time_limit_h: 2}\n")
     trial.run()
     assert trial.calls == NAMES
-    # a comment is no other profile
+    # a comment is not another profile
     trial.profile.write_text("# mine\nextends: devcluster\nname: mine\nlimits: {time_limit_h: 2}\n")
     trial.run()
     assert trial.calls == []
@@ -165,7 +165,7 @@ def test_from_a_stage_leaves_out_what_has_not_passed_and_says_so(trial: Trial) -
     assert trial.calls == ["plan", "probe", "run"]
     assert trial.statuses() == ["ok", "ok", "left out", "ok", "ok", "ok"]
     assert trial.report()["left_out"] == ["check-job"]
-    assert "Not looked at, because of `--from`: check-job." in result.report.read_text()
+    assert "Not checked, because of `--from`: check-job." in result.report.read_text()
     # the next call does not take it for passed
     trial.faults = {}
     trial.run()
@@ -184,7 +184,7 @@ def test_ctrl_c_keeps_what_has_passed(trial: Trial) -> None:
     assert (result.end, result.stage, result.end.exit_code) == (FirstRunEnd.INTERRUPTED, "probe", 130)
     assert trial.statuses() == ["ok", "ok", "ok", "ok", "interrupted", "not begun"]
     assert trial.report()["next"] == ["again"]
-    assert "go on: again" in trial.said[-1]
+    assert "continue: again" in trial.said[-1]
     trial.faults = {}
     trial.run()
     assert trial.calls == ["probe", "run"]
@@ -207,7 +207,7 @@ def test_the_end_of_a_session_is_an_interruption(trial: Trial, number: signal.Si
     assert signal.getsignal(number) is before
 
 
-def test_a_defect_of_ours_is_on_record_and_not_hidden(trial: Trial) -> None:
+def test_a_defect_of_hpcrl_is_on_record_and_not_hidden(trial: Trial) -> None:
     trial.faults = {"plan": ZeroDivisionError("by zero")}
     with pytest.raises(ZeroDivisionError):
         trial.run()

@@ -17,7 +17,8 @@ from hpcrl.bringup.stage import StageStoppedError
 from hpcrl.config.plan import Role
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.errors import HpcrlError
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.runs.job_facts import JobFact
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -75,7 +76,8 @@ class Planned(RunDir):
 @pytest.fixture
 def verified(site: Site, monkeypatch: pytest.MonkeyPatch) -> Planned:
     """A run with a finished rollout, seen from an environment without arrays."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "runs"))
+    for room in ("runs", "cli"):
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / room))
     from runs_testing import make_run, write_steps
     from test_rollout_commands import finish, make_rollout
 
@@ -135,7 +137,7 @@ class Seen:
         monkeypatch.setattr(follow, "observe", lambda run: views.pop(0) if len(views) > 1 else views[0])
         monkeypatch.setattr(follow, "read_metrics", lambda run: [])
         monkeypatch.setattr(follow, "_POLL_S", 0.01)
-        monkeypatch.setattr(follow, "use_source", lambda source: None)
+        monkeypatch.setattr(follow, "set_job_query", lambda source: None)
         self.run = RunDir(Path("/runs/tiny"))
         self.plan: Any = SimpleNamespace(time_limit_s=0.1)
         self.said: list[str] = []
@@ -144,7 +146,7 @@ class Seen:
         follow.follow_to_end(self.run, self.plan, wait_s=wait_s, say=self.said.append)
 
 
-def test_a_run_that_completes_is_told_of_once_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_completes_is_reported_once_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch, *[RunState.SUBMITTED] * 3, *[RunState.RUNNING] * 2, RunState.COMPLETED, reason="Priority")
     seen.follow()
     assert seen.said == ["job 7 pending (Priority)", "running", "completed"]

@@ -86,7 +86,7 @@ def drafting(site: Site, **options: Any) -> SiteBench:
     return SiteBench(replace(site.bench.request, cluster="fresh", **options), site.state, site.said.append)
 
 
-def test_a_draft_with_all_that_only_a_person_knows_goes_on(site: Site) -> None:
+def test_a_draft_with_all_that_only_a_person_knows_continues(site: Site) -> None:
     bench = drafting(
         site, runs_root=str(site.runs_root), fabric="ethernet", python=sys.executable, vllm_python="/shared/vllm/python"
     )
@@ -101,7 +101,7 @@ def test_a_draft_with_all_that_only_a_person_knows_goes_on(site: Site) -> None:
         replace(bench.request, runs_root="/elsewhere", fabric="roce", python="/p", vllm_python="/v"), site.state, print
     )
     (warning,) = site_stages.describe_site(other).warnings
-    assert "something else than --runs-root, --fabric, --python, --vllm-python, which changed nothing" in warning
+    assert "differs from --runs-root, --fabric, --python, --vllm-python: these options changed nothing" in warning
 
 
 def test_a_draft_with_change_me_stops_and_names_the_lines(site: Site) -> None:
@@ -115,7 +115,7 @@ def test_a_draft_with_change_me_stops_and_names_the_lines(site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["-x", "..", "a b", "moon;rm", ""])
-def test_what_is_no_name_is_drafted_nowhere(site: Site, name: str) -> None:
+def test_what_is_not_a_name_is_drafted_nowhere(site: Site, name: str) -> None:
     bench = SiteBench(replace(site.bench.request, cluster=name), site.state, site.said.append)
     with pytest.raises(UsageError, match="cannot be the name of a profile"):
         site_stages.describe_site(bench)
@@ -269,7 +269,7 @@ def make(site: Site, python: Path) -> None:
 def test_an_interpreter_that_cannot_make_the_model_is_quoted(site: Site) -> None:
     python = interpreter(site.place / "python", "echo no torch here; exit 3")
     with pytest.raises(
-        StageStoppedError, match=r"could not be made by .*python; its last words:\n    no torch here"
+        StageStoppedError, match=r"python could not make the start model; its last output:\n    no torch here"
     ) as caught:
         make(site, python)
     assert caught.value.commands[0].startswith(f"{python} -m hpcrl warmup {RECIPE_FILE}")
@@ -290,7 +290,7 @@ def test_an_interpreter_that_hangs_is_ended(site: Site, monkeypatch: pytest.Monk
         os.kill(pid, 0)
 
 
-def test_a_run_that_is_too_large_for_its_nodes_is_no_plan(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_too_large_for_its_nodes_is_not_a_plan(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.found("check-job", gpus={"gpu": 0})
     monkeypatch.setattr(run_stages, "make_model", lambda recipe, *_: make_tiny_model(Path(recipe.model.path)))
     monkeypatch.setattr(run_stages, "judge", lambda *_: Verdict(short=("trainer host: 4.3 GiB short",)))
@@ -301,7 +301,7 @@ def test_a_run_that_is_too_large_for_its_nodes_is_no_plan(site: Site, monkeypatc
 
 def test_a_plan_that_slurm_would_not_start_is_none(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise UsageError("Slurm could not start this run as things are")
+        raise UsageError("Slurm could not start this run now")
 
     site.found("check-job", gpus={"gpu": 0})
     monkeypatch.setattr(run_stages, "make_model", lambda recipe, *_: make_tiny_model(Path(recipe.model.path)))

@@ -75,7 +75,7 @@ def test_without_torch_each_says_why(tmp_path: Path) -> None:
     ("change", "code", "severity", "words"),
     [
         ({"float32": 1e-3}, "gpu-wrong", Severity.ERROR, "float32"),
-        ({"bfloat16": None}, "gpu-wrong", Severity.ERROR, "it is no number"),
+        ({"bfloat16": None}, "gpu-wrong", Severity.ERROR, "it is not a number"),
         ({"problem": "CUDA error: uncorrectable ECC error"}, "gpu-fails", Severity.ERROR, "ECC"),
         ({"tflops": 200.0}, "gpu-slow", Severity.WARNING, "200 TFLOP/s"),
     ],
@@ -87,6 +87,6 @@ def test_what_is_wrong_has_a_code(change: dict[str, object], code: str, severity
     assert "GPU 3 (NVIDIA H200)" in found.what
 
 
-def test_a_good_gpu_is_no_finding_and_speed_needs_a_figure() -> None:
+def test_a_good_gpu_is_not_a_finding_and_speed_needs_a_figure() -> None:
     assert list(gpu_findings([GOOD], tflops=989.0)) == []
     assert list(gpu_findings([replace(GOOD, tflops=1.0)], tflops=None)) == []

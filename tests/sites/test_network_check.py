@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.daemon_threads import DaemonExecutor
+from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.sites.network_check import NetworkPlan, NetworkReport, check_network, group_result, join_group, start_group
 from hpcrl.sites.network_group import GroupResult
 
@@ -120,7 +120,7 @@ def test_a_hang_ends_in_time_and_is_one(tmp_path: Path) -> None:
 def test_where_time_is_over_no_group_is_begun(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, ["n1", "n2"])
     report = check_network(["n1", "n2"], PLAN, nodes.run(PLAN), time_left=lambda: PLAN.limit_s - 1)
-    assert (report.tries, report.skipped) == ([], "no time was left to try it")
+    assert (report.tries, report.skipped) == ([], "no time was left to test it")
     assert os.listdir(tmp_path) == []
 
 

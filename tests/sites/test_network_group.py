@@ -91,7 +91,7 @@ def test_a_node_that_does_not_answer() -> None:
             {"phase": "imported", "problem": "it was ended by SIGBUS", "died": True},
         ),
         (ScriptEnd(answers=[], kind="hang", problem="it takes longer than 9 s"), {"phase": "", "hung": True}),
-        (ScriptEnd(answers=[{"phase": "reduced"}]), {"phase": "reduced", "problem": "its process ended before"}),
+        (ScriptEnd(answers=[{"phase": "reduced"}]), {"phase": "reduced", "problem": "its process ended earlier"}),
         (
             ScriptEnd(
                 answers=[
@@ -104,7 +104,7 @@ def test_a_node_that_does_not_answer() -> None:
         ),
     ],
 )
-def test_what_a_rank_said(end: ScriptEnd, expected: dict[str, object]) -> None:
+def test_the_report_of_a_rank(end: ScriptEnd, expected: dict[str, object]) -> None:
     answer = rank_answer(end)
     assert {name: getattr(answer, name) for name in expected} == expected
 
@@ -138,13 +138,13 @@ def test_findings_name_the_node_the_pair_and_the_reason() -> None:
     assert "(4 groups tried)" in network_summary(report)
 
 
-def test_where_bisection_finds_nobody_the_whole_is_named() -> None:
+def test_bisection_without_a_culprit_names_all_nodes() -> None:
     tries = [GroupResult(nodes=("n1", "n2"), kind="failed", what="its step ended")]
     (found,) = network_findings(NetworkReport(backend="gloo", tries=tries), "k")
     assert (found.code, found.what) == ("network-fails", "n1, n2 do not work together (gloo): its step ended")
 
 
-def test_a_network_that_works_or_was_not_tried_is_no_finding() -> None:
+def test_a_network_that_works_or_was_not_tried_is_not_a_finding() -> None:
     good = NetworkReport(backend="nccl", tries=[GroupResult(nodes=NODES, reduce_gb_s=360.0, exchange_gb_s=41.5)])
     skipped = NetworkReport(skipped="there is one node")
     assert [*network_findings(good, "k"), *network_findings(skipped, "k")] == []

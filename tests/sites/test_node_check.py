@@ -34,7 +34,7 @@ def test_one_node_does_both(tmp_path: Path) -> None:
     assert problem == ""
 
 
-def test_a_full_disk_is_said_by_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_by_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_check, "write_rates", lambda path: DiskRates())
     (_, problem), (_, quiet) = measured(tmp_path, 2)
     assert (problem, quiet) == ("there is little room left", "")

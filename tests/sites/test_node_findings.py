@@ -78,7 +78,7 @@ def test_what_is_wrong_has_a_code(change: dict[str, object], code: str, severity
     assert found[0].hint
 
 
-def test_the_same_on_many_nodes_is_said_once_and_errors_first(site: SlurmCluster) -> None:
+def test_the_same_on_many_nodes_is_reported_once_and_errors_first(site: SlurmCluster) -> None:
     bad = msgspec.structs.replace(GOOD, open_files=1024, has_scontrol=False)
     many = [msgspec.structs.replace(bad, host=f"n{i}") for i in range(20)]
     assert list(codes(site, *many)) == ["no-scontrol", "open-files"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hpcrl.sites.node_reach import RunAddresses, meet
+from hpcrl.sites.node_reach import RunAddresses, check_connectivity
 
 
 class Ports(NamedTuple):
@@ -18,7 +18,7 @@ class Ports(NamedTuple):
 
 def all_meet(directory: Path, addresses: dict[str, str]) -> dict[str, dict[str, str]]:
     with ThreadPoolExecutor(len(addresses)) as pool:
-        nodes = {node: pool.submit(meet, directory, node, Ports(), addresses) for node in addresses}
+        nodes = {node: pool.submit(check_connectivity, directory, node, Ports(), addresses) for node in addresses}
         return {node: future.result(60) for node, future in nodes.items()}
 
 
@@ -41,7 +41,7 @@ def test_a_connection_that_is_refused_is_a_finding(tmp_path: Path, monkeypatch: 
     # n2 says that it listens, and does not: as behind a firewall
     (tmp_path / "listens-n2").write_text("9")
     (tmp_path / "met-n2").touch()
-    assert "127.91.7.2:9" in meet(tmp_path, "n1", Ports(), {"n1": "127.91.7.1", "n2": "127.91.7.2"})["n2"]
+    assert "127.91.7.2:9" in check_connectivity(tmp_path, "n1", Ports(), {"n1": "127.91.7.1", "n2": "127.91.7.2"})["n2"]
 
 
 def test_addresses_travel_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ TREE = {
     "0000:9a:00.0": ("pci0000:97/0000:97:01.0/0000:98:00.0/0000:99:00.0/0000:9a:00.0", "gpu", 1),
     "0000:9c:00.0": ("pci0000:97/0000:97:01.0/0000:98:00.0/0000:99:01.0/0000:9c:00.0", "mlx5_1", 1),
     "0000:d0:00.0": ("pci0000:cf/0000:cf:01.0/0000:d0:00.0", "mlx5_2", 1),
-    # management: a display of the server, which is no GPU of ours
+    # management: a display of the server, which is not a GPU of ours
     "0000:03:00.0": ("pci0000:00/0000:00:1c.0/0000:03:00.0", "display", -1),
 }
 

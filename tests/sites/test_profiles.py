@@ -225,7 +225,7 @@ def test_list_survives_a_draft(
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "cluster", "init", "mine") == 0
     capsys.readouterr()
-    assert run(monkeypatch, "cluster", "list", "--json") == 0
+    assert run(monkeypatch, "cluster", "ls", "--json") == 0
     rows = {row["name"]: row["description"] for row in json.loads(capsys.readouterr().out)}
     assert "not valid" in rows["mine"]
     assert "Slurm cluster" in rows["devcluster"]

@@ -116,7 +116,7 @@ def test_a_bundle_is_installed_without_a_network(site: Site, tmp_path: Path, mon
 def test_what_was_collected_is_taken_up(site: Site, tmp_path: Path) -> None:
     missing = site.index / "tiny_two-2.0+cpu-py3-none-any.whl"
     missing.rename(tmp_path / missing.name)
-    with pytest.raises(InstallFailedError, match="is not to be had in the version"):
+    with pytest.raises(InstallFailedError, match="is unavailable in the version"):
         site.write(tmp_path / "site.tar")
     assert not (tmp_path / "site.tar").exists()
     # the first package is not asked for again
@@ -189,7 +189,7 @@ def test_what_is_not_listed_is_refused(written: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="that it does not list"):
         unpack(extra, tmp_path)
     short = rewritten(written, tmp_path / "short.tar", {"wheels/tiny_one-1.0-py3-none-any.whl": None})
-    with pytest.raises(UsageError, match=r"is cut: wheels/tiny_one\S+ is missing"):
+    with pytest.raises(UsageError, match=r"is truncated: wheels/tiny_one\S+ is missing"):
         unpack(short, tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_a_wheel_that_the_lock_does_not_know_is_refused(site: Site, tmp_path: Pa
         old["name"]: other.read_bytes(),
     }
     forged = rewritten(tmp_path / "site.tar", tmp_path / "forged.tar", change)
-    with pytest.raises(UsageError, match=r"has not the tiny-one 1\.0 of its own list"):
+    with pytest.raises(UsageError, match=r"lacks the tiny-one 1\.0 of its own list"):
         unpack(forged, tmp_path)
 
 
@@ -249,9 +249,11 @@ def test_a_bundle_for_something_else_is_refused(
     assert "and not for vllm" in refusal_of(monkeypatch, capsys, *words, str(written), "--role", "vllm")
     said = refusal_of(monkeypatch, capsys, *words, str(written), "--role", "login", "--accelerator", "cpu")
     assert "is for cuda" in said
-    assert "is not there" in refusal_of(monkeypatch, capsys, *words, str(tmp_path / "none.tar"), "--role", "login")
+    assert "does not exist" in refusal_of(monkeypatch, capsys, *words, str(tmp_path / "none.tar"), "--role", "login")
     (tmp_path / "text.tar").write_text("no bundle")
-    assert "is cut or damaged" in refusal_of(monkeypatch, capsys, *words, str(tmp_path / "text.tar"), "--role", "login")
+    assert "is truncated or damaged" in refusal_of(
+        monkeypatch, capsys, *words, str(tmp_path / "text.tar"), "--role", "login"
+    )
     said = refusal_of(monkeypatch, capsys, "bundle", "-o", str(tmp_path / "new.tar"), "--python-version", "3.9")
     assert "are for Python 3.11, 3.12, 3.13, and this is 3.9" in said
     said = refusal_of(monkeypatch, capsys, "bundle", "-o", str(tmp_path / "new.tar"), "--machine", "riscv64")

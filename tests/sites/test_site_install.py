@@ -112,10 +112,10 @@ def test_a_name_that_something_else_has_is_left_alone(tmp_path: Path, interprete
 @pytest.mark.parametrize(
     ("damage", "installer", "says"),
     [
-        ("digest", PIP, "a wheel has not the digest that hpcrl ships for it"),
+        ("digest", PIP, "a wheel does not have the digest that hpcrl ships for it"),
         ("import", PIP, "import tiny_none: ModuleNotFoundError"),
         ("crash", PIP, "the interpreter ended while it imported hpcrl, tiny_one"),
-        ("version", PIP, "is not to be had in the version"),
+        ("version", PIP, "is unavailable in the version"),
         ("nothing", NOTHING, "tiny-one is missing and not 1.0"),
         ("failure", Installer("pip", ("/bin/false",)), "false failed with exit code 1"),
     ],
@@ -218,7 +218,7 @@ def test_of_two_on_a_filesystem_without_locks_the_first_gives_the_name(
     assert left_in(tmp_path) == [other.name, "env"]
 
 
-def test_no_room_is_said_before_anything_is_made(tmp_path: Path, interpreter: Interpreter, wheels: Path) -> None:
+def test_no_room_is_reported_before_anything_is_made(tmp_path: Path, interpreter: Interpreter, wheels: Path) -> None:
     with pytest.raises(UsageError, match=r"no room for the environment: .* bytes in .*\n    hint: make room"):
         make(tmp_path, interpreter, lambda stage: replace(tiny_contents(wheels, stage), wheel_bytes=1 << 60), NOTHING)
     assert left_in(tmp_path) == []
@@ -253,7 +253,7 @@ def test_without_a_network_the_bundle_is_named(
         ([[3, 11, 2], "cpython", "darwin", "arm64", ["", ""]], "runs on darwin"),
         ([[3, 11, 2], "cpython", "linux", "x86_64", ["", ""]], r"need glibc 2\.34 or newer, .* another C library"),
         ([[3, 11, 2], "cpython", "linux", "x86_64", ["glibc", "2.28"]], r"runs on glibc 2\.28"),
-        ("no Python at all", "is no Python"),
+        ("no Python at all", "is not a Python"),
         (None, "cannot be run"),
     ],
 )
@@ -302,7 +302,7 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert not prefix.exists()
 
 
-def test_what_pip_is_told_of_the_caller_is_about_indexes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_gets_only_index_settings_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables that would install elsewhere are dropped, mirrors and caches are not; a bundle asks none of them."""
     script = tmp_path / "installer"
     script.write_text(f'#!/bin/sh\nenv > "{tmp_path}/env"\n')
@@ -325,10 +325,10 @@ def test_what_pip_is_told_of_the_caller_is_about_indexes_alone(tmp_path: Path, m
             "--prefix",
         ),
         ("error: failed to write to file: Disk quota exceeded (os error 122)", "no room", "UV_CACHE_DIR"),
-        ("error: Hash mismatch for `six==1.17.0`", "not the digest", "index or a proxy"),
+        ("error: Hash mismatch for `six==1.17.0`", "not have the digest", "index or a proxy"),
         ("error: Request failed\n  cause: dns error\n  cause: no address", "no package index answers", "site bundle"),
-        ("ERROR: No matching distribution found for six==9", "not to be had in the version", "platform"),
-        ("something else", "env failed with exit code 7", "stands above"),
+        ("ERROR: No matching distribution found for six==9", "unavailable in the version", "platform"),
+        ("something else", "env failed with exit code 7", "its output is above"),
     ],
 )
 def test_what_installers_say_is_explained(tmp_path: Path, words: str, says: str, hint: str) -> None:

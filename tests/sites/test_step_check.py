@@ -38,7 +38,7 @@ async def test_a_step_that_prints_is_noise(tmp_path: Path) -> None:
     assert "Welcome to n1" in found.what
 
 
-async def test_a_good_step_is_no_finding(tmp_path: Path) -> None:
+async def test_a_good_step_is_not_a_finding(tmp_path: Path) -> None:
     report = await check_step(tmp_path, os.environ, step=step('exec "$@"'), timeout_s=30.0)
     assert (report, finding(report)) == (StepReport(), None)
 

@@ -66,16 +66,18 @@ def test_nothing_stands_against_a_run_for_which_there_is_room(site: Site) -> Non
 
 def test_a_partition_with_too_few_nodes(site: Site) -> None:
     site.nodes = [("n1", "IDLE", "gpu", ""), ("n2", "IDLE", "all", "")]
-    assert site.obstacles() == ["it needs 2 nodes of partition gpu at once, which has 1"]
+    assert site.obstacles() == ["the run needs 2 nodes of partition gpu at once, which has 1"]
     assert site.tested == [], "Slurm would only say the same"
 
 
 def test_nodes_that_are_not_usable_are_named_with_the_reason(site: Site) -> None:
     site.nodes[1] = ("n2", "DOWN+DRAIN", "gpu", "no fan [root@2026-11-01T00:00:00]")
-    said = "it needs 2 nodes of partition gpu at once, which has 2, 1 of them usable (n2 DOWN+DRAIN: no fan)"
+    said = "the run needs 2 nodes of partition gpu at once, which has 2, 1 of them usable (n2 DOWN+DRAIN: no fan)"
     assert site.obstacles() == [said]
     site.nodes[1] = ("n2", "DOWN", "gpu", "")
-    assert site.obstacles() == ["it needs 2 nodes of partition gpu at once, which has 2, 1 of them usable (n2 DOWN)"]
+    assert site.obstacles() == [
+        "the run needs 2 nodes of partition gpu at once, which has 2, 1 of them usable (n2 DOWN)"
+    ]
 
 
 @pytest.mark.parametrize(("away", "more"), [(4, ""), (5, " and 1 more"), (9, " and 5 more")])
@@ -102,13 +104,14 @@ def test_the_longest_time_of_a_partition(site: Site, limit: str, ok: bool) -> No
         assert found == []
     else:
         assert len(found) == 1
-        assert found[0].startswith("it asks for 24 h (job.time_limit_h")
+        assert found[0].startswith("the run asks for 24 h (job.time_limit_h")
         assert found[0].endswith("and partition gpu gives 23.9833 h (MaxTime)")
         assert site.tested == []
 
 
 @pytest.mark.parametrize(
-    ("most", "found"), [("2", []), ("1", ["a job of it needs 2 nodes, and partition gpu gives a job 1 (MaxNodes)"])]
+    ("most", "found"),
+    [("2", []), ("1", ["a job of the run needs 2 nodes, and partition gpu gives a job 1 (MaxNodes)"])],
 )
 def test_the_largest_job_of_a_partition(site: Site, most: str, found: list[str]) -> None:
     site.partition = f"PartitionName=gpu MaxNodes={most} State=UP"
@@ -124,7 +127,7 @@ def test_a_partition_that_is_closed(site: Site) -> None:
     assert site.obstacles() == []
 
 
-def test_all_reasons_are_told_at_once(site: Site) -> None:
+def test_all_reasons_are_reported_at_once(site: Site) -> None:
     site.nodes, site.partition = site.nodes[:1], "PartitionName=gpu MaxNodes=1 MaxTime=1:00 State=DOWN"
     assert len(site.obstacles()) == 4
     with pytest.raises(UsageError) as caught:
@@ -161,7 +164,7 @@ def test_components_that_share_nodes_count_once(site: Site) -> None:
     assert [need.nodes for need in needed_nodes(apart.model_copy(update={"layout": layout}))] == [2]
 
 
-def test_a_slurm_that_does_not_answer_is_no_obstacle(site: Site, slurm: FakeSlurm) -> None:
+def test_a_slurm_that_does_not_answer_is_not_an_obstacle(site: Site, slurm: FakeSlurm) -> None:
     slurm.away = True
     with pytest.raises(SlurmUnavailableError):
         site.obstacles()

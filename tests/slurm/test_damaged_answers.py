@@ -131,13 +131,13 @@ def _check(seed: int) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_damaged_answers_are_errors_of_ours(part: int) -> None:
+def test_damaged_answers_are_errors_of_hpcrl(part: int) -> None:
     for seed in range(40 * part, 40 * part + 40):
         _check(seed)
 
 
 @pytest.mark.campaign
-def test_any_damaged_answer_is_an_error_of_ours() -> None:
+def test_any_damaged_answer_is_an_error_of_hpcrl() -> None:
     seed, until = time.time_ns(), time.monotonic() + 30.0
     print(f"seed {seed}")
     while time.monotonic() < until:
@@ -146,7 +146,7 @@ def test_any_damaged_answer_is_an_error_of_ours() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_state_that_is_not_known_is_no_end(seed: int) -> None:
+def test_a_state_that_is_not_known_is_not_an_end(seed: int) -> None:
     """The words of all states are spoiled by a letter: whoever reads them knows none, and says so."""
     dice = random.Random(seed)
     word = dice.choice(sorted(ENDS))

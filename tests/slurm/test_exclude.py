@@ -99,7 +99,7 @@ class Job:
 
 
 @pytest.mark.parametrize(("waits_from_s", "told"), [(0.0, True), (3.0, True), (5.0, True), (7.0, False), (1e9, False)])
-def test_a_job_that_is_about_to_wait_is_told_until_it_does(
+def test_a_job_about_to_wait_gets_its_exclusions_until_it_waits(
     slurm: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -128,7 +128,7 @@ def test_every_component_of_a_job_stays_away(
     assert [call[2] for call in slurm.calls] == [f"JobId={name}" for name in names]
 
 
-def test_a_job_that_keeps_its_nodes_is_no_error(
+def test_a_job_that_keeps_its_nodes_is_not_an_error(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Job(slurm, monkeypatch, waits_from_s=1e9)

@@ -30,9 +30,9 @@ from hpcrl.slurm.in_job import InJob, find_allocation, plan_inside
 from hpcrl.slurm.launch_arguments import allocations_from_env
 from hpcrl.slurm.scripts import in_job_script
 from hpcrl.submit.submission import create_run
-from hpcrl.supervisor.attempt_state import AttemptState
+from hpcrl.supervisor.attempt.attempt_state import AttemptState
+from hpcrl.supervisor.attempt.signal_handler import SignalHandler
 from hpcrl.supervisor.launch.step_launcher import StepLauncher
-from hpcrl.supervisor.notices import Notices
 
 SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-5]", "SLURM_JOB_PARTITION": "gpu"}
 
@@ -67,12 +67,12 @@ def test_an_allocation_that_holds_the_plan() -> None:
 @pytest.mark.parametrize(
     ("environ", "slurm", "settings", "says"),
     [
-        ({"SLURM_JOB_ID": ""}, {}, (), "in no allocation"),
+        ({"SLURM_JOB_ID": ""}, {}, (), "no allocation"),
         ({"SLURM_JOB_NODELIST": "n[1-2]"}, {}, (), "has 2 nodes, the run needs 3"),
         ({"SLURM_HET_SIZE": "2"}, {}, (), "heterogeneous"),
         ({}, {"state": "COMPLETING"}, (), "is COMPLETING"),
         ({}, {"state": ""}, (), "not known to Slurm"),
-        ({}, {"ends_in_s": 100.0}, (), "to save and to leave takes 150 s"),
+        ({}, {"ends_in_s": 100.0}, (), "saving and ending takes 150 s"),
         ({}, {}, ("job.layout=hetjob",), "job.layout=single"),
     ],
 )
@@ -111,7 +111,7 @@ def test_an_allocation_that_just_holds_the_plan(environ: dict[str, str], slurm: 
     assert find_allocation(plan(), {**SHELL, **environ}, client(**slurm)).job_id == 7
 
 
-def test_who_is_in_no_allocation_is_told_how_to_get_one() -> None:
+def test_a_shell_without_an_allocation_gets_the_salloc_command() -> None:
     with pytest.raises(UsageError) as caught:
         find_allocation(plan(), {}, client())
     hint = str(caught.value).splitlines()[-1]
@@ -166,7 +166,7 @@ def test_without_a_signal_the_clock_says_when_to_save(
     warned: list[float] = []
 
     async def look() -> None:
-        notices = Notices(
+        notices = SignalHandler(
             RunDir(tmp_path),
             attempt=1,
             plan=wanted,

@@ -46,7 +46,7 @@ def options(launch: Launch) -> dict[str, str]:
     """Options of srun by name, up to the command."""
     assert launch.argv[0] == "srun"
     pairs = [word.partition("=") for word in launch.argv[1:] if word.startswith("--")]
-    assert len({name for name, _, _ in pairs}) == len(pairs), "an option stands twice"
+    assert len({name for name, _, _ in pairs}) == len(pairs), "an option appears twice"
     return {name: value for name, _, value in pairs}
 
 
@@ -116,7 +116,7 @@ def test_gpus(gres: str, gpu_type: str | None, own: str | None, beside: str | No
     assert gpu_options(Role.ORCHESTRATOR) == ([beside] if beside else [])
 
 
-def test_only_what_runs_beside_overlaps() -> None:
+def test_only_steps_of_the_same_nodes_overlap() -> None:
     plan, _ = plan_for("quickstart", "devcluster")
     assert "--overlap" in start(plan, Role.ORCHESTRATOR).argv
     # a restarted engine waits until the memory of the one before is free
@@ -148,7 +148,7 @@ def test_on_a_shared_node_probes_have_the_part_of_their_role() -> None:
     assert (found["--ntasks"], found["--cpus-per-task"], found["--gres"]) == ("1", "80", "gpu:h200:4")
 
 
-def test_where_slurm_gives_out_no_gpus_roles_are_told_theirs() -> None:
+def test_without_gpus_from_slurm_roles_get_their_devices() -> None:
     plan, _ = plan_for(*SHARED, gres="none")
     roles = [(Role.TRAINER, 0), (Role.ENGINE, 0), (Role.ENGINE, 1)]
     told = [start(plan, role, replica).argv[-4:-2] for role, replica in roles]

@@ -38,7 +38,7 @@ def launch(plan, cwd: Path):
 @SITES
 @NAMES
 @pytest.mark.parametrize("what", ["runs root", "model.path", "secret", "paths.cache", "paths.scratch"])
-def test_what_is_mounted_beside_it(container: dict[str, object], name: str, what: str) -> None:
+def test_what_is_mounted_in_addition(container: dict[str, object], name: str, what: str) -> None:
     path, words, profile = f"/data/{name}/x", [], {}
     run_dir = Path(path) / "night-1" if what == "runs root" else Path("/runs/night-1")
     if what == "model.path":

@@ -73,7 +73,7 @@ def test_its_step_has_the_node_and_asks_for_no_gpus(profile: str) -> None:
     assert not [word for word in launch.argv if word.startswith(("--overlap", "--gres", "--gpus"))]
 
 
-def test_it_stays_beside_the_trainer_where_nobody_places_it(profile: str) -> None:
+def test_the_orchestrator_runs_on_the_trainer_node_by_default(profile: str) -> None:
     for settings in ((), ("job.partition={orchestrator: gpu}",)):
         plan, _ = planned(profile, *settings)
         assert plan.group(Role.ORCHESTRATOR).beside
@@ -86,11 +86,11 @@ def test_it_stays_beside_the_trainer_where_nobody_places_it(profile: str) -> Non
         (("job.layout=elastic",), "the orchestrator has no job of its own"),
         (("job.layout=single",), "orchestrator in cpu"),
         (("job.time_limit_h=24.5",), "24"),
-        (("job.partition={orchestrator: cpus}",), "none of the partitions"),
+        (("job.partition={orchestrator: cpus}",), "is not a partition of"),
         (("job.partition={router: cpu}",), "roles that have are"),
     ],
 )
-def test_what_cannot_be_is_said(profile: str, settings: tuple[str, ...], what: str) -> None:
+def test_what_cannot_be_is_reported(profile: str, settings: tuple[str, ...], what: str) -> None:
     with pytest.raises(ConfigError) as error:
         planned(profile, APART, *settings)
     assert what in str(error.value)

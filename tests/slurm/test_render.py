@@ -110,6 +110,25 @@ def test_golden_of_the_examples(recipe: str, cluster: str) -> None:
     check_golden(f"{recipe}-{cluster}/plan.json", plan.model_dump_json(indent=2) + "\n")
 
 
+@pytest.mark.parametrize(
+    ("layout", "spares"),
+    [("hetjob", "{trainer: 1, engine: 2}"), ("single", "{trainer: 1, engine: 2}"), ("elastic", "{trainer: 1}")],
+)
+def test_golden_with_spare_nodes(layout: str, spares: str) -> None:
+    overrides = ("trainer.ranks=2", "trainer.nodes=2", "engine.replicas=2", f"job.layout={layout}")
+    plan, site = plan_for("quickstart", "devcluster", *overrides, f"job.spare_nodes={spares}")
+    for script in render(plan, site):
+        name = f"{layout}-spares/{script.file_name}"
+        check_golden(name, script.text)
+        check_shell(GOLDEN / name)
+        # each component of the supervisor's job, or Slurm ends all of them with the one that lacks it
+        components = 1 if layout != "hetjob" else 2
+        expected = components if script.part == "main" else 0
+        assert script.text.count("#SBATCH --no-kill\n") == expected
+    # steps of roles name the nodes that they use, as without spare ones
+    check_golden(f"{layout}-plain/launch.txt", launches(plan))
+
+
 def test_same_input_same_bytes() -> None:
     once, again = (render(*plan_for("glm5_swe", "h200-28", "job.payload=probe")) for _ in range(2))
     assert once == again
@@ -147,7 +166,7 @@ def test_options_of_the_recipe_reach_every_component_and_every_job() -> None:
         assert all(script.text.count(f"#SBATCH {option}\n") == 1 for option in MORE)
 
 
-def test_no_option_of_ours_may_be_passed_on() -> None:
+def test_no_option_of_hpcrl_may_be_passed_on() -> None:
     """What the scripts say themselves is refused in a recipe: nothing can say it twice."""
     plans = [plan_for("glm5_swe", "h200-28", "job.payload=probe"), plan_for("quickstart", "devcluster")]
     lines = [
@@ -260,7 +279,7 @@ def test_own_templates(tmp_path: Path) -> None:
     (own / "_environment.j2").write_text("{{ no_such_name }}\n")
     with pytest.raises(UsageError, match="no_such_name"):
         render(plan, site, templates=own)
-    with pytest.raises(UsageError, match="no directory"):
+    with pytest.raises(UsageError, match="is not a directory of templates"):
         render(plan, site, templates=tmp_path / "nowhere")
 
 

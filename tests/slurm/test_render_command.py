@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from chat_lab import write_model
 from start_models import write_tiny_model
 
 from hpcrl.cli.main import main
@@ -21,6 +22,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.errors import SlurmRejectedError
 from hpcrl.slurm.scripts import STAND_IN_ID
 from hpcrl.submit.submission import create_run, submit_attempt
+from hpcrl.swe.task import SweTask, write_tasks
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,7 @@ def test_a_refused_hand_over_leaves_nothing(stub_slurm: Path, monkeypatch: pytes
 
 def test_render_needs_a_site(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "render", "quickstart", "-o", "out") == 2
-    assert "local is no Slurm site" in capsys.readouterr().err
+    assert "local is not a Slurm site" in capsys.readouterr().err
 
 
 def test_plan_shows_nodes_and_sources(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +170,34 @@ def test_real_roles_of_the_reference_run_want_its_model(
     assert "hpcrl model get zai-org/GLM-5 --output models/GLM-5" in err
 
 
+GLM_TEMPLATE = """[gMASK]<sop>
+{%- if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}
+<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}<|assistant|><think>{{ m.reasoning_content or '' }}</think>{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key>
+{#- -#}<arg_value>{{ value | tojson }}</arg_value>{% endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}<|observation|><tool_response>{{ m.content }}</tool_response>
+{%- else %}<|{{ m.role }}|>{{ m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>{% endif %}{# <|user|> <|endoftext|> #}"""
+
+
+def _write_swe_tasks(directory: Path) -> None:
+    """Write a set of two tasks."""
+    (directory / "trees/one").mkdir(parents=True)
+    (directory / "trees/one/test_a.py").write_text("def test_a(): pass\n")
+    splits: tuple[Literal["train", "heldout"], ...] = ("train", "heldout")
+    write_tasks(
+        directory / "tasks.jsonl",
+        [
+            SweTask(id=split, instruction=split, fail_to_pass=("test_a.py::test_a",), tree="trees/one", split=split)
+            for split in splits
+        ],
+    )
+
+
 def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,11 +219,10 @@ def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
     assert model.endswith(f"model.path: {Path.cwd() / 'models/GLM-5'} holds no model (no config.json)")
     config = json.loads((Path(known.__file__).parent / "configs/GLM-5.json").read_text())
     write_tiny_model(Path("models/GLM-5"), config)
+    write_model(Path("models/GLM-5"), GLM_TEMPLATE, eos_token="<|endoftext|>")
     assert refused() == programs
-    shutil.copy(Path(__file__).parents[1] / "rollouts" / "my_environment.py", "tasks/swe_tasks.py")
-    with Path("tasks/swe_tasks.py").open("a") as module:
-        module.write("\n\nEnvironment = Obedient\n")
-    without = [line for line in programs if "module 'swe_tasks' cannot be imported" not in line]
+    _write_swe_tasks(Path("tasks/swe"))
+    without = [line for line in programs if "tasks.jsonl cannot be read" not in line]
     assert len(without) == len(programs) - 1
     assert refused() == without
     assert any("engine.router.kind: " in line and line.endswith(" has no vllm_router") for line in without)
@@ -216,7 +245,9 @@ def test_dry_run_changes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_is_charged_and_who_said_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_charged_account_and_its_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, value in {"SBATCH_ACCOUNT": "chem", "SBATCH_TIMELIMIT": "5", "SBATCH_EXPORT": "NONE"}.items():
         monkeypatch.setenv(name, value)
     settings = ("--set", "job.payload=probe", "--set", "job.qos=long", "--set", "job.sbatch_options=[--nice=5]")
@@ -224,8 +255,8 @@ def test_who_is_charged_and_who_said_so(monkeypatch: pytest.MonkeyPatch, capsys:
     shown = capsys.readouterr()
     assert "serve     account chem ($SBATCH_ACCOUNT), qos long (--set)" in shown.out
     assert "options   --nice=5" in shown.out
-    assert [line for line in shown.err.splitlines() if "is not read" in line] == [
-        f"note: SBATCH_{name} is not read: the plan says what sbatch is told (hpcrl plan)"
+    assert [line for line in shown.err.splitlines() if "is ignored" in line] == [
+        f"note: SBATCH_{name} is ignored: sbatch gets its options from the plan (hpcrl plan)"
         for name in ("EXPORT", "TIMELIMIT")
     ]
     assert run(monkeypatch, "recipe", "show", "glm5_swe", *settings) == 0

@@ -65,7 +65,7 @@ def test_all_jobs_of_a_run_are_cancelled_and_no_others(slurm: FakeSlurm, cancell
     assert cancel_all(slurm.client(), "abc") == []
 
 
-def test_where_slurm_is_away_the_end_of_a_run_goes_on(
+def test_where_slurm_is_away_the_end_of_a_run_continues(
     slurm: FakeSlurm, cancelled: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     slurm.away = True
@@ -76,7 +76,7 @@ def test_where_slurm_is_away_the_end_of_a_run_goes_on(
     assert cancelled == []
 
 
-def test_a_job_that_cannot_be_cancelled_is_told(slurm: FakeSlurm, cancelled: list[int]) -> None:
+def test_a_job_that_cannot_be_cancelled_is_reported(slurm: FakeSlurm, cancelled: list[int]) -> None:
     slurm.scancel = lambda argv: slurm.error("scancel: error: Access/permission denied")  # type: ignore[attr-defined]
     with pytest.raises(SlurmRejectedError, match="denied"):
         cancel_all(slurm.client(), "abc")
@@ -95,7 +95,7 @@ def jobs_of(run: RunDir, slurm: FakeSlurm, number: int = 1) -> tuple[ReplicaJobs
     return ReplicaJobs(run, plan=run.plan(), client=slurm.client(), number=number), run.plan()
 
 
-def test_living_jobs_of_all_submissions(run: RunDir, slurm: FakeSlurm, cancelled: list[int]) -> None:
+def test_live_jobs_of_all_submissions(run: RunDir, slurm: FakeSlurm, cancelled: list[int]) -> None:
     jobs, _ = jobs_of(run, slurm, number=2)
     living = jobs.living()
     assert [(each.submission, each.part, each.job.job_id) for each in living] == [

@@ -18,8 +18,8 @@ from test_render import render
 import hpcrl
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Plan
-from hpcrl.interpreter import with_safe_path
 from hpcrl.jobplan import absolute_paths, make_plan
+from hpcrl.processes.interpreter import with_safe_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.scripts import in_job_script, run_scripts
 from hpcrl.submit import local_executor as executor
@@ -131,7 +131,8 @@ def test_environment_of_roles() -> None:
 
 
 def test_nothing_in_the_package_writes_such_a_command_by_hand() -> None:
-    """Lists like ``[sys.executable, "-m", …]``: `hpcrl.interpreter.module_command` is the one place for them."""
+    """Lists like ``[sys.executable, "-m", …]``: `hpcrl.processes.interpreter.module_command` is the one place for
+    them."""
     wrong = []
     for path in sorted(Path(hpcrl.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -155,7 +156,7 @@ def test_batch_environment_drops_the_working_directory_from_the_path(tmp_path: P
         assert out == f"{left}\n", given
 
 
-def test_modules_beside_the_recipe_shadow_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_folder_of_the_recipe_shadow_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real controller and a real batch process of a local run, started where such files lie."""
     for name in ("submitit/__init__.py", "hpcrl/__init__.py", "json.py", "logging.py"):
         path = tmp_path / "here" / name

@@ -132,7 +132,7 @@ def test_controller_goes_away_while_submitting(slurm: FakeSlurm) -> None:
     assert slurm.now < 120
 
 
-def test_nothing_is_submitted_when_nobody_answers(slurm: FakeSlurm) -> None:
+def test_nothing_is_submitted_while_the_controller_is_away(slurm: FakeSlurm) -> None:
     slurm.away = True
     with pytest.raises(SlurmUnavailableError) as caught:
         slurm.client().submit(Path("s"), name="run", token="t")
@@ -142,7 +142,7 @@ def test_nothing_is_submitted_when_nobody_answers(slurm: FakeSlurm) -> None:
 
 def test_unreadable_job_id(slurm: FakeSlurm) -> None:
     slurm.sbatch = lambda argv: CommandResult(0, "Submitted batch job\n", "")  # type: ignore[method-assign]
-    with pytest.raises(SlurmAnswerError, match="a job that exists is found"):
+    with pytest.raises(SlurmAnswerError, match="an existing job is found"):
         slurm.client().submit(Path("s"), name="run", token="t")
 
 
@@ -176,7 +176,7 @@ def test_a_job_that_exists_is_not_called_refused(slurm: FakeSlurm) -> None:
         slurm.client().submit(Path("s"), name="run", token="t")
 
 
-def test_the_record_of_what_slurm_refused_is_no_job(slurm: FakeSlurm) -> None:
+def test_the_record_of_what_slurm_refused_is_not_a_job(slurm: FakeSlurm) -> None:
     """As Slurm 22.05 does where no node has what is asked for: refused, and listed as failed for a while."""
 
     def refuse(argv: Sequence[str]) -> CommandResult:
@@ -233,7 +233,7 @@ def test_arguments_of_cancel(slurm: FakeSlurm) -> None:
     assert slurm.calls == [["scancel", "93"], ["scancel", "93+1"], ["scancel", "--signal=USR2", "--batch", "93"]]
 
 
-def test_cancel_of_an_ended_job_is_no_error(slurm: FakeSlurm) -> None:
+def test_cancel_of_an_ended_job_is_not_an_error(slurm: FakeSlurm) -> None:
     text = "scancel: error: Kill job error on job id 5: Job/step already completing or completed"
     slurm.scancel = lambda argv: slurm.error(text)  # type: ignore[attr-defined]
     slurm.client().cancel(5)
@@ -333,7 +333,7 @@ def test_an_ended_job_that_lives_again_is_not_the_one_that_was_to_replace_it(slu
         client.submit(Path("s"), name="run", token="t", again=True)
 
 
-def test_where_slurm_goes_away_a_refusal_is_told_as_it_was(slurm: FakeSlurm) -> None:
+def test_where_slurm_goes_away_a_refusal_is_reported_as_it_was(slurm: FakeSlurm) -> None:
     def refuse(argv: list[str]) -> CommandResult:
         slurm.away = True
         return slurm.error("sbatch: error: Batch job submission failed: Invalid qos specification")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import patience, wait_for
 
-from hpcrl import procfs
+from hpcrl.processes import procfs
 from hpcrl.slurm.command import CommandResult, command_environment, run_command
 from hpcrl.slurm.errors import (
     NoAccountingError,
@@ -88,7 +88,7 @@ def test_runner_kills_at_the_time_out(tmp_path: Path) -> None:
     wait_for(lambda: (child := procfs.read_process(pid)) is None or child.dead, 5.0, "end of the child")
 
 
-def test_an_interrupt_as_the_command_ends_is_told_and_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_as_the_command_ends_is_reported_and_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The id of a command that was waited for may be another's by now."""
     ended: list[int] = []
 

@@ -38,7 +38,7 @@ def submission(job_id: int, **more: Any) -> Submission:
     return Submission(**{**fields, "job_id": str(job_id), **more})
 
 
-def test_a_number_that_somebody_else_has_now_is_not_our_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_job_number_is_not_our_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a site loses its state, numbers begin again."""
     slurm.queue = {7: job(7, "RUNNING", UserID="1234")}
     states = {}
@@ -147,7 +147,7 @@ def test_each_cluster_is_asked_about_its_own_jobs(slurm: FakeSlurm, monkeypatch:
     assert [call[3] for call in here.calls + there.calls + broken.calls] == ["--jobs=1", "--jobs=5", "--jobs=9"]
 
 
-def test_a_job_that_waits_is_told_how_many_nodes_it_could_have(slurm: FakeSlurm) -> None:
+def test_the_status_of_a_waiting_job_shows_available_nodes(slurm: FakeSlurm) -> None:
     slurm.queue = {
         1: job(1, "PENDING", Partition="gpu", Reason="Resources"),
         2: job(2, "PENDING", Partition="cpu,gpu"),
@@ -240,9 +240,7 @@ def test_a_command_that_follows_a_run_asks_every_two_seconds_and_of_what_waits_e
         assert asked(slurm, "squeue") == questions
 
 
-def test_nobody_who_looks_waits_longer_than_ten_seconds_for_slurm(
-    slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_commands_wait_at_most_ten_seconds_for_slurm(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: set[float] = set()
 
     def client(own: Submission, timeout_s: float) -> SlurmClient:

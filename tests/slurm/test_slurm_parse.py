@@ -193,6 +193,8 @@ def test_sacct() -> None:
                 "1001",
                 "0:15",
             ),
+            # the time before the job lost a node and went on
+            line("700+1", "701", "RESIZING", *[""] * 11),
             line(
                 "700+1", "701", "NODE_FAIL", "", "n[2-3]", "j", "", "p", "10", "Unknown", "None", "UNLIMITED", "", "1:0"
             ),

@@ -67,7 +67,7 @@ def test_fold(states: list[JobState], folded: JobState) -> None:
     assert fold_states(states) is folded
 
 
-def test_missing_component_is_no_end() -> None:
+def test_missing_component_is_not_an_end() -> None:
     assert fold_states([S.COMPLETED], expected=2) is S.UNKNOWN
     assert fold_states([S.RUNNING], expected=2) is S.RUNNING
     assert fold_states([S.COMPLETED, S.COMPLETED], expected=2) is S.COMPLETED

@@ -19,7 +19,7 @@ from hpcrl.slurm.launch_arguments import Allocation, launch_on_nodes, launch_she
         ("elastic", 1, ["--jobid=7010"]),
     ],
 )
-def test_one_task_runs_on_each_node_beside_whatever_is_there(layout: str, component: int, which: list[str]) -> None:
+def test_one_task_runs_on_each_node_in_addition_to_others(layout: str, component: int, which: list[str]) -> None:
     plan, _ = plan_for("quickstart", "devcluster", f"job.layout={layout}", "engine.replicas=2")
     allocation = allocations_for(plan)[component, 0]
     launch = launch_on_nodes(plan, component, allocation, command=["look", "around"])
@@ -98,7 +98,7 @@ def test_a_shell_sees_what_its_role_sees(
 @pytest.mark.parametrize(
     ("container", "sign"), [(APPTAINER, "apptainer"), (PYXIS, "--container-image=/images/hpcrl.sqsh")]
 )
-def test_a_shell_beside_a_container_is_in_one_of_the_same_image(container: dict[str, object], sign: str) -> None:
+def test_a_shell_for_a_container_is_in_one_of_the_same_image(container: dict[str, object], sign: str) -> None:
     plan, _ = plan_for("quickstart", "devcluster", container=container)
     argv = launch_shell(plan, plan.group(Role.ENGINE), job_id=93, node="n2", command=["bash"], terminal=True)
     assert sign in argv

@@ -18,9 +18,9 @@ import yaml
 from observed import status_of
 from patience import patience, wait_for
 
-from hpcrl import procfs
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.processes import procfs
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
@@ -153,7 +153,7 @@ class SlurmLab:
     def wait_empty(self, timeout_s: float = 60.0) -> None:
         """Nothing of any run is left: no job, no process."""
         wait_for(lambda: not self.alive_jobs(), timeout_s, "empty queue", every_s=_ASK_S)
-        for run in self.runs_root.iterdir() if self.runs_root.is_dir() else ():
+        for run in self.runs_root.glob("[!.]*"):
             run_id = RunRecord.read(RunDir(run)).run_id
             wait_for(
                 lambda run_id=run_id: not procfs.with_environ("HPCRL_RUN_ID", run_id),

@@ -66,7 +66,7 @@ def running(shared: SharedRun, request: pytest.FixtureRequest) -> Iterator[RunDi
         yield run
 
 
-def test_cancelled_engine_job_is_replaced_and_the_run_goes_on(running: RunDir, shared_lab: SlurmLab) -> None:
+def test_cancelled_engine_job_is_replaced_and_the_run_continues(running: RunDir, shared_lab: SlurmLab) -> None:
     before, attempt, fault_s = engines(running), running.attempts()[-1], time.time()
     shared_lab.client().cancel(before[1]["job"]["job_id"])
     (lost,) = wait_for(lambda: events(running, "replica.lost", since_s=fault_s), 30.0, "notice of the loss")
@@ -156,7 +156,7 @@ def test_engine_node_down_is_a_lost_replica(running: RunDir, shared_lab: SlurmLa
     assert shared_lab.json("status", running.name)["attempt"] == attempt
 
 
-def test_trainer_node_down_goes_on_with_the_same_engine_jobs(running: RunDir, shared_lab: SlurmLab) -> None:
+def test_trainer_node_down_continues_with_the_same_engine_jobs(running: RunDir, shared_lab: SlurmLab) -> None:
     status, fault_s = RunStatus.read(running), time.time()
     assert status is not None
     attempt = status.attempt + 1

@@ -15,8 +15,8 @@ from patience import wait_for
 from slurm_lab import ONE_NODE_EACH, PROBES, SharedRun, SlurmLab, events, job_id, slow, wait_saved, wait_step
 from virtual_site import wait_written
 
-from hpcrl import procfs
-from hpcrl.marks import KIND_VARIABLE
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import KIND_VARIABLE
 from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.record import RunRecord
@@ -116,7 +116,7 @@ def test_after_a_killed_role_the_next_attempt_begins_in_the_same_job(
     assert f"{told} was killed by SIGKILL" in why(shared_lab, running)["earlier"][str(attempt)]
 
 
-def test_run_goes_on_after_a_node_went_down(running: RunDir, shared_lab: SlurmLab) -> None:
+def test_run_continues_after_a_node_went_down(running: RunDir, shared_lab: SlurmLab) -> None:
     status = RunStatus.read(running)
     assert status is not None
     fault_s = time.time()
@@ -235,7 +235,7 @@ def goes_on_and_completes(slurm_lab: SlurmLab, run: RunDir) -> None:
 
 
 @pytest.mark.campaign
-def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
+def test_preempted_run_saves_and_continues(slurm_lab: SlurmLab) -> None:
     """The site sends our signal when it preempts (`PreemptParameters=send_user_signal`)."""
     run = slurm_lab.submit("preempted", *ONE_NODE_EACH, "trainer.steps=40", "checkpoint.every_steps=0", HETJOB)
     wait_step(run, 5)
@@ -247,7 +247,7 @@ def test_preempted_run_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
 
 
 @pytest.mark.campaign
-def test_preempted_run_goes_on_where_the_site_sends_no_signal(slurm_lab: SlurmLab) -> None:
+def test_preempted_run_continues_where_the_site_sends_no_signal(slurm_lab: SlurmLab) -> None:
     """All that the job gets then is SIGTERM to its steps, as by a cancel: it goes on from the checkpoint before."""
     conf = slurm_lab.cluster.paths.conf
     before = conf.read_text()
@@ -272,7 +272,7 @@ def reconfigure(slurm_lab: SlurmLab) -> None:
 
 
 @pytest.mark.campaign
-def test_time_limit_saves_and_goes_on(slurm_lab: SlurmLab) -> None:
+def test_time_limit_saves_and_continues(slurm_lab: SlurmLab) -> None:
     """The warning comes 90 to 150 s before the end, which leaves the first attempt a minute or two."""
     run = slurm_lab.submit(
         "limited",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import start_models
+from rollout_lines import times_trained
 from slurm_lab import SlurmLab, events, wait_saved
 
 from hpcrl.runs.metrics import read_metrics
-from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunStatus
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
@@ -38,12 +36,6 @@ def glm5_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start_models.start_model(tmp_path_factory, "glm5", recipe="quickstart_glm5")
 
 
-def trained(run: RunDir) -> Counter[tuple[int, int]]:
-    """How often each rollout (group, member) was trained on."""
-    lines = [line for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
-    return Counter((rollout["group"], rollout["member"]) for rollout in map(json.loads, lines))
-
-
 @pytest.mark.parametrize(
     ("recipe", "model", "then"),
     [
@@ -51,7 +43,7 @@ def trained(run: RunDir) -> Counter[tuple[int, int]]:
         ("quickstart_glm5", "glm5_model", {"ranks": 2, "ep": 1, "cp": 2}),
     ],
 )
-def test_a_mesh_learns_and_goes_on_learning_on_another(
+def test_a_mesh_learns_and_continues_learning_on_another(
     recipe: str, model: str, then: dict[str, int], slurm_lab: SlurmLab, request: pytest.FixtureRequest
 ) -> None:
     shape = ("trainer.nodes=2", "trainer.ranks=4", "trainer.parallelism={ep: 2, cp: 2}")
@@ -86,7 +78,7 @@ def test_a_mesh_learns_and_goes_on_learning_on_another(
     records = read_metrics(run)
     assert [record.step for record in records] == list(range(1, STEPS + 1))
     # trained on in order of steps, also over the kill, and nothing twice
-    used = trained(run)
+    used = times_trained(run)
     assert max(used.values()) == 1
     assert len(used) == STEPS * run.recipe().rollouts.rollouts_per_step
 

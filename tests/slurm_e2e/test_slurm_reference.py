@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import start_models
+from exercise_tasks import make_exercises
+from reference_sizes import FEW, LEARNED, LIMITS, POOL
+from rollout_lines import times_trained
 from slurm_lab import SlurmLab, events, wait_saved
 from virtual_site import virtual_site
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.credentials import Credentials
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir
@@ -36,50 +37,30 @@ MEMORY = {
     "optimizer_offload": True,
     "lm_head_chunk_tokens": 64,
 }
-#: of the recipe's 1000: of such a model the run below learns as much, of one of 300 nothing in so few steps
-WARMED_UP = ("model.warmup.steps=600",)
 KILLED_AFTER = 5
-#: a run that does not learn measures the same held-out prompts every time, within 0.01
-LEARNED = 0.1
-#: a shape that a machine of two processors runs in minutes: one trainer node for three, and three engines. The meshes
-#: are those of the reference run, on as few ranks as have them
-FEW = (
-    "trainer.nodes=4",
-    "trainer.ranks=8",
-    "engine.prefill.replicas=1",
-    "engine.decode.replicas=2",
-    "rollouts.rollouts_per_step=32",
-)
-#: the reference run does without, for want of memory on a site's first node
-REPLAY = "trainer.router_replay=true"
-
-
-#: the pool that the reference run has on a site with room for it; with as little memory as Mooncake takes
-POOL = "engine.kv_store={segment_gib: 0.03125, local_buffer_gib: 0.015625}"
 
 
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The setting of the recipe that names the tasks."""
+    return f"environments.0.tasks={make_exercises(tmp_path_factory.mktemp('exercises'), tasks=512)}"
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory, tasks: str) -> Path:
     """The start model of the recipe; ``HPCRL_TEST_REFERENCE_MODEL`` names one that is there already."""
     if given := os.environ.get("HPCRL_TEST_REFERENCE_MODEL"):
         return Path(given)
-    return start_models.start_model(tmp_path_factory, "reference", recipe=RECIPE, settings=WARMED_UP)
+    return start_models.start_model(tmp_path_factory, "reference", recipe=RECIPE, settings=[tasks])
 
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest, tmp_path: Path, small_model: Path) -> Iterator[SlurmLab]:
     """A lab on a cluster with two nodes more than the run has, so that it can go on without one that was lost."""
     for cluster in virtual_site("reference", nodes=request.param + 2):
-        limits = {"start_timeout_s": 900, "save_timeout_s": 60, "time_limit_h": 24}
-        lab = SlurmLab(tmp_path, small_model, cluster, vllm_python=str(VLLM_PYTHON), limits=limits)
+        lab = SlurmLab(tmp_path, small_model, cluster, vllm_python=str(VLLM_PYTHON), limits=LIMITS)
         yield lab
         lab.end_all()
-
-
-def trained(run: RunDir) -> Counter[tuple[int, int]]:
-    """How often each rollout (group, member) was trained on."""
-    lines = [line for path in run.rollouts_dir.glob("*.jsonl") for line in path.read_text().splitlines()]
-    return Counter((rollout["group"], rollout["member"]) for rollout in map(json.loads, lines))
 
 
 def nodes_of(run: RunDir) -> dict[str, list[str]]:
@@ -117,7 +98,7 @@ def said(run: RunDir) -> str:
     return run.log_path(1, "orchestrator", 0).read_text()
 
 
-def lost_answers(log: str) -> int:
+def lost_replies(log: str) -> int:
     """Of how many answers the rows went away with a decode engine, killed between its answer and their fetch. Which
     ones die before the orchestrator does when a node goes down is Slurm's to choose."""
     return len(re.findall(r"experts of an answer are unknown: decode-\d+: \S+ failed", log))
@@ -143,16 +124,22 @@ def check_replay(records: list[StepRecord], recipe: Recipe, lost: int) -> None:
 @pytest.mark.parametrize(
     ("lab", "settings", "steps"),
     [
-        pytest.param(7, (*FEW, REPLAY), 12, id="7 nodes"),
+        pytest.param(7, FEW, 12, id="7 nodes"),
         pytest.param(28, (), 40, id="28 nodes", marks=pytest.mark.nightly),
     ],
     indirect=["lab"],
 )
 def test_all_parts_learn_lose_a_node_and_go_on(
-    lab: SlurmLab, settings: tuple[str, ...], steps: int, request: pytest.FixtureRequest, capsys: Any
+    lab: SlurmLab, tasks: str, settings: tuple[str, ...], steps: int, capsys: Any
 ) -> None:
-    own = (f"model.path={lab.model}", f"trainer.steps={steps}", "checkpoint.every_steps=5", "evaluation.every_steps=0")
-    own = (*own, POOL, "orchestrator.wait_timeout_s=1800")
+    own = (
+        tasks,
+        f"model.path={lab.model}",
+        f"trainer.steps={steps}",
+        "checkpoint.every_steps=5",
+        "evaluation.every_steps=0",
+    )
+    own = (*own, POOL, "checkpoint.every_steps=5", "evaluation.every_steps=0", "orchestrator.wait_timeout_s=1800")
     run = lab.submit("reference", *own, *settings, recipe=RECIPE, small=False)
     recipe = run.recipe()
     wait_saved(run, KILLED_AFTER, 900.0)
@@ -190,10 +177,10 @@ def test_all_parts_learn_lose_a_node_and_go_on(
     # nothing was lost or trained twice
     records = read_metrics(run)
     assert [record.step for record in records] == list(range(1, steps + 1))
-    used = trained(run)
+    used = times_trained(run)
     assert max(used.values()) == 1
     assert len(used) == steps * recipe.rollouts.rollouts_per_step
-    check_replay(records, recipe, lost_answers(said(run).removeprefix(before)))
+    check_replay(records, recipe, lost_replies(said(run).removeprefix(before)))
     (kept,) = [event.data["step"] for event in events(run, "trainer.restored")]
     assert kept >= KILLED_AFTER
 

@@ -13,7 +13,7 @@ from slurm_lab import ONE_NODE_EACH, SlurmLab, events, job_id, wait_saved, wait_
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_a_warning_or_a_requeue_saves_and_the_run_goes_on(slurm_lab: SlurmLab) -> None:
+def test_a_warning_or_a_requeue_saves_and_the_run_continues(slurm_lab: SlurmLab) -> None:
     passed_on = "job.sbatch_options=[--nice=7, --contiguous]"
     settings = ("trainer.steps=100000", "checkpoint.every_steps=0", "job.layout=hetjob", passed_on)
     run = slurm_lab.submit("moved", *ONE_NODE_EACH, *settings)

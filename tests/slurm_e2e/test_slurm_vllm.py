@@ -138,7 +138,7 @@ def test_engines_on_the_trainers_node_learn(vllm_lab: SlurmLab, capsys: Any) -> 
 
 
 @pytest.mark.nightly
-def test_a_lost_node_takes_its_segment_and_the_run_goes_on(vllm_lab: SlurmLab, capsys: Any) -> None:
+def test_a_lost_node_takes_its_segment_and_the_run_continues(vllm_lab: SlurmLab, capsys: Any) -> None:
     """Engines with jobs of their own: the node of one has a power failure."""
     small = ("rollouts.rollouts_per_step=16", "rollouts.group_size=4", "rollouts.max_in_flight=32")
     small += ("trainer.steps=100000", "evaluation.every_steps=0", "evaluation.prompts=4")

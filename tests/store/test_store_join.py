@@ -70,11 +70,11 @@ def test_a_node_that_can_use_the_pool_becomes_the_engine(role: MasterRole) -> No
     (event,) = read_events(role.run, kind="store.canary")
     assert (event.writer, event.data["host"]) == ("engine-3", HOST)
     assert StoreAdmin(endpoints.admin).status().keys == 0
-    assert role.events("store.segment_joined") == []  # a canary is no engine
+    assert role.events("store.segment_joined") == []  # a canary is not an engine
 
 
 @pytest.mark.parametrize(("given", "own"), [("127.7.7.7", "127.7.7.7"), ("dev-007", "127.0.0.1"), ("", "127.0.0.1")])
-def test_a_name_is_no_address(given: str, own: str) -> None:
+def test_a_name_is_not_an_address(given: str, own: str) -> None:
     """Mooncake and vLLM want addresses."""
     master = StoreEndpoints(host="127.0.0.1", rpc_port=1, metadata_port=2, admin_port=3)
     assert join._own_address(given, master) == own

@@ -118,13 +118,13 @@ def test_killing_the_role_by_sigterm_leaves_no_master(role: MasterRole) -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_the_canary_names_node_and_master_where_nobody_listens(port: int) -> None:
+def test_the_canary_names_node_and_master_where_no_process_listens(port: int) -> None:
     nowhere = StoreEndpoints(host="127.0.0.1", rpc_port=port, metadata_port=port, admin_port=port)
     with pytest.raises(HpcrlError, match=rf"canary on 127\.0\.0\.1 \(master 127\.0\.0\.1:{port}, tcp\)"):
         canary(nowhere, timeout_s=1.0)
 
 
-def test_what_an_engine_is_told() -> None:
+def test_settings_that_an_engine_gets() -> None:
     endpoints = StoreEndpoints(host="10.0.0.7", rpc_port=1, metadata_port=2, admin_port=3)
     assert engine_settings(
         endpoints,

@@ -58,14 +58,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: CommandResult) -> str:
         ("JobState=CANCELLED ", ""),
     ],
 )
-def test_only_an_end_that_is_said_lets_another_job_begin(
-    state: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_confirmed_end_lets_another_job_start(state: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = RECORD.format(state=state, comment="hpcrl:abc:main")
     assert asked(monkeypatch, CommandResult(0, text, "")) == found
 
 
-def test_a_later_job_under_the_number_is_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_job_with_the_same_number_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     text = RECORD.format(state="JobState=RUNNING ", comment="hpcrl:other:main")
     assert asked(monkeypatch, CommandResult(0, text, "")) == ""
 
@@ -74,7 +72,7 @@ def test_a_job_that_the_controller_does_not_know_is_gone(monkeypatch: pytest.Mon
     assert asked(monkeypatch, CommandResult(1, "", "slurm_load_jobs error: Invalid job id specified")) == ""
 
 
-def test_a_silent_controller_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_controller_is_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     away = CommandResult(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(SlurmUnavailableError):
         asked(monkeypatch, away)

@@ -153,7 +153,7 @@ def test_every_command_says_what_submit_says(
     code, _, checked = hpcrl("recipe", "check", str(recipe), *site)
     assert (code, checked) == (2, refusal)
     code, out, err = hpcrl("plan", str(recipe), *site)
-    assert "starts all of it" not in out
+    assert "starts it" not in out
     if "hpcrl submit says: " not in out:
         # rules end a plan before it is made, in the same words
         assert (code, whats[0] in err) == (2, True), out
@@ -164,19 +164,21 @@ def test_every_command_says_what_submit_says(
         assert all(each["what"] in refusal for each in starts["problems"])
 
 
-def test_what_starts_is_said_by_all(recipe: Path, hpcrl: Hpcrl) -> None:
+def test_what_starts_is_reported_by_all(recipe: Path, hpcrl: Hpcrl) -> None:
     assert hpcrl("submit", str(recipe), "--dry-run")[0] == 0
     code, out, err = hpcrl("recipe", "check", str(recipe))
     assert (code, "good on local" in out) == (0, True), err
-    assert "starts     yes: hpcrl submit starts all of it" in hpcrl("plan", str(recipe))[1]
+    assert "starts     yes: hpcrl submit starts it" in hpcrl("plan", str(recipe))[1]
 
 
-def test_a_model_that_the_warm_up_makes_is_no_mistake_of_the_recipe(recipe: Path, tmp_path: Path, hpcrl: Hpcrl) -> None:
+def test_a_model_that_the_warm_up_makes_is_not_a_mistake_of_the_recipe(
+    recipe: Path, tmp_path: Path, hpcrl: Hpcrl
+) -> None:
     text = recipe.read_text().replace(str(tmp_path / "model"), "models/later, warmup: {}")
     recipe.write_text(text.replace("max_model_len: 64", "max_model_len: 256"))
     code, out, err = hpcrl("recipe", "check", str(recipe))
     assert code == 0, err
-    assert "its start model is not made yet" in out
+    assert "its start model does not exist yet" in out
     assert f"hpcrl warmup {recipe}" in err
     assert hpcrl("submit", str(recipe), "--dry-run")[0] == 2
     assert "starts     not yet" in hpcrl("plan", str(recipe))[1]
@@ -188,7 +190,7 @@ def test_a_model_that_the_warm_up_makes_is_no_mistake_of_the_recipe(recipe: Path
     assert "hpcrl warmup" not in err
 
 
-def test_all_problems_are_said_at_once(recipe: Path, tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(recipe: Path, tmp_path: Path) -> None:
     no_tokenizer(tmp_path / "model", recipe)
     torn(tmp_path / "model", recipe)
     no_environment(tmp_path / "model", recipe)
@@ -223,7 +225,7 @@ def test_every_command_names_keys_of_the_model_that_nothing_reads(recipe: Path, 
     assert sum(named in note for note in notes) == 1
 
 
-def test_keys_are_named_beside_what_keeps_it_from_starting(recipe: Path, hpcrl: Hpcrl) -> None:
+def test_keys_are_named_with_what_keeps_it_from_starting(recipe: Path, hpcrl: Hpcrl) -> None:
     with_keys(recipe)
     (recipe.parent / "model/tokenizer.json").unlink()
     for command in (("recipe", "check"), ("plan",)):
@@ -252,7 +254,7 @@ def test_a_template_that_cannot_begin_is_refused_before_the_queue(recipe: Path, 
     assert "not today" in problem.what
 
 
-def test_a_chat_format_that_cannot_be_tried_here_is_said(recipe: Path, tmp_path: Path) -> None:
+def test_a_chat_format_that_cannot_be_tried_here_is_reported(recipe: Path, tmp_path: Path) -> None:
     no_python(tmp_path, recipe)
     notes = prepared(recipe, cluster=str(tmp_path / "site.yaml")).notes
     assert any(note.startswith("the chat format of the model was not tried: ") for note in notes)

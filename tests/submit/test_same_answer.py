@@ -57,7 +57,7 @@ def compare(hpcrl: Hpcrl, *arguments: str) -> bool:
     assert all(each["what"] in refusal for each in starts["problems"])
     assert bool(starts["problems"]) == (not starts["ok"])
     said = hpcrl("plan", *arguments)[1]
-    assert ("starts all of it" in said) == starts["ok"]
+    assert ("starts it" in said) == starts["ok"]
     return bool(starts["ok"])
 
 
@@ -83,7 +83,7 @@ def test_recipes_with_a_model_start(recipe: str, hpcrl: Hpcrl, tmp_path: Path) -
     assert compare(hpcrl, recipe, "--set", "model.path=model")
 
 
-def test_a_directory_of_runs_that_everybody_may_write_is_said_by_both(hpcrl: Hpcrl, tmp_path: Path) -> None:
+def test_a_directory_of_runs_that_all_users_may_write_is_reported_by_both(hpcrl: Hpcrl, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs").chmod(0o777)
@@ -94,7 +94,7 @@ def test_a_name_that_is_taken_is_refused_by_a_dry_run(hpcrl: Hpcrl, tmp_path: Pa
     write_tiny_model(tmp_path / "model")
     (tmp_path / "runs/mine").mkdir(parents=True)
     code, _, err = hpcrl("submit", "quickstart", "--set", "model.path=model", "--name", "mine", "--dry-run")
-    assert (code, "exists and is no run" in err) == (2, True)
+    assert (code, "exists and is not a run" in err) == (2, True)
 
 
 def test_a_plan_on_a_site_starts_only_where_slurm_answers(
@@ -112,7 +112,7 @@ def test_a_plan_on_a_site_starts_only_where_slurm_answers(
     code, _, refusal = hpcrl("submit", *arguments)
     assert (code, problem.what in refusal) == (2, True), refusal
     said = hpcrl("plan", *arguments)[1]
-    assert "starts all of it" not in said
+    assert "starts it" not in said
     assert "hpcrl submit says: " in said
 
 

@@ -19,12 +19,12 @@ from hpcrl.slurm.launch_arguments import Allocation
 from hpcrl.slurm.records import HetComponent, Job
 from hpcrl.slurm.replica_jobs import LivingJob, ReplicaJobs
 from hpcrl.slurm.states import JobState
-from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.elastic.keeper import ElasticReplicas
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodesSilentError
 from hpcrl.supervisor.process.dumps import Dump
 from hpcrl.supervisor.process.guarded import End
+from hpcrl.supervisor.replicas.component import Component
 
 
 class FakeProcess:
@@ -127,7 +127,7 @@ class Scene:
 
     # the supervisor and the launcher
 
-    def enlist(self, group: RoleGroup, replica: int, address: Address) -> Component:
+    def register(self, group: RoleGroup, replica: int, address: Address) -> Component:
         component = Component(group, replica, address=address, log="log", on_change=lambda _: None)
         self.components.append(component)
         return component
@@ -136,7 +136,7 @@ class Scene:
         self.driven.append(component)
         component.starting(FakeProcess())
 
-    def dismiss(self, component: Component) -> None:
+    def unregister(self, component: Component) -> None:
         self.components.remove(component)
 
     def publish(self) -> None:
@@ -154,7 +154,7 @@ class Scene:
     def enter_job(self, group: RoleGroup, replica: int, allocation: Allocation) -> Address:
         self.entered.append((replica, allocation))
         if self.silent_nodes:
-            raise NodesSilentError("1 of 1 nodes did not say where they can be reached: n0\n    hint: none")
+            raise NodesSilentError("1 of 1 nodes did not report an address within 5 s: n0\n    hint: none")
         return Address("h", 1, allocation.hosts)
 
     def clear_job(self, allocation: Allocation) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from patience import patience
 
-from hpcrl import procfs
 from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.layout import AttemptPolicy
 from hpcrl.config.plan import FileProbe, HttpProbe, Plan, Role, RoleGroup, RolePolicy, WatchPolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, TrainerConfig, WordsEnv
+from hpcrl.processes import procfs
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord

@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.status import RunState
-from hpcrl.supervisor.attempt_state import AttemptState
+from hpcrl.supervisor.attempt.attempt_state import AttemptState
 
 LAST = {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED, RunState.REQUEUED}
 #: what others may say before an attempt stops
@@ -62,8 +62,10 @@ def test_every_way_ends_in_one_last_state_that_says_what_happened() -> None:
         found = None if kind is None else cause(kind)
         state.stop(found)
         state.moves = moves
+        foreseen = state.outlook(found, retries=lambda _, retries=retries: retries)  # type: ignore[misc]
         again = state.conclude(found, retries=lambda _, retries=retries: retries)  # type: ignore[misc]
         ended[state.state] += 1
+        assert foreseen == (state.state, again)
         told = (way, kind, moves, retries, state.state)
         assert state.state in LAST, told
         # nothing that failed looks like success, and nothing that did not fail looks like failure
@@ -82,7 +84,7 @@ def test_every_way_ends_in_one_last_state_that_says_what_happened() -> None:
     assert all(ended.values()), ended
 
 
-def test_the_second_signal_is_of_somebody_in_a_hurry() -> None:
+def test_a_second_signal_skips_the_save() -> None:
     state = AttemptState(_Board())  # type: ignore[arg-type]
     assert state.cancel(killed_within_s=None)
     assert not state.hurry.is_set()

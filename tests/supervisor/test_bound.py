@@ -9,11 +9,11 @@ import sys
 
 from patience import wait_for
 
-from hpcrl.bound import bound_command
+from hpcrl.processes.die_with_parent import bound_command
 
 STARTER = """
 import subprocess, sys, time
-from hpcrl.bound import bound_command
+from hpcrl.processes.die_with_parent import bound_command
 child = subprocess.Popen(bound_command(["/bin/sleep", "600"]))
 print(child.pid, flush=True)
 time.sleep(600)

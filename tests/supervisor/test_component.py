@@ -12,12 +12,12 @@ from hpcrl.config.plan import Role
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState
-from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.commands import fill_placeholders, role_environment
 from hpcrl.supervisor.launch.replica_launcher import Address
-from hpcrl.supervisor.policy.explain import explain_end, name_lost_rank
 from hpcrl.supervisor.process.dumps import Dump
 from hpcrl.supervisor.process.guarded import End
+from hpcrl.supervisor.replicas.component import Component
+from hpcrl.supervisor.replicas.explain import explain_end, name_lost_rank
 
 
 class FakeProcess:
@@ -68,13 +68,13 @@ def test_the_usual_life(component: Component, seen: list[ComponentState]) -> Non
     assert (status.guard_pid, status.exit_code, status.ended_at_s) == (7, 0, 5.0)
 
 
-def test_an_end_nobody_asked_for_is_a_failure(component: Component) -> None:
+def test_an_unrequested_end_is_a_failure(component: Component) -> None:
     component.starting(FakeProcess())
     component.ended(End(5.0, signal=9), as_it_should=False)
     assert component.state is ComponentState.FAILED
 
 
-def test_an_end_somebody_asked_for_is_none_whatever_its_code(component: Component) -> None:
+def test_a_requested_end_is_not_a_failure_for_any_exit_code(component: Component) -> None:
     process = FakeProcess()
     component.starting(process)
     component.ask_to_stop(2.0)

@@ -273,7 +273,7 @@ def test_resume_begins_a_new_attempt_and_ends_leftovers(root: Path) -> None:
     end_everything(run)
 
 
-def test_a_second_supervisor_of_a_living_run_refuses(root: Path) -> None:
+def test_a_second_supervisor_of_a_live_run_refuses(root: Path) -> None:
     run = start(root)
     pid = wait_running(run).pid
     submit_attempt(RunContents.read(run))

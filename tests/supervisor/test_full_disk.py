@@ -14,7 +14,6 @@ import pytest
 from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
 from hpcrl.errors import HpcrlError, refusal
-from hpcrl.fs import atomic_write
 from hpcrl.runs import rundir
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.contents import RunContents
@@ -26,11 +25,12 @@ from hpcrl.runs.role import FailureRecord, RoleContext
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.runs.views.diagnosis import diagnose
-from hpcrl.space import Space
+from hpcrl.storage.disk_space import Space
+from hpcrl.storage.files import atomic_write
 from hpcrl.submit import jobs
 from hpcrl.submit.submission import cancel, prepare_resume, submit_attempt
-from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.policy.space_watch import SpaceTrend, SpaceWatch
+from hpcrl.supervisor.recovery.space_watch import SpaceTrend, SpaceWatch
+from hpcrl.supervisor.status.status_writer import StatusWriter
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) 
     diagnosis = diagnose(run)
     assert diagnosis.sentence.startswith(f"the filesystem at {run.path} is full: ")
     assert "trainer 0" in diagnosis.sentence
-    assert "make space" in diagnosis.hint
+    assert "free space" in diagnosis.hint
     assert diagnosis.state is RunState.FAILED
     assert read_events(run, kind="run.space_gone")
     # what was kept for its end is given back, what the next attempt would begin with is not
@@ -136,7 +136,7 @@ def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
     cancel(run, user="me")
 
 
-def test_a_hand_over_that_cannot_be_recorded_is_told_from_one_that_was_refused(
+def test_a_hand_over_that_cannot_be_recorded_is_distinguished_from_one_that_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "_RECORD_S", 0.3)
@@ -149,7 +149,7 @@ def test_a_hand_over_that_cannot_be_recorded_is_told_from_one_that_was_refused(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(RunRecord, "write", full)
-    with pytest.raises(HpcrlError, match=r"was handed over \(job 77\) and goes on, .* Disk quota exceeded\n    hint:"):
+    with pytest.raises(HpcrlError, match=r"was handed over \(job 77\) and continues, .* quota exceeded\n    hint:"):
         jobs.write_submission(run, record)
     assert len(tries) > 1
 
@@ -192,7 +192,7 @@ def test_a_command_on_a_full_disk_says_so(disk: Path) -> None:
 
 def test_the_last_status_is_written_on_a_full_disk(disk: Path) -> None:
     run = create(disk / "runs")
-    board = Board(run, run_id="r", attempt=run.start_attempt())
+    board = StatusWriter(run, run_id="r", attempt=run.start_attempt())
     board.enter(RunState.RUNNING)
     keep_reserve(run)
     fill(disk)
@@ -241,7 +241,7 @@ class Scene:
 
     def __init__(self, tmp_path: Path) -> None:
         self.run = create(tmp_path / "runs")
-        self.board = Board(self.run, run_id="r", attempt=self.run.start_attempt())
+        self.board = StatusWriter(self.run, run_id="r", attempt=self.run.start_attempt())
         self.limits: list[Space] | OSError = []
         self.now = 0.0
         self.watch = SpaceWatch(self.run, board=self.board, find=self.find, clock=lambda: self.now)
@@ -312,7 +312,7 @@ async def test_a_role_that_names_the_full_disk_is_believed(scene: Scene) -> None
     found = await scene.watch.explain(cause)
     assert found.kind is CauseKind.DISK_FULL
     # what was seen, and not that it is full, which nobody has seen
-    begins = f"the filesystem at {scene.run.path} took no more ([Errno 122]); the filesystem leaves "
+    begins = f"the filesystem at {scene.run.path} refused writes ([Errno 122]); the filesystem leaves "
     assert found.message.startswith(begins)
     assert found.message.endswith(f" now; {words}")
     elsewhere = Cause(

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hpcrl.errors import HpcrlError
-from hpcrl.ports import HeldPorts, choose_blocks, choose_ports, is_free
+from hpcrl.network.ports import HeldPorts, choose_blocks, choose_ports, is_free
 
 HOST = "127.0.0.1"
 
@@ -23,7 +23,7 @@ def listener() -> socket.socket:
     server.close()
 
 
-def test_a_port_somebody_listens_on_is_not_free(listener: socket.socket) -> None:
+def test_a_port_in_use_is_not_free(listener: socket.socket) -> None:
     assert not is_free(HOST, listener.getsockname()[1])
 
 
@@ -77,7 +77,7 @@ def test_a_range_without_neighbours_is_a_clear_error() -> None:
 
 
 HOLDER = """
-from hpcrl.ports import HeldPorts, choose_blocks
+from hpcrl.network.ports import HeldPorts, choose_blocks
 held = HeldPorts()
 print(*choose_blocks([20, 3], first=24000, last=24999, host="127.0.0.1", start=24500, held=held), flush=True)
 input()

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from supervisor_testing import create, make_cluster, make_plan, make_recipe, start, wait_ended
 
-from hpcrl import ours
 from hpcrl.config.cluster_base import FilesConfig
 from hpcrl.errors import RunDirError, UsageError
-from hpcrl.interpreter import module_command
-from hpcrl.marks import RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import RUN_ID_VARIABLE
+from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.privacy import protect
 from hpcrl.runs.status import RunState
 from hpcrl.slurm.scripts import batch_process
+from hpcrl.storage import trusted_paths
 from hpcrl.submit.slurm_executor import SlurmExecutor
 from hpcrl.submit.submission import create_run, prepare_resume
 from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
@@ -72,7 +72,7 @@ def test_a_group_may_read(tmp_path: Path) -> None:
     assert {name: oct(mode) for name, mode in found.items() if mode not in (0o640, 0o2750)} == {}
     assert found["run.json"] == 0o640
     assert run.path.stat().st_gid == gid
-    with ours.files_as(run.path):
+    with trusted_paths.files_as(run.path):
         (run.path / "attempts").mkdir()
         (run.path / "attempts/log").touch()
     assert modes(run)["attempts/log"] == 0o640
@@ -81,7 +81,7 @@ def test_a_group_may_read(tmp_path: Path) -> None:
     assert modes(run)["attempts"] == 0o2750
 
 
-def test_a_group_that_is_none_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_group_that_is_none_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
     cluster = make_cluster().model_copy(update={"files": FilesConfig(group="no-such-group")})
     (tmp_path / "root").mkdir(mode=0o755)
     with pytest.raises(UsageError, match="no group 'no-such-group'"):
@@ -90,7 +90,7 @@ def test_a_group_that_is_none_is_said_and_nothing_is_left(tmp_path: Path) -> Non
     assert os.umask(0) == 0, "the user's umask is as it was"
 
 
-def test_a_directory_of_runs_where_anybody_may_replace_one_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_runs_that_all_users_may_change_is_refused(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir(mode=0o777)
     with pytest.raises(RunDirError, match=r"no sticky bit.*\n.*chmod \+t"):
         create(tmp_path / "root")
@@ -98,7 +98,9 @@ def test_a_directory_of_runs_where_anybody_may_replace_one_is_refused(tmp_path: 
     create(tmp_path / "root")
 
 
-def test_an_older_run_that_was_open_is_closed_when_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_older_run_that_was_open_is_closed_when_it_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "root").mkdir(mode=0o755)
     run = create(tmp_path / "root")
     (run.path / "submitit").mkdir()
@@ -118,16 +120,16 @@ def test_an_older_run_that_was_open_is_closed_when_it_goes_on(tmp_path: Path, ca
     assert not caplog.records
 
 
-def test_nobody_goes_on_with_the_run_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_of_another_user_cannot_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "root").mkdir(mode=0o755)
     run = create(tmp_path / "root")
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
-    with pytest.raises(RunDirError, match="nobody else goes on with this run"):
+    with pytest.raises(RunDirError, match="only its owner can resume it"):
         prepare_resume(run)
 
 
 @needs_root
-def test_what_somebody_else_put_into_an_open_run_is_named(tmp_path: Path) -> None:
+def test_files_of_other_users_in_an_open_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir(mode=0o755)
     run = create(tmp_path / "root")
     planted = run.path / "submitit/1_submitted.pkl"
@@ -169,11 +171,11 @@ def test_pickles_that_others_could_have_written_are_not_loaded(opened: str, says
     assert not (tmp_path / "executed").exists()
 
 
-def test_pickles_of_ours_are_loaded_in_a_job(tmp_path: Path) -> None:
+def test_pickles_of_the_same_user_are_loaded_in_a_job(tmp_path: Path) -> None:
     """What `hpcrl.slurm.batch` becomes is submitit's process: it runs the call and writes down how it ended."""
     (tmp_path / "run").mkdir(mode=0o700)
     folder = tmp_path / "run/submitit"
-    with ours.files_as(folder.parent):
+    with trusted_paths.files_as(folder.parent):
         job = SlurmExecutor(folder, submit=lambda: 1, time_limit_s=60.0).submit(os.getpid)
     (folder / "1_0_log.out").touch(mode=0o666)  # Slurm's, with its own mode
     env = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}

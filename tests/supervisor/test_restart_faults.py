@@ -75,7 +75,7 @@ def test_a_killed_engine_is_started_again_in_its_place(root: Path, victim: str) 
 
 def test_an_engine_with_wrong_weights_is_restarted_and_then_its_own_cause(root: Path) -> None:
     """What the orchestrator says about an engine whose proof has failed."""
-    why = "computes with other weights than those of version 2, which it is said to serve: 1 of 3 tensors differ"
+    why = "computes with other weights than those of version 2, which it reports to serve: 1 of 3 tensors differ"
     run = start(root, engine_policy={"restart": "on-failure", "max_restarts": 1})
     wait_running(run)
 
@@ -101,12 +101,12 @@ def test_an_engine_that_fails_again_and_again_ends_the_run(root: Path) -> None:
     view, _ = wait_ended(run)
     assert view.state is RunState.FAILED
     assert view.cause is not None
-    assert view.cause.message == "engine 0 exited with code 3; it was restarted 2 times and did not stay"
+    assert view.cause.message == "engine 0 exited with code 3; it was restarted 2 times and failed again"
     assert [e.data["pause_s"] for e in events(run, "component.restarting")] == [1.0, 2.0]
     assert diagnose(run).last_words[-1] == "ZeroDivisionError: stand-in"
 
 
-def test_the_run_goes_on_without_an_engine_that_is_not_critical(root: Path) -> None:
+def test_the_run_continues_without_an_engine_that_is_not_critical(root: Path) -> None:
     policy = {"restart": "on-failure", "max_restarts": 0, "critical": False}
     run = start(root, replicas=2, engine_policy=policy)
     first, second, _ = wait_running(run).components
@@ -142,7 +142,7 @@ def test_a_stopped_engine_is_found_dumped_and_started_again(root: Path) -> None:
     wait_ended(run)
 
 
-def test_an_engine_that_goes_on_after_the_alarm_is_left_alone(root: Path) -> None:
+def test_an_engine_that_continues_after_the_alarm_is_left_alone(root: Path) -> None:
     run = start(root, engine_policy=RESTART, watch=WatchPolicy(floor_s=6.0, ceiling_s=60.0))
     before = wait_running(run).components[0]
     time.sleep(4.0)  # it was seen alive

@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 from supervisor_testing import create
 
-from hpcrl import procfs
 from hpcrl.config.plan import FileProbe, Plan, Role
-from hpcrl.credentials import Credentials
-from hpcrl.marks import RUN_ID_VARIABLE
+from hpcrl.network.credentials import Credentials
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import RUN_ID_VARIABLE
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.events import read_events
 from hpcrl.runs.exclusions import exclude
@@ -27,16 +27,16 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.supervisor import supervise
-from hpcrl.supervisor.attempt_state import AttemptState
-from hpcrl.supervisor.board import Board
-from hpcrl.supervisor.component import Component
-from hpcrl.supervisor.drain import Drain
-from hpcrl.supervisor.ending import Ending
+from hpcrl.supervisor.attempt.attempt_state import AttemptState
+from hpcrl.supervisor.attempt.drain import Drain
+from hpcrl.supervisor.attempt.ending import Ending
+from hpcrl.supervisor.attempt.replica import ReplicaRunner
+from hpcrl.supervisor.attempt.signal_handler import SignalHandler
 from hpcrl.supervisor.launch.readiness import Prober
-from hpcrl.supervisor.launch.replica import ReplicaRunner
 from hpcrl.supervisor.launch.replica_launcher import Address, LocalLauncher
-from hpcrl.supervisor.notices import Notices
 from hpcrl.supervisor.process.guarded import GuardedProcess, ProcessSpec, guard_command, start_guarded
+from hpcrl.supervisor.replicas.component import Component
+from hpcrl.supervisor.status.status_writer import StatusWriter
 
 _DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 #: starts nothing, reads nothing, says nothing: srun while the nodes are busy, or a guard on a node that is cut off
@@ -76,7 +76,7 @@ class Scene:
         self.path = tmp_path
         self.run = create(tmp_path / "runs", **changes)
         self.plan: Plan = self.run.plan()
-        self.board = Board(self.run, run_id="r", attempt=self.run.start_attempt())
+        self.board = StatusWriter(self.run, run_id="r", attempt=self.run.start_attempt())
         self.components: list[Component] = []
 
     def component(self, role: Role) -> Component:
@@ -298,7 +298,7 @@ async def test_who_cancels_decides_how_long_the_end_may_take(
     if torn:
         scene.run.record_path.write_bytes(b"torn")
     state = AttemptState(scene.board)
-    notices = Notices(
+    notices = SignalHandler(
         scene.run,
         attempt=1,
         plan=scene.plan,
@@ -332,7 +332,7 @@ async def test_who_cancels_decides_how_long_the_end_may_take(
             (CauseKind.CANCELLED, "job 7 was ended by Slurm"),
             "Slurm warned that the job is about to end (its time limit, ",
         ),
-        (None, "Slurm warned that the job is about to end (its time limit, or a preemption); nothing could be saved"),
+        (None, "Slurm warned that the job is about to end (its time limit, or a preemption); no state was saved"),
     ],
 )
 async def test_a_requeued_attempt_says_what_it_was_warned_of(
@@ -341,7 +341,7 @@ async def test_a_requeued_attempt_says_what_it_was_warned_of(
     scene = Scene(tmp_path)
     attempts = scene.plan.attempts.model_copy(update={"requeue": True})
     state = AttemptState(scene.board)
-    notices = Notices(
+    notices = SignalHandler(
         scene.run,
         attempt=1,
         plan=scene.plan.model_copy(update={"attempts": attempts}),
@@ -359,7 +359,7 @@ async def test_a_requeued_attempt_says_what_it_was_warned_of(
     scene.board.enter(RunState.REQUEUED, because=state.why)
     scene.board.close()
     # the next attempt has begun: `why` says how this one ended
-    begun = Board(scene.run, run_id="r", attempt=2)
+    begun = StatusWriter(scene.run, run_id="r", attempt=2)
     begun.enter(RunState.RUNNING)
     begun.close()
     assert diagnose(scene.run).earlier[1].startswith(f"REQUEUED: {words}")

@@ -12,8 +12,8 @@ from fault_shim import build_shim
 from patience import hold_reader
 from supervisor_testing import create, end_everything, start, wait_ended, wait_for, wait_running
 
-from hpcrl import procfs
 from hpcrl.config.layout import AttemptPolicy
+from hpcrl.processes import procfs
 from hpcrl.runs.cause import CauseKind
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.events import read_events
@@ -108,7 +108,7 @@ def test_slurms_warning_is_not_lost_with_the_events(
     assert view.state is RunState.FAILED
     assert view.cause is not None
     assert view.cause.kind is CauseKind.TIME_LIMIT
-    assert "nothing could be saved" in view.cause.message
+    assert "no state was saved" in view.cause.message
     kinds = [event.kind for event in read_events(run)]
     assert kinds.index("supervisor.warned") < kinds.index("supervisor.saved")
 

@@ -24,8 +24,6 @@ from hpcrl.models.families import FAMILIES  # noqa: E402
 from hpcrl.models.known import known_models, load_facts  # noqa: E402
 from hpcrl.rollouts.rendering.formats import formats_of_type  # noqa: E402
 
-__all__ = ["BEGIN", "END", "NOT_ON_CPUS", "SERVED_BY_VLLM", "agreeing", "model_table", "parameters_of", "with_table"]
-
 BEGIN, END = "<!-- families: python tools/draw_families.py -->", "<!-- end of families -->"
 HEAD = (
     *("family", "models", "chat formats", "gradients of transformers", "FP8", "LoRA", "PEFT reads it"),

@@ -9,7 +9,8 @@ from typing import Any
 
 from hpcrl.config.recipe import OptimizerConfig, Recipe, TrainerConfig
 from hpcrl.config.sft import SftConfig
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.runs.role import Endpoints, RoleContext
 from hpcrl.runs.rundir import RunDir
 

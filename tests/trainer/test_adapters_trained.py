@@ -16,10 +16,10 @@ from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import CheckpointError, UsageError
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
 from hpcrl.modeling.adapters import use_adapters
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.blocks import local_block, local_part
 from hpcrl.modeling.hf import adapter_parameters, model_tensors, published_tensors
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.adapting import lora_parameters
 from hpcrl.models.arch import load_arch
@@ -30,8 +30,8 @@ from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.export import export_checkpoint
 from hpcrl.trainer.step.canary import CanaryMaker
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
-from hpcrl.weights.format.canary import Canary, judge
+from hpcrl.weights.format.canary import Canary, judge_canary
+from hpcrl.weights.read.adapters import ADAPTER_CONFIG, ADAPTER_MODEL, CANARY
 from hpcrl.weights.read.subscriber import ReaderSettings
 from hpcrl.weights.store import HandoffStore
 
@@ -297,7 +297,7 @@ def test_a_checkpoint_knows_what_it_was_trained_on(models, tmp_path):
         save_file(tensors, other / "model.safetensors")
         for directory, lora, message in (
             (other, LORA, "trained on other weights than those of the start model"),
-            (model_dir, {**LORA, "alpha": 4.0}, "counted 2 times, and now 1"),
+            (model_dir, {**LORA, "alpha": 4.0}, "had the scale 2, and now have 1"),
         ):
             now = new_policy(directory, parallel, lora)
             with pytest.raises(CheckpointError, match=message):
@@ -370,13 +370,13 @@ def test_the_canary_tells_engines_with_the_adapter_from_others(models, tmp_path)
         engine = model = exchanged(updater, engine)
         served.append(logprobs(model))
     plain, adapted = served
-    assert judge(canary, adapted, plain).outcome == judge(canary, adapted).outcome == "applied"
-    assert judge(canary, plain, plain).outcome == judge(canary, plain).outcome == "ignored"
+    assert judge_canary(canary, adapted, plain).outcome == judge_canary(canary, adapted).outcome == "applied"
+    assert judge_canary(canary, plain, plain).outcome == judge_canary(canary, plain).outcome == "ignored"
     # experts in another order, as a layout that is misread would have them
     for name, parameter in model.named_parameters():
         if name.endswith(("experts.down_proj", "o_proj.weight")):
             parameter.copy_(parameter.flip(0))
-    assert judge(canary, logprobs(model), plain).outcome == "ignored"
+    assert judge_canary(canary, logprobs(model), plain).outcome == "ignored"
 
 
 def test_every_version_has_a_canary(models):

@@ -27,7 +27,7 @@ def nothing_told():
 @pytest.mark.parametrize(
     ("device", "wanted", "told"), [(CPU, False, True), (CPU, True, True), (GPU, False, False), (GPU, True, True)]
 )
-def test_torch_is_told_where_it_costs_nothing_or_is_wanted(monkeypatch, device, wanted, told):
+def test_torch_is_deterministic_if_requested_or_free(monkeypatch, device, wanted, told):
     monkeypatch.setenv(WORKSPACE, ":4096:8")
     settle_determinism(device, wanted=wanted)
     assert torch.are_deterministic_algorithms_enabled() == told
@@ -36,7 +36,7 @@ def test_torch_is_told_where_it_costs_nothing_or_is_wanted(monkeypatch, device, 
     assert torch.utils.deterministic.fill_uninitialized_memory != told
 
 
-@pytest.mark.parametrize(("value", "words"), [(None, "not set"), (":0:0", "it is :0:0")])
+@pytest.mark.parametrize(("value", "words"), [(None, "not set"), (":0:0", "variable is :0:0")])
 def test_without_what_cublas_needs_a_trainer_on_gpus_does_not_start(monkeypatch, value, words):
     monkeypatch.delenv(WORKSPACE, raising=False)
     if value is not None:

@@ -13,8 +13,8 @@ from trainer_testing import make_recipe, run_ranks
 
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.inference.embedded.weights.loading import load_model
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.hf import model_tensors
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.state.checkpoint import load_checkpoint

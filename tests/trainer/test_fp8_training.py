@@ -13,13 +13,13 @@ from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks,
 from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8 import find
 from hpcrl.modeling.fp8.backends import Reference
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.step import policy as policies
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.format.quantize import FP8_DTYPE
+from hpcrl.weights.format.quantise import FP8_DTYPE
 from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.store import HandoffStore
 

@@ -15,16 +15,16 @@ import torch
 from patience import wait_for
 from trainer_testing import StubDock, make_recipe, run_ranks, start_attempt, tiny_arch, write_model_dir, write_recipe
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints.checks import read_check
 from hpcrl.checkpoints.ledger import CheckpointLedger
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import ConfigError, DeadlineError, NothingToRestoreError, PeerLostError, RunFailedError
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
+from hpcrl.runs.resume_request import ResumeRequest
 from hpcrl.runs.role import FailureRecord, RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.restart import RestartRequest
+from hpcrl.storage.quarantine import list_asides
 from hpcrl.trainer.loop import train
 from hpcrl.weights.store import HandoffStore
 
@@ -179,7 +179,7 @@ def test_resume_skips_a_damaged_checkpoint_and_withdraws_later_versions(tmp_path
 def begin_at(run, begin, step=None):
     """What `hpcrl resume --from-scratch` or `--from-step` writes down."""
     after = (run.attempts() or [0])[-1]
-    RestartRequest(begin=begin, step=step, after_attempt=after, time_s=0.0, by="test").write(run)
+    ResumeRequest(begin=begin, step=step, after_attempt=after, time_s=0.0, by="test").write(run)
 
 
 def damage_all(run):
@@ -239,7 +239,7 @@ def test_what_a_restart_gives_up_is_put_aside_until_it_is_passed(tmp_path, model
     assert losses(run) == losses(whole)
 
 
-def test_a_run_goes_on_from_the_step_that_somebody_names(tmp_path, model_dir, dock):
+def test_a_run_continues_from_the_step_that_a_person_names(tmp_path, model_dir, dock):
     run = RunDir(tmp_path / "run")
     first = losses_by_step(run_steps(run, model_dir, dock, 4))
     begin_at(run, "step", 2)
@@ -327,7 +327,7 @@ class WrongShard(StubDock):
 
 def test_a_shard_for_another_rank_is_refused(tmp_path, model_dir):
     run = new_run(tmp_path / "run", model_dir, 1)
-    with WrongShard().serving() as dock, pytest.raises(ValueError, match="asked for was"):
+    with WrongShard().serving() as dock, pytest.raises(ValueError, match="requested was"):
         train(start_attempt(run, dock))
 
 
@@ -394,7 +394,7 @@ def test_ranks_train_and_obey_sigterm(tmp_path, model_dir, ranks):
 
 
 @pytest.mark.slow
-def test_a_missing_orchestrator_is_no_first_cause(tmp_path, model_dir):
+def test_a_missing_orchestrator_is_not_a_first_cause(tmp_path, model_dir):
     run = new_run(tmp_path / "run", model_dir, 1)
     with FailingDock().serving() as dock:
         assert start_ranks(run, start_attempt(run, dock), 2).wait(timeout=120) == 1

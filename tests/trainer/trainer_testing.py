@@ -28,14 +28,14 @@ from torch import Tensor
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, encode_shard
-from hpcrl.fs import write_json
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import published_tensors
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import ModelArch, Qwen3MoeArch
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.runs.role import Endpoints, RoleContext
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.files import write_json
 from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.weights.format.shard import write_shard
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hpcrl.aside import list_asides
 from hpcrl.errors import FencedError, HandoffError
-from hpcrl.weights import HandoffStore, HandoffWriter, write_shard
+from hpcrl.storage.quarantine import list_asides
+from hpcrl.weights import HandoffStore, VersionCommitter, write_shard
 from hpcrl.weights.format.manifest import Handoff
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.lifetime.collector import Collector
@@ -43,16 +43,16 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> HandoffWriter:
-    return HandoffWriter.claim(tmp_path / "weights", 1)
+def writer(tmp_path: Path) -> VersionCommitter:
+    return VersionCommitter.claim(tmp_path / "weights", 1)
 
 
 @pytest.fixture
-def store(writer: HandoffWriter) -> HandoffStore:
+def store(writer: VersionCommitter) -> HandoffStore:
     return writer.store
 
 
-def write_version(writer: HandoffWriter, version: int, model_dir: Path) -> None:
+def write_version(writer: VersionCommitter, version: int, model_dir: Path) -> None:
     stage = writer.stage(version)
     results = []
     for i, (name, array) in enumerate(arrays(version).items(), start=1):
@@ -62,7 +62,7 @@ def write_version(writer: HandoffWriter, version: int, model_dir: Path) -> None:
     writer.publish(version=version, shards=results, model_dir=model_dir, producer="test")
 
 
-def test_published_version_is_a_model_directory(writer: HandoffWriter, store: HandoffStore, model_dir: Path) -> None:
+def test_published_version_is_a_model_directory(writer: VersionCommitter, store: HandoffStore, model_dir: Path) -> None:
     write_version(writer, 3, model_dir)
     handoff = store.open(3)
     handoff.verify(content=True)
@@ -80,7 +80,7 @@ def test_published_version_is_a_model_directory(writer: HandoffWriter, store: Ha
 
 
 def test_versions_are_listed_and_unfinished_ones_are_not(
-    writer: HandoffWriter, store: HandoffStore, model_dir: Path
+    writer: VersionCommitter, store: HandoffStore, model_dir: Path
 ) -> None:
     assert store.newest() is None
     for version in (0, 2, 1_000_000):
@@ -91,7 +91,7 @@ def test_versions_are_listed_and_unfinished_ones_are_not(
 
 
 def test_publishing_twice_is_refused_and_changes_nothing(
-    writer: HandoffWriter, store: HandoffStore, model_dir: Path
+    writer: VersionCommitter, store: HandoffStore, model_dir: Path
 ) -> None:
     write_version(writer, 1, model_dir)
     before = store.open(1).manifest
@@ -103,7 +103,7 @@ def test_publishing_twice_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "manifest", "format"])
-def test_damage_is_found_and_named(writer: HandoffWriter, store: HandoffStore, model_dir: Path, damage: str) -> None:
+def test_damage_is_found_and_named(writer: VersionCommitter, store: HandoffStore, model_dir: Path, damage: str) -> None:
     write_version(writer, 1, model_dir)
     shard = store.open(1).shards[1]
     manifest = store.path_of(1) / "manifest.json"
@@ -125,7 +125,7 @@ def test_damage_is_found_and_named(writer: HandoffWriter, store: HandoffStore, m
 
 
 def test_full_disk_leaves_last_version_and_the_next_publish_works(
-    writer: HandoffWriter, store: HandoffStore, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    writer: VersionCommitter, store: HandoffStore, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_version(writer, 1, model_dir)
 
@@ -133,7 +133,7 @@ def test_full_disk_leaves_last_version_and_the_next_publish_works(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpcrl.fs.os.fsync", no_space)
+        patch.setattr("hpcrl.storage.files.os.fsync", no_space)
         with pytest.raises(OSError, match="No space"):
             write_version(writer, 2, model_dir)
     assert store.versions() == [1]
@@ -142,12 +142,14 @@ def test_full_disk_leaves_last_version_and_the_next_publish_works(
     assert store.versions() == [1, 2]
 
 
-def test_withdraw_removes_the_future_and_leftovers(writer: HandoffWriter, store: HandoffStore, model_dir: Path) -> None:
+def test_withdraw_removes_the_future_and_leftovers(
+    writer: VersionCommitter, store: HandoffStore, model_dir: Path
+) -> None:
     for version in range(4):
         write_version(writer, version, model_dir)
     writer.stage(9)
     os.rename(store.path_of(3), store.root / ".hidden-v000003")  # a collector that died
-    new = HandoffWriter.claim(store.root, 2)
+    new = VersionCommitter.claim(store.root, 2)
     assert new.withdraw_after(1) == [2]
     assert sorted(os.listdir(store.root)) == [new.fence.path.name, "put-aside", "v000000", "v000001"]
     # it is kept as it was until the run has published that version again
@@ -177,9 +179,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_store import write_version
-from hpcrl.weights import HandoffWriter
+from hpcrl.weights import VersionCommitter
 version, attempt = map(int, sys.argv[1:])
-writer = HandoffWriter.claim(Path({root!r}), attempt)
+writer = VersionCommitter.claim(Path({root!r}), attempt)
 writer.withdraw_after(version - 1)
 print("ready", flush=True)
 while True:
@@ -219,8 +221,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_store import write_version
 from hpcrl.errors import FencedError
-from hpcrl.weights import HandoffWriter
-writer, version = HandoffWriter.claim(Path({root!r}), int(sys.argv[1])), int(sys.argv[2])
+from hpcrl.weights import VersionCommitter
+writer, version = VersionCommitter.claim(Path({root!r}), int(sys.argv[1])), int(sys.argv[2])
 try:
     while True:
         try:
@@ -274,12 +276,12 @@ def test_of_two_processes_that_write_only_the_newer_one_can(tmp_path: Path, mode
 
 @pytest.mark.parametrize("what", ["stage", "publish", "remove", "withdraw"])
 def test_an_overtaken_writer_can_change_nothing(
-    writer: HandoffWriter, store: HandoffStore, model_dir: Path, what: str
+    writer: VersionCommitter, store: HandoffStore, model_dir: Path, what: str
 ) -> None:
     write_version(writer, 1, model_dir)
     write_version(writer, 2, model_dir)
     writer.stage(3)
-    HandoffWriter.claim(store.root, 2)
+    VersionCommitter.claim(store.root, 2)
     before = sorted(str(path) for path in store.root.rglob("*"))
     actions = {
         "stage": lambda: writer.stage(4),

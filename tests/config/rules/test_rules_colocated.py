@@ -29,6 +29,7 @@ BROKEN = [
     ("colocated-turns", ("engine.pause=none",), "engine.pause"),
     ("colocated-memory", ("handoff.kind=fp8",), "handoff.kind"),
     ("colocated-memory", ("handoff.delta_chain=3",), "handoff.delta_chain"),
+    ("colocated-memory", ("handoff.transport=fabric",), "handoff.transport"),
     ("colocated-trainer", ("trainer.memory.parameter_offload=true",), "trainer.memory.parameter_offload"),
     ("colocated-trainer", ("trainer.lora={}",), "trainer.lora"),
     ("colocated-trainer", ("algorithm.kl={coefficient: 0.1}",), "algorithm.kl"),

@@ -9,15 +9,15 @@ import pytest
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.rules.table import KERNEL_RULES, PARALLEL_RULES, QUANTIZATION_RULES, check_rules
+from hpcrl.config.rules.table import KERNEL_RULES, PARALLEL_RULES, QUANTISATION_RULES, check_rules
 from hpcrl.errors import ConfigError
 
-RULES = (*PARALLEL_RULES, *KERNEL_RULES, *QUANTIZATION_RULES)
+RULES = (*PARALLEL_RULES, *KERNEL_RULES, *QUANTISATION_RULES)
 GLM5 = ("job.payload=probe",)
 
 #: without the flag that makes FP8 of hand-offs
 NO_FLAG = ("engine.vllm_args={gpu-memory-utilization: 0.75}",)
-UNQUANTIZED = ("engine.memory.weights=as_dtype", *NO_FLAG)
+UNQUANTISED = ("engine.memory.weights=as_dtype", *NO_FLAG)
 
 #: rule, settings that break it, key of the finding
 BROKEN = {
@@ -42,7 +42,7 @@ BROKEN = {
         ("trainer.router_replay=true", "engine.decode.vllm_args.async-scheduling=true"),
         "engine.decode.vllm_args.async-scheduling",
     ),
-    "quantized-once": (("handoff.kind=fp8",), "engine.vllm_args.quantization"),
+    "quantised-once": (("handoff.kind=fp8",), "engine.vllm_args.quantization"),
     "fp8-is-one": (("trainer.precision.fp8.keep=['*.o_proj']",), "trainer.precision.fp8"),
     "fp8-multiplies": (("trainer.dtype=float32",), "trainer.precision.fp8.backend"),
     "planned-utilization": (
@@ -144,10 +144,10 @@ def test_a_profile_does_not_take_from_cublas_what_a_deterministic_trainer_needs(
         assert [finding.key for finding in caught.value.findings] == [f"cluster.{where}{role}.{name}"]
 
 
-def test_ways_out_lead_out() -> None:
+def test_hints_resolve_the_conflict() -> None:
     """What the hint says keeps the rules again."""
     _check("trainer.deterministic=true")
-    _check("trainer.lora.rank=16", "trainer.precision.fp8=null", *UNQUANTIZED)
+    _check("trainer.lora.rank=16", "trainer.precision.fp8=null", *UNQUANTISED)
     _check("handoff.kind=fp8", *NO_FLAG)
     _check("engine.memory.kv_offload_gib=500.0")
 
@@ -163,13 +163,13 @@ def test_ways_out_lead_out() -> None:
 def test_weights_that_are_planned_as_others_than_served(settings: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _check(*settings)
-    assert [finding.key for finding in caught.value.findings if "quantized-once" in finding.what] == [key]
+    assert [finding.key for finding in caught.value.findings if "quantised-once" in finding.what] == [key]
 
 
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (UNQUANTIZED, "handoff.kind"),
+        (UNQUANTISED, "handoff.kind"),
         (("engine.vllm_args.quantization=fp8",), "engine.vllm_args.quantization"),
         (("handoff.dtype=float32",), "handoff.dtype"),
         (("engine.dtype=float32",), "engine.dtype"),
@@ -201,7 +201,7 @@ SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
         ({"gpu_type": None}, []),
     ],
 )
-def test_engines_beside_a_trainer_in_fp8_keep_its_scales(changed: dict[str, Any], keys: list[str]) -> None:
+def test_engines_of_a_trainer_in_fp8_keep_its_scales(changed: dict[str, Any], keys: list[str]) -> None:
     """vLLM would round scales up to powers of two; so do GPUs that have no others."""
     loaded = load_cluster("h200-28")
     site = loaded.value.model_dump(exclude_unset=True)
@@ -252,7 +252,7 @@ def test_an_adapter_is_not_rounded_to_fp8() -> None:
 )
 def test_adapters_leave_nothing_to_do_for_some_settings(setting: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        _check("trainer.lora={}", "trainer.precision.fp8=null", setting, *UNQUANTIZED)
+        _check("trainer.lora={}", "trainer.precision.fp8=null", setting, *UNQUANTISED)
     assert key in {finding.key for finding in caught.value.findings if "adapters-train" in finding.what}
 
 
@@ -266,7 +266,7 @@ def test_adapters_leave_nothing_to_do_for_some_settings(setting: str, key: str) 
 )
 def test_settings_of_the_reference_that_do_nothing(settings: tuple[str, ...], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        _check("trainer.lora={}", "trainer.precision.fp8=null", *settings, *UNQUANTIZED)
+        _check("trainer.lora={}", "trainer.precision.fp8=null", *settings, *UNQUANTISED)
     assert key in {finding.key for finding in caught.value.findings if "kl-copy-applies" in finding.what}
 
 

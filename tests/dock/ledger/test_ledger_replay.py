@@ -136,7 +136,7 @@ def test_a_group_that_starts_again_keeps_what_became_of_its_first_rollouts() -> 
         ([Dropped(group=3, members=[], why="too few"), finished(3, 0)], "3/0 finished after its group was over"),
     ],
 )
-def test_what_contradicts_itself_is_said(entries: list[Entry], problem: str) -> None:
+def test_what_contradicts_itself_is_reported(entries: list[Entry], problem: str) -> None:
     replay = Replay([begin(), finished(0, 0), finished(0, 1), *entries])
     assert any(re.search(problem, each) for each in replay.problems), replay.problems
 
@@ -151,7 +151,7 @@ def test_what_contradicts_itself_is_said(entries: list[Entry], problem: str) -> 
         [finished(0, 2), Taken(step=1, groups=[]), Taken(step=2, groups=[(0, [2, 1, 0])])],
     ],
 )
-def test_what_does_not_contradict_itself_is_no_problem(later: list[Entry]) -> None:
+def test_what_does_not_contradict_itself_is_not_a_problem(later: list[Entry]) -> None:
     assert Replay([begin(), finished(0, 0), finished(0, 1), *later]).problems == []
 
 
@@ -173,7 +173,7 @@ def test_a_step_that_was_restored_stands_and_the_next_does_not() -> None:
     assert (replay.step, replay.attempts) == (2, 3)
 
 
-def test_a_rollout_that_waits_again_is_not_said_to_be_dropped() -> None:
+def test_a_rollout_that_waits_again_is_not_reported_as_dropped() -> None:
     replay = Replay([begin(), finished(0, 0), Dropped(group=0, members=[0], why="too old", step=3)])
     (held,) = replay.rollouts
     assert (held.state, held.step, held.why) == (State.DROPPED, 3, "too old")
@@ -203,7 +203,7 @@ def test_groups_are_numbered_on_behind_the_highest_of_any_entry() -> None:
     assert (replay.next_index, replay.over_groups()) == (9, {8})
 
 
-def test_of_a_group_what_waits_is_told_by_member() -> None:
+def test_waiting_rollouts_of_a_group_are_listed_by_member() -> None:
     replay = Replay([begin(), finished(3, 1), finished(3, 0), finished(1, 0), finished(2, 0)])
     replay.add(Dropped(group=2, members=[0], why="too old"))
     assert [(group, [held.entry.member for held in each]) for group, each in replay.waiting().items()] == [

@@ -108,7 +108,7 @@ def test_blocks_are_durable_and_so_are_names_of_files(
     assert Path(synced[-1]).name == tmp_path.name
 
 
-def test_a_closed_writer_goes_on_in_a_new_file(writer: PayloadWriter, tmp_path: Path) -> None:
+def test_a_closed_writer_continues_in_a_new_file(writer: PayloadWriter, tmp_path: Path) -> None:
     writer.close()
     assert names(tmp_path) == []
     writer.write([[b"a"]])
@@ -148,13 +148,13 @@ def test_a_block_is_mapped_wherever_it_lies(tmp_path: Path, offset: int) -> None
     assert view_payload(tmp_path, place) == read_payload(tmp_path, place) == data[offset : offset + 9000]
 
 
-def test_what_is_not_the_block_is_told(tmp_path: Path) -> None:
+def test_what_is_not_the_block_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"0123456789")
     digest = xxhash.xxh3_128_hexdigest(b"6789")
     assert read_payload(tmp_path, PayloadPlace("a", 6, 4, digest)) == b"6789"
     with pytest.raises(ValueError, match=r"^a ends 1 bytes before the end of a rollout"):
         read_payload(tmp_path, PayloadPlace("a", 7, 4, digest))
-    with pytest.raises(ValueError, match=r"^a has another content at byte 5 than was written there"):
+    with pytest.raises(ValueError, match=r"^the content of a at byte 5 is not what was written"):
         read_payload(tmp_path, PayloadPlace("a", 5, 4, digest))
     with pytest.raises(ValueError, match=r"^a ends 2 bytes before"):
         check_block(b"67", PayloadPlace("a", 6, 4, digest))

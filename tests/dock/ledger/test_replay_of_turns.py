@@ -75,7 +75,7 @@ def test_a_group_that_starts_again_keeps_its_turns() -> None:
     assert set(replay.unfinished) == {(0, 1)}
 
 
-def test_versions_of_turns_are_mirrored_where_the_run_goes_on() -> None:
+def test_versions_of_turns_are_mirrored_where_the_run_continues() -> None:
     replay = Replay([begin(), turn(0, first=2, last=3), turn(1, first=4, last=6), turn(2, first=8)])
     each = replay.unfinished[0, 0]
     assert (each.mirrored, each.version) == (False, 2)
@@ -89,7 +89,7 @@ def test_versions_of_turns_are_mirrored_where_the_run_goes_on() -> None:
     assert (each.pivots, each.version) == ([[1], [5, 3, 1], [5, 1]], -1)
 
 
-def test_a_new_turn_is_of_the_branch_that_goes_on() -> None:
+def test_a_new_turn_is_of_the_branch_that_continues() -> None:
     replay = Replay([begin(), turn(0, first=6), begin(restored=5), turn(0, first=6)])
     assert (replay.unfinished[0, 0].mirrored, replay.unfinished[0, 0].version) == (False, 6)
 

@@ -191,7 +191,7 @@ def test_columns_that_were_damaged_are_seen(tmp_path: Path, damage: str) -> None
         read_payload(log.payload_dir, entry.payload)
 
 
-def test_a_torn_end_is_not_read_by_anybody(tmp_path: Path) -> None:
+def test_a_torn_end_is_ignored_by_all_readers(tmp_path: Path) -> None:
     """A power cut may leave zeros, and whole lines behind them."""
     log = open_log(tmp_path)
     keep(log, 0, 0).result(10.0)
@@ -228,7 +228,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         list(read_entries(log.ledger_dir))
 
 
-def test_a_new_process_believes_what_the_one_before_has_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_process_uses_the_report_of_its_predecessor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files before the newest nothing is read to say so; what a dead process writes later changes nothing."""
     for attempt in (1, 2):
         log = open_log(tmp_path, attempt=attempt)

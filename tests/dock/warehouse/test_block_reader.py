@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from warehouse_testing import Block, Disk
 
-from hpcrl.decoding import decode_msgpack
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse import reading
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.storage.msgspec_types import decode_msgpack
 
 Reply = Callable[[socket.socket], object]
 

@@ -17,11 +17,11 @@ from patience import wait_for
 from sharing_testing import CountingServer, Rank, counted, ranks_of
 from warehouse_testing import Disk
 
-from hpcrl.credentials import Credentials
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.sharing import Sharing
+from hpcrl.network.credentials import Credentials
 
 LARGE, SMALL = 60_000, 5_000
 """Numbers of 8 bytes: blocks that are mapped, and that are copied."""
@@ -131,7 +131,7 @@ def test_what_is_damaged_on_the_wire_comes_from_disk_for_all(lab: Lab) -> None:
     assert sources == {"server": 3, "disk": 1, "node": 8}
     (problem,) = [problem for answer in answers for problem in answer["problems"]]
     assert problem.startswith(f"{key_of(places[1])}: ")
-    assert "has another content" in problem
+    assert "is not what was written" in problem
 
 
 @pytest.mark.parametrize("numbers", [LARGE, SMALL])
@@ -223,7 +223,7 @@ def test_memory_is_bounded_and_what_has_no_room_is_fetched_by_each(lab: Lab) -> 
         assert sorted(path.name for path in lab.shared(base).iterdir()) == ["000002", "000003", "alive", "room"]
 
 
-def test_what_another_attempt_has_left_is_swept_and_the_living_stay(lab: Lab) -> None:
+def test_what_another_attempt_has_left_is_swept_and_live_ones_stay(lab: Lab) -> None:
     places = lab.put(2)
     base = lab.node()
     with ranks_of(*[lab.rank(base) for _ in range(2)], lab.rank(base, attempt=9)) as (first, second, other):
@@ -247,9 +247,7 @@ def test_what_another_attempt_has_left_is_swept_and_the_living_stay(lab: Lab) ->
     assert list(base.iterdir()) == []
 
 
-def test_a_name_that_somebody_else_has_made_is_left_alone(
-    lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_another_process_is_kept(lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base = lab.node()
     own = Credentials.of_run(tmp_path, 3).headers["Authorization"]
     sharing = Sharing(base, limit_bytes=1 << 20)
@@ -288,7 +286,7 @@ def test_who_loses_the_directory_begins_anew_with_the_next_step(lab: Lab) -> Non
     assert [path.name for path in base.iterdir()] == ["taken away"]
 
 
-def test_a_full_filesystem_is_said_and_costs_no_rollout(lab: Lab) -> None:
+def test_a_full_filesystem_is_reported_and_costs_no_rollout(lab: Lab) -> None:
     """A small tmpfs, really full."""
     places = lab.put(4)
     base = lab.node()

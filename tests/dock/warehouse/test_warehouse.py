@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from patience import patience
 from warehouse_testing import Disk
 
-from hpcrl.credentials import Credentials, ensure_token
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
+from hpcrl.dock.warehouse.frames import HEAD, Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location, key_of
 from hpcrl.dock.warehouse.reading import BlockReader
-from hpcrl.interpreter import module_command
+from hpcrl.network.credentials import Credentials, ensure_token
+from hpcrl.processes.interpreter import module_command
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_a_rank_of_the_same_node_maps_what_was_put(warehouse: EmbeddedWarehouse,
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "missing", "link"])
-def test_what_is_damaged_in_memory_is_read_from_disk_and_said(
+def test_what_is_damaged_in_memory_is_read_from_disk_and_reported(
     warehouse: EmbeddedWarehouse, disk: Disk, damage: str
 ) -> None:
     (place, block), (other, other_block) = disk.write(1), disk.write(2)
@@ -79,7 +82,7 @@ def test_what_is_damaged_in_memory_is_read_from_disk_and_said(
         reader.read(place)
 
 
-def test_full_is_said_and_loses_nothing(base: Path, disk: Disk) -> None:
+def test_a_full_store_is_reported_and_loses_nothing(base: Path, disk: Disk) -> None:
     blocks = [disk.write(seed) for seed in range(4)]
     warehouse = EmbeddedWarehouse(base, limit_bytes=100_000)  # two blocks of 40 kB
     assert [warehouse.put(*each) for each in blocks[:3]] == [True, True, False]
@@ -165,6 +168,39 @@ def test_another_node_is_served_and_a_killed_server_costs_nothing(
     process.wait(10.0 * patience())
     assert reader.read(blocks[2][0]) == b"".join(blocks[2][1])
     assert reader.sources["disk"] == 2
+
+
+def ask_server(location: Location, request: Request) -> tuple[Answer, bytes]:
+    """Send one request over a connection that asks for nothing else; return the answer and the bytes behind it."""
+    with socket.create_connection((location.host, location.port), 20.0 * patience()) as connection:
+        connection.sendall(frame(request))
+        connection.shutdown(socket.SHUT_WR)
+        data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    (length,) = HEAD.unpack(data[: HEAD.size])
+    end = HEAD.size + length
+    return msgspec.msgpack.decode(data[HEAD.size : end], type=Answer), data[end:]
+
+
+def test_only_blocks_are_served_and_only_bytes_that_they_have(
+    warehouse: EmbeddedWarehouse, disk: Disk, served: tuple[subprocess.Popen[str], Location], tmp_path: Path
+) -> None:
+    _, location = served
+    place, block = disk.write(1)
+    assert warehouse.put(place, block)
+    own = Credentials.of_run(tmp_path, 3).headers["Authorization"]
+    for name in ("note", f"{key_of(place)}.part"):
+        (warehouse.directory / name).write_bytes(b"not a block")
+        (warehouse.directory / name).chmod(0o600)
+        assert ask_server(location, Request(own, name, 0, 4)) == (
+            Answer(400, "no block can have this name, or these bytes"),
+            b"",
+        )
+    outside = f"../{warehouse.directory.name}/{key_of(place)}"
+    for key, offset, length in ((outside, 0, 4), (key_of(place), -1, 4), (key_of(place), 0, 0)):
+        assert ask_server(location, Request(own, key, offset, length))[0].status == 400
+    whole = b"".join(block)
+    assert ask_server(location, Request(own, key_of(place), 3, 4)) == (Answer(200), whole[3:7])
+    assert ask_server(location, Request(own, key_of(place), 0, 1 << 30))[0].status == 404
 
 
 def test_the_server_ends_with_who_started_it(served: tuple[subprocess.Popen[str], Location]) -> None:

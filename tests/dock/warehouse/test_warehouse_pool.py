@@ -72,7 +72,7 @@ def test_ranks_read_what_was_put_and_what_is_released_is_gone(warehouse: Mooncak
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "longer"])
-def test_what_is_damaged_in_the_pool_is_read_from_disk_and_said(
+def test_what_is_damaged_in_the_pool_is_read_from_disk_and_reported(
     warehouse: MooncakeWarehouse, disk: Disk, damage: str
 ) -> None:
     (place, block), (other, other_block) = disk.write(1), disk.write(2)
@@ -89,7 +89,7 @@ def test_what_is_damaged_in_the_pool_is_read_from_disk_and_said(
     assert reader.read(other) == b"".join(other_block)
     assert reader.sources == {"disk": 1, "pool": 1}
     (problem,) = reader.problems
-    assert {"changed": "has another content", "cut": f"gave {len(whole) // 2} of", "longer": "with code"}[
+    assert {"changed": "is not what was written", "cut": f"gave {len(whole) // 2} of", "longer": "with code"}[
         damage
     ] in problem
     (disk.directory / place.file).unlink()
@@ -98,7 +98,7 @@ def test_what_is_damaged_in_the_pool_is_read_from_disk_and_said(
     warehouse.release([place, other])
 
 
-def test_full_is_said_and_loses_nothing(warehouse: MooncakeWarehouse, disk: Disk) -> None:
+def test_a_full_store_is_reported_and_loses_nothing(warehouse: MooncakeWarehouse, disk: Disk) -> None:
     blocks = [disk.write(seed, numbers=(12 << 20) // 8) for seed in range(3)]
     assert [warehouse.put(*each) for each in blocks] == [True, True, False]
     assert warehouse.full
@@ -242,13 +242,14 @@ def finished(member: int, place: PayloadPlace) -> Finished:
 
 
 def test_where_mooncake_is_missing_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mooncake", None)
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=r"hint: .* -m pip install '.*\[store\]'"):
         make_warehouse(WarehouseConfig(backend="mooncake"), url="http://127.0.0.1:9")
 
 
 def test_where_its_port_is_taken_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else listens there, who is no master."""
+    """Somebody else listens there, who is not a master."""
     monkeypatch.setattr("hpcrl.dock.warehouse.mooncake.half_at_most", lambda *_: 1 << 20)
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"http://127.0.0.1:{other.getsockname()[1] - 1}"

@@ -141,7 +141,7 @@ def test_a_warehouse_with_room_again_is_not_full(warehouse: EmbeddedWarehouse, b
     blocks.check(second, blocks.put(5))
 
 
-def test_blocks_that_nobody_knows_are_passed_over(warehouse: EmbeddedWarehouse, blocks: Blocks) -> None:
+def test_unknown_blocks_are_skipped(warehouse: EmbeddedWarehouse, blocks: Blocks) -> None:
     first, unknown, second = blocks.put(1), blocks.make(1), blocks.put(1)
     warehouse.release([unknown[0], first[0], first[0]])
     assert blocks.held() == (1, 2)
@@ -178,7 +178,7 @@ def test_a_block_that_memory_refuses_leaves_nothing(
     blocks.check(kept, refused)
 
 
-def test_a_directory_that_somebody_has_removed_is_closed_all_the_same(warehouse: EmbeddedWarehouse) -> None:
+def test_a_directory_that_was_removed_is_closed_all_the_same(warehouse: EmbeddedWarehouse) -> None:
     shutil.rmtree(warehouse.directory)
     warehouse.close()
 

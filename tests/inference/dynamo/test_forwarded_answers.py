@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from hpcrl.gate import Gate
 from hpcrl.inference.dynamo import router
 from hpcrl.inference.dynamo.router import Front, front_apps
 from hpcrl.inference.dynamo.selection import CandidateEngine, EngineChoice
+from hpcrl.network.auth import Gate
 
 LIMIT = 1 << 16
 

@@ -74,7 +74,7 @@ class Batches:
         return self.pool.num_blocks - self.pool.num_free
 
 
-def test_a_long_prompt_is_computed_in_parts_beside_those_that_decode() -> None:
+def test_a_long_prompt_is_computed_in_parts_while_others_decode() -> None:
     batches = Batches(budget=8)
     batches.add("short", 3)
     batches.add("long", list(range(20, 34)))
@@ -129,7 +129,7 @@ def test_who_has_arrived_has_a_number_in_the_order_of_arrival() -> None:
     assert 0 < numbers[0] < numbers[1] < numbers[2]
 
 
-def test_a_sequence_starts_when_all_of_it_fits_and_nobody_overtakes_it() -> None:
+def test_a_sequence_starts_when_all_of_it_fits_and_none_overtakes_it() -> None:
     batches = Batches(blocks=8, budget=64)
     first = batches.add("first", 20)  # five blocks, and one more for the next token
     batches.step()
@@ -266,7 +266,7 @@ def test_a_seed_is_drawn_once_where_a_request_has_none() -> None:
     assert next(batches.seeds) == 101
 
 
-def test_of_those_that_wait_only_who_had_started_goes_on_where_that_is_wanted() -> None:
+def test_of_those_that_wait_only_who_had_started_continues_where_that_is_wanted() -> None:
     batches = Batches(budget=64)
     started = batches.add("started", 3)
     batches.step()
@@ -318,7 +318,7 @@ def test_all_are_put_back_where_weights_change_with_what_others_computed() -> No
     assert batches.scheduler.prefix_queries == before
 
 
-def test_kv_that_is_not_to_be_trusted_is_found_by_nobody() -> None:
+def test_untrusted_kv_is_never_found() -> None:
     batches = Batches(budget=64)
     one, waits = batches.add("one", 9), EngineRequest("x", [1], SamplingParams(max_tokens=1), lambda _: None)
     batches.step()

@@ -75,7 +75,7 @@ def test_shared_blocks_are_free_when_the_last_user_is_gone() -> None:
         pool.release(blocks[:1])
 
 
-def test_of_blocks_that_are_found_those_count_that_nobody_holds() -> None:
+def test_found_blocks_count_only_if_they_are_free() -> None:
     """`share` takes so many out of the free ones."""
     pool = BlockPool(4)
     assert pool.num_free_among(range(4)) == pool.num_free == 4
@@ -92,7 +92,7 @@ def test_of_blocks_that_are_found_those_count_that_nobody_holds() -> None:
     assert pool.num_free_among(found) == 0
 
 
-def test_usage_is_the_share_of_blocks_that_somebody_holds() -> None:
+def test_usage_is_the_share_of_held_blocks() -> None:
     pool = BlockPool(4)
     assert pool.usage == 0.0
     blocks = pool.allocate(3)

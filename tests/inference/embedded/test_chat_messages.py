@@ -10,7 +10,8 @@ import pytest
 
 from hpcrl.inference.embedded.serving.api_text import TextApi
 from hpcrl.inference.embedded.serving.errors import ApiError
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
@@ -30,6 +31,18 @@ def render(path: Path, messages: list[dict[str, Any]]) -> str:
 def test_further_fields_are_kept(tmp_path: Path) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "a"}]}]
     assert render(tmp_path, messages) == '<|assistant|>[{"name": "a"}]<|end|>'
+
+
+def test_what_the_template_would_leave_out_is_refused(tmp_path: Path) -> None:
+    """An answer must not look as if it had followed it."""
+    for message, said in (
+        ({"role": "assistant", "content": "", "function_call": {"name": "a"}}, "does not read function_call"),
+        ({"role": "developer", "content": "x"}, "does not know the role developer"),
+    ):
+        with pytest.raises(ApiError, match=said):
+            render(tmp_path, [message])
+    # results of calls are told by their order
+    assert render(tmp_path, [{"role": "tool", "tool_call_id": "1", "content": "x"}]) == "<|tool|>x<|end|>"
 
 
 def test_a_refusal_of_the_template_is_a_bad_request(tmp_path: Path) -> None:

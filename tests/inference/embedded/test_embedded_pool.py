@@ -210,7 +210,7 @@ async def test_blocks_that_go_between_question_and_answer_are_no_failure(
     assert not failures
 
 
-async def test_one_call_that_hangs_is_told_from_those_that_wait_behind_it(
+async def test_one_call_that_hangs_is_distinguished_from_those_that_wait_behind_it(
     master: MasterRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_pool, "_FETCH_S", 0.5)

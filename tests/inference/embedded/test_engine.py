@@ -78,7 +78,7 @@ def check_outputs(model: Decoder, prompts: list[list[int]], outputs: list[Output
         assert (output.routed_experts == experts[:-1]).all()
 
 
-def test_what_nobody_waits_for_any_more_is_done_all_the_same(start: StartEngine) -> None:
+def test_abandoned_requests_are_completed_all_the_same(start: StartEngine) -> None:
     """As when the connection of a call ends before the model thread has come to it."""
     engine, busy, done = start().engine, threading.Event(), threading.Event()
     first = engine.call(busy.wait)
@@ -274,7 +274,7 @@ def test_seeded_sequences_do_not_depend_on_their_company(start: StartEngine) -> 
         client.result(request)
 
 
-def test_a_cut_sequence_goes_on_as_it_would_have(start: StartEngine) -> None:
+def test_a_cut_sequence_continues_as_it_would_have(start: StartEngine) -> None:
     client, prompt = start(), prompts_of(1, 10, 10)[0]
     (whole,) = client.run([prompt], max_tokens=30, seed=5)
     (head,) = client.run([prompt], max_tokens=11, seed=5)

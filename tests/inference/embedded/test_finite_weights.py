@@ -15,8 +15,8 @@ from hpcrl.inference.embedded.weights.updates import ReaderConfig, UpdateSession
 from hpcrl.inference.finite import all_finite
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
-from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights import HandoffStore, VersionCommitter
+from hpcrl.weights.format.quantise import QuantisedModules
 from hpcrl.weights.read.subscriber import ReaderSettings
 
 VALUES = [float("nan"), float("inf"), float("-inf")]
@@ -43,7 +43,7 @@ def publish_fp8(store: HandoffStore, source: Decoder, path: Path, *, scale: floa
         tensors[f"{quantised}_scale_inv"].view(-1)[0] = scale
     if code is not None:
         tensors[quantised].view(torch.uint8).view(-1)[0] = code
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     shard = shard_of_any(writer.stage(2) / "model-00001-of-00001.safetensors", tensors)
     writer.publish(version=2, shards=[shard], model_dir=path, producer="test", kind="fp8")
 

@@ -95,7 +95,7 @@ def share(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Share]:
     assert store.closed
 
 
-def test_an_engine_joins_with_what_it_was_told(share: Share) -> None:
+def test_an_engine_joins_with_its_settings(share: Share) -> None:
     buffer = SETTINGS["local_buffer_size"]
     assert share.store.joined == ("10.0.0.7", "P2PHANDSHAKE", 7 << 20, buffer, "tcp", "eth0", "node-3:5000", "run")
 

@@ -15,8 +15,8 @@ from hpcrl.errors import HandoffError
 from hpcrl.inference.embedded.weights.updates import ReaderConfig, Update, UpdateSession
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
-from hpcrl.weights import HandoffStore, HandoffWriter
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights import HandoffStore, VersionCommitter
+from hpcrl.weights.format.quantise import QuantisedModules
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
 from hpcrl.weights.read.subscriber import ReaderSettings
@@ -104,7 +104,7 @@ def test_a_delta_of_another_history_is_refused(store: HandoffStore, engine: Engi
     one, other = model(2), model(3)
     publish_bf16(store, 1, one, tmp_path)
     engine.load(store, 1)
-    HandoffWriter.claim(store.root, 1).remove(1)
+    VersionCommitter.claim(store.root, 1).remove(1)
     publish_bf16(store, 1, other, tmp_path)  # a trainer that resumed wrote it anew
     publish_delta(store, 2, (1,), other, nudged(other, 1))
     engine.load(store, 2)
@@ -124,7 +124,7 @@ def publish_fp8(store: HandoffStore, source: Decoder, model_dir: Path, dtype: to
             tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensor, (0, 0), scales), scales.to(dtype)
         else:
             tensors[name] = tensor
-    writer = HandoffWriter.claim(store.root, 1)
+    writer = VersionCommitter.claim(store.root, 1)
     stage = writer.stage(7)
     shard = shard_of_any(stage / "model-00001-of-00001.safetensors", tensors)
     writer.publish(version=7, shards=[shard], model_dir=model_dir, producer="test", kind="fp8")

@@ -33,15 +33,15 @@ def test_a_block_is_named_by_a_whole_hash() -> None:
 
 
 def test_more_blocks_than_were_asked_for_are_refused() -> None:
-    with pytest.raises(ValueError, match=f"{3 * 40} bytes are no 2 blocks of 40 bytes, or fewer"):
+    with pytest.raises(ValueError, match=f"{3 * 40} bytes are not at most 2 whole blocks of 40 bytes"):
         FORM.open(KEYS[:2], SENT)
-    with pytest.raises(ValueError, match="no 0 blocks"):
+    with pytest.raises(ValueError, match="not at most 0 whole blocks"):
         FORM.open([], SENT[:40])
 
 
 @pytest.mark.parametrize("size", [1, 39, 41, 79, 119, 121])
 def test_blocks_that_are_cut_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"{size} bytes are no 3 blocks"):
+    with pytest.raises(ValueError, match=f"{size} bytes are not at most 3 whole blocks"):
         FORM.open(KEYS, (SENT + b"x")[:size])
 
 

@@ -39,6 +39,8 @@ from hpcrl.weights import HandoffStore
 
 PROMPT = list(range(10, 90))
 GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+SAYS: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,7 @@ def test_sessions_have_owners(server: Server, store: HandoffStore) -> None:
 @pytest.mark.parametrize(
     ("version", "reason"),
     [(11, "is missing"), (12, "is unknown"), (13, "has shape"), (14, "ends at byte"), (15, "content"),
-     (16, "No such file"), (99, "is not there")],
+     (16, "No such file"), (99, "does not exist")],
 )  # fmt: skip
 def test_a_bad_hand_off_changes_nothing(server: Server, store: HandoffStore, version: int, reason: str) -> None:
     server.ok("/init_weight_transfer_engine", {"init_info": {}})
@@ -276,6 +278,12 @@ def test_both_names_serve(server: Server) -> None:
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (CHAT, {"messages": SAYS, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": SAYS, "reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"messages": SAYS, "functions": [{"name": "f"}]}, "functions"),
+        (CHAT, {"messages": [*SAYS, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}, "messages"),
+        (CHAT, {"messages": [*SAYS, {"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "developer", "content": "x"}, *SAYS]}, "messages"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"logit_bias": {"3": 1.0}}}, "logit_bias"),
         (GENERATE, {"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
     ],
@@ -301,7 +309,7 @@ def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (["--model", "{model}", "--no-such-flag"], "no-such-flag"),
         (["--port", "8000"], "--model"),
-        (["--model", "/nowhere"], "no model directory"),
+        (["--model", "/nowhere"], "not a model directory"),
         (["--model", "{model}", "--max-num-seqs", "0"], "at least 1"),
         (["--model", "{model}", "--max-model-len", "4096"], "1024 positions"),
         (["--model", "{model}", "--num-gpu-blocks-override", "3"], "cannot hold one sequence"),
@@ -392,7 +400,7 @@ def test_processed_logprobs_and_a_small_cache(tiny: tuple[Path, Decoder], tmp_pa
         assert running.stop() == 0
 
 
-async def test_a_client_that_goes_away_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_goes_away_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     """As an orchestrator does that drops a rollout: nothing is said of it, and the next request is answered."""
 
     async def stream(request: web.Request) -> web.StreamResponse:

@@ -77,7 +77,7 @@ def caller() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_finish_that_nobody_waits_for_is_complete_before_the_next_update(
+def test_an_abandoned_finish_is_complete_before_the_next_update(
     served: Served, store: HandoffStore, caller: ThreadPoolExecutor
 ) -> None:
     """Its exchange is late; the retry finds what it has served, and label and weights are of one version."""
@@ -154,7 +154,7 @@ def test_without_new_weights_there_is_no_new_label(served: Served, store: Handof
     assert served.label == "start"
 
 
-def test_the_next_session_ends_one_that_nobody_ended(served: Served, store: HandoffStore) -> None:
+def test_the_next_session_ends_an_open_one(served: Served, store: HandoffStore) -> None:
     served.read(store, 1, FIRST)
     served.update(store, 2, SECOND)
     assert (served.label, served.has(model(12))) == ("2", True)
@@ -204,7 +204,7 @@ def test_a_read_that_hangs_keeps_no_session_from_beginning(
     assert (served.label, served.has(model(12))) == ("2", True)
 
 
-def test_what_is_read_for_nobody_ends(
+def test_a_read_without_readers_ends(
     served: Served, store: HandoffStore, caller: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, back = threading.Event(), threading.Event()

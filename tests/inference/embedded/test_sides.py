@@ -29,7 +29,7 @@ async def sides(model: Decoder) -> AsyncIterator[tuple[Side, Side]]:
         yield prefill, decode
 
 
-async def test_decode_goes_on_from_what_prefill_computed(sides: tuple[Side, Side], model: Decoder) -> None:
+async def test_decode_continues_from_what_prefill_computed(sides: tuple[Side, Side], model: Decoder) -> None:
     """Tokens, log-probabilities and experts; of a later turn prefill is asked for nothing that decode has itself."""
     prefill, decode = sides
     text = prompt_of(90)
@@ -75,7 +75,7 @@ async def test_without_its_prefill_engine_decode_computes_the_prompt(sides: tupl
 
 
 async def test_kv_of_another_salt_is_not_found(sides: tuple[Side, Side], model: Decoder) -> None:
-    """That is no failure: prefill answers that it has no such block."""
+    """That is not a failure: prefill answers that it has no such block."""
     prefill, decode = sides
     prompt = prompt_of(50)
     told = await prefill.hand_over(prompt, salt="1")

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from engine_helpers import Server, embedded_command, start_server
 
-from hpcrl.answer_frames import MEDIA_TYPE, REQUEST_TYPE, encode_frame
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.network.generate_frames import MEDIA_TYPE, REQUEST_TYPE, encode_frame
 
 GENERATE, CHAT, TEXT = "/inference/v1/generate", "/v1/chat/completions", "/v1/completions"
 SAMPLING = (

@@ -12,9 +12,9 @@ import pytest
 
 from hpcrl.inference import kept_rows
 from hpcrl.inference.kept_rows import KeptRows
-from hpcrl.inference.vllm import rows_aside
-from hpcrl.inference.vllm.rows_aside import RowsAside
-from hpcrl.rows_reference import FIELD, PATH, UNWANTED, RowsReference, digest_of
+from hpcrl.inference.vllm import routed_experts_middleware
+from hpcrl.inference.vllm.routed_experts_middleware import RoutedExpertsMiddleware
+from hpcrl.network.routed_experts_reference import FIELD, PATH, UNWANTED, RowsReference, digest_of
 
 ROWS = bytes(range(256)) * 17
 TEXT = base64.b64encode(ROWS).decode()
@@ -52,7 +52,7 @@ class Server:
 
 
 async def ask(
-    layer: RowsAside,
+    layer: RoutedExpertsMiddleware,
     path: str = GENERATE,
     *,
     request_id: str = "",
@@ -82,21 +82,21 @@ async def ask(
     return sent[0]["status"], body
 
 
-async def fetched(layer: RowsAside, name: str, *, late: bool = False) -> tuple[int, bytes]:
+async def fetched(layer: RoutedExpertsMiddleware, name: str, *, late: bool = False) -> tuple[int, bytes]:
     return await ask(layer, PATH, query=f"name={name}{'&late=1' if late else ''}")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_rows, "_LATE_S", 0.2)
-    monkeypatch.setattr(rows_aside, "_PIECE", 1024)
+    monkeypatch.setattr(routed_experts_middleware, "_PIECE", 1024)
 
 
 @pytest.mark.parametrize("large", [False, True])
 async def test_rows_stay_behind_and_are_given_once(monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     if large:
-        monkeypatch.setattr(rows_aside, "_LARGE_BYTES", 100)
-    layer = RowsAside(Server(answer_with(TEXT, finish_reason="length")))
+        monkeypatch.setattr(routed_experts_middleware, "_LARGE_BYTES", 100)
+    layer = RoutedExpertsMiddleware(Server(answer_with(TEXT, finish_reason="length")))
     # the answer is as it was, and says where they are
     assert await ask(layer, request_id="a") == (200, answer_with(kept("a/0"), finish_reason="length"))
     assert await fetched(layer, "b/0") == (404, b"")
@@ -105,23 +105,23 @@ async def test_rows_stay_behind_and_are_given_once(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
-async def test_rows_that_nobody_wants_are_not_kept(piece: int) -> None:
+async def test_unwanted_rows_are_not_kept(piece: int) -> None:
     """Whole or in parts, and however the request is cut on its way."""
     request = json.dumps({"token_ids": [1], FIELD: True, UNWANTED: True}).encode()
-    whole = RowsAside(Server(answer_with(TEXT, finish_reason="length")))
+    whole = RoutedExpertsMiddleware(Server(answer_with(TEXT, finish_reason="length")))
     assert await ask(whole, request_id="a", request=request, piece=piece) == (
         200,
         answer_with(None, finish_reason="length"),
     )
     events = [b"data: " + answer_with(rows) + b"\n\n" for rows in (TEXT, None)]
-    parts = RowsAside(Server(events[0] * 2, kind="text/event-stream"))
+    parts = RoutedExpertsMiddleware(Server(events[0] * 2, kind="text/event-stream"))
     assert await ask(parts, request_id="a", request=request, piece=piece) == (200, events[1] * 2)
     for layer in (whole, parts):
         assert [await fetched(layer, f"a/{number}") for number in range(2)] == [(404, b"")] * 2
 
 
 async def test_requests_without_a_name_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = RowsAside(Server(answer_with(TEXT)))
+    layer = RoutedExpertsMiddleware(Server(answer_with(TEXT)))
     names = [json.loads((await ask(layer))[1])["choices"][0]["routed_experts"]["name"] for _ in range(2)]
     assert len(set(names)) == 2
     assert [await fetched(layer, name) for name in names] == [(200, ROWS)] * 2
@@ -129,7 +129,7 @@ async def test_requests_without_a_name_get_one(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("piece", [1, 2, 1000, 1 << 20])
 async def test_each_part_of_a_stream_has_its_own(piece: int) -> None:
-    """However the events are cut on their way to the layer; what is no event with rows passes as it is."""
+    """However the events are cut on their way to the layer; what is not an event with rows passes as it is."""
     parts = [ROWS[:100], ROWS[100:1000], ROWS[1000:]]
     texts = [base64.b64encode(part).decode() for part in parts]
 
@@ -137,7 +137,7 @@ async def test_each_part_of_a_stream_has_its_own(piece: int) -> None:
         return b"".join(b"data: " + data + b"\n\n" for data in (*map(answer_with, rows), b"[DONE]"))
 
     stream = events(texts[0], None, *texts[1:])
-    layer = RowsAside(Server(stream, kind="text/event-stream; charset=utf-8", piece=piece))
+    layer = RoutedExpertsMiddleware(Server(stream, kind="text/event-stream; charset=utf-8", piece=piece))
     said = [kept(f"a/{number}", part) for number, part in enumerate(parts)]
     assert await ask(layer, request_id="a") == (200, events(said[0], None, *said[1:]))
     assert [await fetched(layer, f"a/{number}") for number in range(3)] == [(200, part) for part in parts]
@@ -162,7 +162,7 @@ async def test_events_are_sent_when_they_are_whole() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await RowsAside(server)({"type": "http", "path": GENERATE, "headers": []}, receive, send)
+    await RoutedExpertsMiddleware(server)({"type": "http", "path": GENERATE, "headers": []}, receive, send)
     assert sent[2:] == [{"type": "http.response.body", "body": event, "more_body": False}]
 
 
@@ -178,13 +178,13 @@ async def test_events_are_sent_when_they_are_whole() -> None:
     ],
 )
 async def test_other_answers_pass_as_they_are(server: Server, request_: bytes) -> None:
-    layer = RowsAside(server)
+    layer = RoutedExpertsMiddleware(server)
     assert await ask(layer, request_id="a", request=request_) == (server.status, server.body)
     assert (await fetched(layer, "a/0"))[0] == 404
 
 
 async def test_rows_that_come_late_are_waited_for() -> None:
-    layer = RowsAside(Server(answer_with(TEXT)))
+    layer = RoutedExpertsMiddleware(Server(answer_with(TEXT)))
     waiting = asyncio.create_task(fetched(layer, "a/0", late=True))
     await asyncio.sleep(0.02)
     await ask(layer, request_id="a")
@@ -192,7 +192,7 @@ async def test_rows_that_come_late_are_waited_for() -> None:
     assert await fetched(layer, "a/0", late=True) == (404, b"")
 
 
-async def test_what_nobody_asks_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unrequested_entries_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     # the module's own clock: the event loop goes by the real one
     monkeypatch.setattr(kept_rows, "time", SimpleNamespace(monotonic=lambda: now))

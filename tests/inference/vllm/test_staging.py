@@ -151,7 +151,7 @@ def test_a_torn_version_is_refused_with_a_reason(version: Handoff) -> None:
         assert "safetensors" in staged.problem
 
 
-def test_what_is_no_version_is_refused_at_once(version: Handoff) -> None:
+def test_what_is_not_a_version_is_refused_at_once(version: Handoff) -> None:
     with (
         Subscriber(version.path.parent, None, SETTINGS) as subscriber,
         pytest.raises(ValueError, match=r"not like v000012"),

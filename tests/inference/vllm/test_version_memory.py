@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hpcrl.inference.vllm.version_memory import VersionMemory
-from hpcrl.modeling.host_memory import PinnedMemoryError
+from hpcrl.modeling.memory.host_memory import PinnedMemoryError
 
-#: a device that is no processor, so that memory is kept, and needs no driver
+#: a device that is not a processor, so that memory is kept, and needs no driver
 OTHER = torch.device("meta")
 
 

@@ -31,8 +31,8 @@ from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.inference.embedded.engine.sampler import SamplingBatch, TokenSampler
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
@@ -302,7 +302,7 @@ def test_a_worker_proves_what_it_runs(server: Server, tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_a_session_that_nobody_ended_is_ended_by_the_next(server: Server, tmp_path: Path) -> None:
+async def test_a_session_without_an_end_is_ended_by_the_next(server: Server, tmp_path: Path) -> None:
     """Also one whose weights were loaded; and a call of an older session is refused."""
     server.ok("/init_weight_transfer_engine", {"init_info": {}})
     store = HandoffStore(tmp_path / "weights")

@@ -14,11 +14,11 @@ from test_vllm_cpu import ENVIRONMENT, FLAGS, TOLERANCE, prompt_of
 from vllm_environment import VLLM_PYTHON
 
 from hpcrl.config.recipe import HandoffConfig, Recipe
-from hpcrl.fs import write_json
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.packed_attention import PackedAttention
 from hpcrl.models.arch import arch_from_config, load_arch
-from hpcrl.models.tokenizer import write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.storage.files import write_json
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish.publisher import Publisher
 from hpcrl.trainer.step.policy import TrainerPolicy

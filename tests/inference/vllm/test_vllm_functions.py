@@ -344,7 +344,7 @@ def said() -> dict[str, str]:
     return found
 
 
-def test_experts_are_returned_beside_a_connector_and_all_else_is_still_checked(said: dict[str, str]) -> None:
+def test_experts_are_returned_with_a_connector_and_all_else_is_still_checked(said: dict[str, str]) -> None:
     """vLLM's own check, as it is on accelerators; that of the CPU build is a correction's."""
     assert said["beside transfer"] == "done"
 

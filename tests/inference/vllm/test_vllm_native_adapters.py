@@ -20,9 +20,9 @@ from hpcrl.config.lora import LoraConfig
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.modeling.adapters import adapt, init_adapters
 from hpcrl.modeling.blocks import local_part
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.hf import adapter_parameters
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.parallelize import parallelize_decoder
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import Qwen3Arch, load_arch

@@ -14,9 +14,9 @@ from vllm_fleet import Fleet, generate
 from hpcrl.config.plan import Role
 from hpcrl.inference.vllm.fetches import TRIES
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
-from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.weights import HandoffStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -194,7 +194,7 @@ def test_a_request_outlives_a_fetch_that_fails(engines: list[Server], tiny: tupl
         lost.unlink(missing_ok=True)
 
 
-def test_a_fetch_that_goes_on_failing_is_given_up(
+def test_a_fetch_that_continues_failing_is_given_up(
     engines: list[Server], tiny: tuple[Path, Decoder], lost: Path
 ) -> None:
     """The pool says each time that it has the prompt. The engine tries twice and computes it; without a limit it would

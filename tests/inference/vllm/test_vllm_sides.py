@@ -13,8 +13,8 @@ from vllm_fleet import Fleet, generate
 
 from hpcrl.config.plan import Role
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.sampling.known_rows import KnownRows
-from hpcrl.rollouts.telemetry.counters import Counters
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 

@@ -14,8 +14,8 @@ from vllm_fleet import Fleet
 
 from hpcrl.config.plan import Role
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.sampling.known_rows import KnownRows
-from hpcrl.rollouts.telemetry.counters import Counters
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -50,7 +50,7 @@ def rows_of(counters: Counters) -> tuple[int, int, int]:
     return counters.rows_prefill, counters.rows_shared_prefix, counters.rows_unknown
 
 
-def test_rows_come_from_prefill_from_other_rollouts_and_from_nobody(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
+def test_rows_come_from_prefill_from_other_rollouts_or_are_unknown(fleet: Fleet, tiny: tuple[Path, Decoder]) -> None:
     """Prompts that prefill computed, and one that it then has from the pool, for which it makes no rows."""
     counters = Counters()
     store = KnownRows(counters, block=BLOCK, limit_bytes=1 << 30, keep_versions=1)

@@ -1,4 +1,4 @@
-"""One replica of two real vLLM ranks with an API server each, experts dealt out to both, led as the orchestrator does.
+"""One replica of two real vLLM ranks with an API server each and experts on both, led as the orchestrator does.
 
 The ranks are started by the command that a plan has for nodes of one rank; here both nodes are this machine.
 """
@@ -25,9 +25,9 @@ from vllm_fleet import HOST, generate
 
 from hpcrl.config.load import load_recipe
 from hpcrl.config.plan import Role
-from hpcrl.credentials import Credentials
 from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports, vllm_variables
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.network.credentials import Credentials
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.engines.replica_client import ReplicaClient
 from hpcrl.rollouts.weights.exchange import begin, exchange, wait_staged
@@ -257,7 +257,7 @@ async def test_frozen_ranks_compute_nothing(replica: ReplicaClient, servers: lis
         assert len((await asyncio.wrap_future(flying))[1]["token_ids"]) == tokens
 
 
-def test_nobody_is_served_without_the_token_of_the_run(servers: list[Server], run: RunDir) -> None:
+def test_requests_without_the_token_of_the_run_are_refused(servers: list[Server], run: RunDir) -> None:
     """Every path that vLLM has, whatever version of it that is, and some that it has not."""
     server, labels = servers[1], servers[1].get("/weight_info")
     documented = server.get("/openapi.json")[1]["paths"]

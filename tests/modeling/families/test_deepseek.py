@@ -77,7 +77,7 @@ def test_kimi_k2_is_deepseek_v3(tmp_path):
     assert arch.facts.num_parameters() == sum(t.elements for t in arch.tensors())
 
 
-def test_the_correction_bias_is_no_parameter(tmp_path):
+def test_the_correction_bias_is_not_a_parameter(tmp_path):
     save_model(tmp_path, dict(DEEPSEEK))
     model = load_ours(tmp_path)
     buffers = dict(model.named_buffers())

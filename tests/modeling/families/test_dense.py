@@ -137,10 +137,10 @@ def test_published_configs_are_read_and_written(name, kinds):
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias is True; this model computes False"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; this model computes 'silu'"),
-        (LLAMA, {"hidden_size": 34, "head_dim": 8}, "hidden_size (34) is no multiple of num_attention_heads (4)"),
+        (LLAMA, {"hidden_size": 34, "head_dim": 8}, "hidden_size (34) is not a multiple of num_attention_heads (4)"),
         (MISTRAL, {"attention_bias": True}, "attention_bias is True; this model computes False"),
         (MISTRAL, {"num_key_value_heads": None}, "num_key_value_heads is null"),
-        (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types stands beside sliding_window"),
+        (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types and sliding_window are both set"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, config, changes, message):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from model_agreement import assert_agreement, load_ours, packed_logits, save_model, token_ids, write_config
 
-from hpcrl.modeling import delta_rule as rule
-from hpcrl.modeling.delta_rule import DeltaRule, delta_rule
+from hpcrl.modeling.recurrence import delta_rule as rule
+from hpcrl.modeling.recurrence.delta_rule import DeltaRule, delta_rule
 from hpcrl.models import load_facts
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.families import facts_from_config
@@ -231,7 +231,7 @@ def test_parts_of_a_sequence_go_on_where_they_ended():
     torch.testing.assert_close(before, last, rtol=1e-4, atol=1e-5)
 
 
-def test_a_chunk_takes_the_bytes_that_are_said(monkeypatch):
+def test_a_chunk_takes_the_announced_bytes(monkeypatch):
     """Four float32 for each head, token of a chunk, and its pairs or numbers of a key or value, whichever are more."""
     sizes, solved = [], rule._solved
 

@@ -5,7 +5,7 @@ import torch
 from model_agreement import assert_agreement, load_ours, loss_of, packed_logits, save_model, token_ids, write_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.modeling.sparse_attention import attend_chosen, choose_tokens
+from hpcrl.modeling.attention.sparse import attend_chosen, choose_tokens
 from hpcrl.modeling.sparse_kernels import reference
 from hpcrl.modeling.sparse_kernels.kernel import Chosen
 

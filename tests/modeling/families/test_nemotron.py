@@ -7,8 +7,8 @@ import pytest
 import torch
 from model_agreement import assert_agreement, load_ours, save_model, write_config
 
-from hpcrl.modeling import state_space
-from hpcrl.modeling.state_space import Scan, convolve, scan
+from hpcrl.modeling.recurrence import state_space
+from hpcrl.modeling.recurrence.state_space import Scan, convolve, scan
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.known import find_config
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from hpcrl.modeling.fp8.quantiser import Quantised
 
-__all__ = ["HOPPER_SHARED_BYTES", "SIGNATURES", "SIGNATURES_OF_2_1", "StandIn", "shared_bytes", "signature_of"]
-
 Pair = tuple[Tensor, Tensor]
 HOPPER_SHARED_BYTES = 227 << 10
 

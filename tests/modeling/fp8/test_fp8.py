@@ -22,7 +22,7 @@ from hpcrl.modeling.fp8.quantiser import (
     quantise_rows,
     scales_of,
 )
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights.format.quantise import QuantisedModules
 
 #: several rows, none, more than a block, one
 COUNTS = torch.tensor([3, 0, 200, 1, 0, 128])

@@ -20,7 +20,7 @@ TOLERANCE = 0.01
 def backend(request: pytest.FixtureRequest) -> Backend:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    # what is refused fails the test: a library that is missing, or differs from the reference, is no reason to skip
+    # what is refused fails the test: a library that is missing, or differs from the reference, is not a reason to skip
     return find_backend(request.param, torch.device("cuda"))
 
 

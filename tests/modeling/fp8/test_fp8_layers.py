@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from hpcrl.errors import UsageError
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.backends import Reference
-from hpcrl.modeling.fp8.layers import Fp8Grouped, use_fp8
 from hpcrl.modeling.fp8.linear import Fp8Linear
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.fp8_layers import Fp8Grouped, use_fp8
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import GptOssArch, NemotronHArch, Qwen3Arch, Qwen3MoeArch
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights.format.quantise import QuantisedModules
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,

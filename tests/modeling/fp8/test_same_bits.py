@@ -140,5 +140,5 @@ def test_a_triton_that_does_not_load_is_named(
     if message is None:
         assert find_quantiser(CPU) is PLAIN
         return
-    with pytest.raises(LookupError, match=f"quantises by triton, which does not load: {message}"):
+    with pytest.raises(LookupError, match=f"quantises with Triton, which does not load: {message}"):
         find_quantiser(CPU)

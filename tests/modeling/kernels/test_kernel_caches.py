@@ -14,7 +14,7 @@ from hpcrl.trainer import __main__ as trainer
 
 _GROWTH = """
 import torch
-from hpcrl.interpreter import bound_kernel_caches
+from hpcrl.processes.interpreter import bound_kernel_caches
 bound_kernel_caches()
 torch.set_num_threads(1)
 def mib():

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["varlen_attn_of_2_11", "varlen_attn_of_2_13", "varlen_backward"]
-
 
 def varlen_attn_of_2_11(  # noqa: PLR0917 - theirs
     query: Tensor,

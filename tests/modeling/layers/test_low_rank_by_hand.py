@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcrl.modeling.layers.low_rank import AdaptedLinear, GroupedAdapter
+from hpcrl.modeling.low_rank import AdaptedLinear, GroupedAdapter
 
 RANK, SCALE = 3, 0.5
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpcrl.modeling.layers.low_rank import multiply_aligned, multiply_groups
+from hpcrl.modeling.low_rank import multiply_aligned, multiply_groups
 
 COUNTS = (3, 0, 5, 1)
 

@@ -151,7 +151,7 @@ def test_a_kernel_that_computes_something_else_is_found_by_its_trial(kernel: Any
         try_kernel(kernel, CPU, SparseShape(4, 24, 16, 20, 2, 16, torch.float32))
 
 
-def test_the_reference_computes_so_many_queries_that_a_chunk_has_64_mib() -> None:
+def test_the_reference_computes_queries_in_chunks_of_64_mib() -> None:
     """Scores of all heads and keys, and what becomes of them, are float32."""
     kernel = ReferenceKernel()
     assert kernel.rows_at_once(32, 131_072) == 2

@@ -13,7 +13,7 @@ from hpcrl.config.plan import FileProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, RolloutConfig, TrainerConfig, WordsEnv
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.planning.calibration.file import ConstantName, EfficiencyName, load_calibration
-from hpcrl.planning.calibration.fit import calibrate, calibration_yaml
+from hpcrl.planning.fit_calibration import calibrate, calibration_yaml
 from hpcrl.planning.report import make_outlook
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.rundir import RunDir
@@ -28,7 +28,7 @@ def test_the_shipped_file_has_every_number_with_a_source() -> None:
     )
 
 
-def test_a_file_of_a_site_goes_on_top(tmp_path: Path) -> None:
+def test_a_file_of_a_site_has_priority(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     path.write_text("format_version: 1\nefficiencies:\n  nic: {value: 0.5, source: our fabric}\n")
     calibration = load_calibration(path)
@@ -45,7 +45,7 @@ def test_a_file_of_a_site_goes_on_top(tmp_path: Path) -> None:
         ("workloads:\n  swe: {source: a, prompt_tokens: 5, tokens: {sigma: 1}}\n", "median or values"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, what: str) -> None:
+def test_what_is_wrong_is_reported(tmp_path: Path, text: str, what: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):

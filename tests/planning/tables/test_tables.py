@@ -13,12 +13,12 @@ from hpcrl.config.plan import Role
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import Calibration, load_calibration
+from hpcrl.planning.collectives import RankGroup, all_to_all
 from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.profile_tables import measure_kernels, table_yaml
 from hpcrl.planning.report import make_outlook
 from hpcrl.planning.tables.file import TableFile, load_table, shipped_tables
 from hpcrl.planning.tables.lookup import Curves, Tables, gemm_roofline
-from hpcrl.planning.tables.profile import measure, table_yaml
-from hpcrl.planning.times.collectives import RankGroup, all_to_all
 from hpcrl.planning.times.engine import decode_step
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import EngineShape
@@ -166,16 +166,16 @@ def test_ranges_name_measured_times_and_trust_those_of_the_site_most() -> None:
 
 def test_profiling_needs_a_described_gpu() -> None:
     with pytest.raises(UsageError, match="describes no GPU"):
-        measure(load_cluster("local").value, None, device="cuda", ranks=1, limit_s=1.0)
+        measure_kernels(load_cluster("local").value, None, device="cuda", ranks=1, limit_s=1.0)
     with pytest.raises(UsageError, match="cuda or cpu"):
-        measure(load_cluster("local").value, None, device="tpu", ranks=1, limit_s=1.0)
+        measure_kernels(load_cluster("local").value, None, device="tpu", ranks=1, limit_s=1.0)
 
 
 @pytest.mark.slow
 def test_a_processor_is_really_measured(tmp_path: Path) -> None:
     """Small shapes, and collectives of two processes over gloo."""
     pytest.importorskip("torch")
-    found, left_out = measure(load_cluster("local").value, None, device="cpu", ranks=2, limit_s=60.0)
+    found, left_out = measure_kernels(load_cluster("local").value, None, device="cpu", ranks=2, limit_s=60.0)
     assert [what for what in left_out if "out of time" not in what] == []
     assert found.device == "cpu"
     assert {sample.kind for sample in found.collectives} == {"all_gather", "all_reduce", "all_to_all"}

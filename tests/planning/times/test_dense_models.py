@@ -15,8 +15,8 @@ from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.ledger import GIB
+from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.memory.fit import memory_report
-from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrl.planning.times.collectives import Links, RankGroup, all_gather, all_reduce, all_to_all
+from hpcrl.planning.collectives import Links, RankGroup, all_gather, all_reduce, all_to_all
 
 LINKS = Links(gpu=400e9, node=400e9, gpus_per_node=8, hop_s=0.0, local_hop_s=0.0)
 

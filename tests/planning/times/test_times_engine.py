@@ -11,9 +11,9 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.collectives import RankGroup, all_reduce
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.report import make_outlook
-from hpcrl.planning.times.collectives import RankGroup, all_reduce
 from hpcrl.planning.times.engine import decode_step, kv_read_bytes, prefill_token
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.serving import ServingFleet
@@ -137,11 +137,11 @@ def test_outputs_of_experts_are_brought_together_once() -> None:
     assert sums(within, batch) == (0.0, pytest.approx(2 * layers * each))
     across = replace(within, nodes=2, expert_parallel=16)
     dispatch, reduce = sums(across, batch)
-    # attention and dense blocks in whole; of a sparse block the gather of what the combine dealt out
+    # attention and dense blocks in whole; of a sparse block the gather of what the combine distributed
     assert reduce == pytest.approx((2 * layers - sparse / 2) * each)
     assert dispatch > 0
     assert sums(replace(across, tensor_parallel=1), batch / 8) == (pytest.approx(dispatch), 0.0)
-    # experts that are cut, not dealt out
+    # experts that are cut, not distributed
     cut = replace(within, expert_parallel=1)
     assert sums(cut, batch) == sums(within, batch)
     assert cut.expert_shards == 8

@@ -47,6 +47,53 @@ def test_the_path_is_that_of_the_recipe() -> None:
     assert "handoff_fan_out" in alone.tables
 
 
+def test_the_fabric_takes_reads_off_the_share() -> None:
+    plan, files = glm5("handoff.transport=fabric"), glm5()
+    assert plan.layout.handoff_path == "fabric"
+    assert plan.share_bytes["weights read"] == 0
+    assert plan.share_bytes["weights written"] == files.share_bytes["weights written"]
+    load = plan.tables["handoff"]["handoff.read"]
+    nodes, each = load.inputs["engine nodes"], load.inputs["bytes a node"]
+    cluster = load_cluster("h200-28").value
+    assert isinstance(cluster, SlurmCluster)
+    rates = site_rates(cluster, load_calibration())
+    sent = nodes * each / (plan.layout.trainer.nodes * rates.trainer.node_network)
+    assert term(plan, "read") == pytest.approx(max(sent, each / rates.decode.node_network))
+    assert term(plan, "read") < 0.5 * term(files, "read")
+    # ways by files are there for comparison
+    assert {"handoff_filesystem", "handoff_fan_out"} <= set(plan.tables)
+    assert "handoff_fabric" not in files.tables
+
+
+def test_the_fabric_takes_the_write_off_the_way_to_the_engines() -> None:
+    plan, files = glm5("handoff.transport=fabric"), glm5()
+    table = plan.tables["handoff"]
+    assert not table["handoff.write"].counts
+    assert term(plan, "write") == term(files, "write")
+    rate = load_calibration().constant("serve_rate")
+    assert term(plan, "serve") == pytest.approx(table["handoff.copy_out"].inputs["bytes a GPU"] / rate)
+    parts = ("copy_out", "serve", "commit", "read", "load")
+    assert table.seconds == pytest.approx(sum(term(plan, name) for name in parts))
+    assert "handoff.serve" not in [term.name for term in files.tables["handoff"]]
+    # a delta is announced when it is durable
+    delta = glm5("handoff.transport=fabric", "handoff.delta_chain=4").tables["handoff"]
+    assert delta["handoff.write"].counts
+    # a trainer that publishes faster than it writes still waits
+    recipe = load_recipe("glm5_swe", ["handoff.transport=fabric"]).value
+    assert (trainer_seconds(recipe, plan.tables) or 0.0) >= term(plan, "write")
+
+
+@pytest.mark.parametrize(
+    ("every", "saved", "share"), [(1, 0, 1.0), (4, 0, 0.25), (4, 8, 0.25), (4, 6, 4 / 12), (5, 1, 1.0)]
+)
+def test_a_share_of_the_versions_is_written(every: int, saved: int, share: float) -> None:
+    """Those that the number divides, and those of checkpoints: in 12 versions 4, 6, 8 and 12 for 4 and 6."""
+    settings = ("handoff.transport=fabric", f"checkpoint.every_steps={saved}")
+    whole, some = glm5(*settings), glm5(*settings, f"handoff.durable_every={every}")
+    assert some.share_bytes["weights written"] == pytest.approx(share * whole.share_bytes["weights written"])
+    assert some.tables["handoff"].seconds == whole.tables["handoff"].seconds
+
+
 def test_deltas_save_most_of_the_bytes() -> None:
     full, chain = glm5(), glm5("handoff.delta_chain=4")
     share = load_calibration().constant("delta_share")
@@ -55,7 +102,7 @@ def test_deltas_save_most_of_the_bytes() -> None:
     assert term(glm5("handoff.delta_chain=4", "handoff.delta_max_share=0.01"), "write") == term(full, "write")
 
 
-def test_what_is_not_beside_the_next_step_stops_the_trainer() -> None:
+def test_what_does_not_overlap_with_the_next_step_stops_the_trainer() -> None:
     def seconds(*settings: str) -> float:
         recipe = load_recipe("glm5_swe", settings).value
         found = trainer_seconds(recipe, glm5(*settings).tables)
@@ -70,7 +117,7 @@ def test_what_is_not_beside_the_next_step_stops_the_trainer() -> None:
     assert seconds("checkpoint.mode=sync") == pytest.approx(beside + stored / 10)
 
 
-def test_a_step_is_no_shorter_than_the_writing_of_its_version() -> None:
+def test_a_step_is_not_shorter_than_the_writing_of_its_version() -> None:
     slow = load_cluster("h200-28").value
     assert isinstance(slow, SlurmCluster)
     crawling = slow.model_copy(update={"filesystem": slow.filesystem.model_copy(update={"write_gb_s": 1.0})})

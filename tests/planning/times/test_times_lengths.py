@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from hpcrl.planning.times.distributions import (
+from hpcrl.planning.distributions import (
     Constant,
     Distribution,
     LogNormal,
@@ -20,7 +20,7 @@ from hpcrl.planning.times.distributions import (
     drawer,
     quantiles_of,
 )
-from hpcrl.planning.times.lengths import Quantiles, expected_later
+from hpcrl.planning.lengths import Quantiles, expected_later
 
 
 def test_a_log_normal_has_its_moments() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.planning.times.distributions import LogNormal, quantiles_of
-from hpcrl.planning.times.lengths import Quantiles
+from hpcrl.planning.distributions import LogNormal, quantiles_of
+from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, ServedRate, steady_state
 
 

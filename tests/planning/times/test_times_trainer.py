@@ -11,13 +11,13 @@ from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.distributions import LogNormal, quantiles_of
 from hpcrl.planning.hardware import NodeHardware, node_hardware
+from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_peak
 from hpcrl.planning.times import trainer as times_trainer
 from hpcrl.planning.times import work as times_work
-from hpcrl.planning.times.distributions import LogNormal, quantiles_of
-from hpcrl.planning.times.lengths import Quantiles
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
@@ -76,7 +76,7 @@ def test_kernels_without_products_move_what_is_kept() -> None:
     assert again - once == pytest.approx(kept * each, rel=0.001)
 
 
-def test_dispatch_sends_the_rows_that_it_is_told_of() -> None:
+def test_dispatch_sends_the_given_rows() -> None:
     def dispatch(shape: TrainerShape) -> float:
         return trainer_step(GLM5, shape, BATCH, rates())["ep.all_to_all"].value or 0.0
 

@@ -175,7 +175,7 @@ def test_what_the_orchestrator_answers_ahead_is_raised_when_its_step_comes(start
         batches.take(2)
 
 
-async def test_the_next_batch_is_built_while_a_step_trains_whoever_is_cut_off(tmp_path: Path) -> None:
+async def test_the_next_batch_is_built_while_a_step_trains_after_any_interruption(tmp_path: Path) -> None:
     async with running(make_run(tmp_path), StubEngine()) as loop:
         server = loop.parts.batch_server
         batches = BatchFetcher(loop.client, rank=0, world_size=1, last_step=10)

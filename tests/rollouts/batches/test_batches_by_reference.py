@@ -17,17 +17,17 @@ from harness import make_run, running
 from patience import patience
 from stub_engine import StubEngine
 
-from hpcrl.credentials import Credentials, ensure_token
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
 from hpcrl.dock.warehouse.reading import BlockReader
+from hpcrl.network.credentials import Credentials, ensure_token
 from hpcrl.rollouts.batches import warehouse as module
 from hpcrl.rollouts.batches.warehouse import WarehouseProcess
-from hpcrl.rollouts.ledger import RolloutLedger
-from hpcrl.rollouts.records import Rollout, Turn
-from hpcrl.rollouts.saved_turns import SavedTurn
+from hpcrl.rollouts.core.records import Rollout, Turn
+from hpcrl.rollouts.core.saved_turns import SavedTurn
+from hpcrl.rollouts.ledger.ledger import RolloutLedger
 from hpcrl.runs.role import Endpoints, RoleContext
 from hpcrl.runs.rundir import RunDir
 
@@ -159,7 +159,7 @@ async def test_without_a_warehouse_ranks_read_files_that_no_checkpoint_needs(
         assert [step for step, *_ in told] == list(range(1, len(told) + 1))
 
 
-async def test_where_memory_is_full_whole_batches_wait_alone_and_the_run_goes_on(
+async def test_where_memory_is_full_whole_batches_wait_alone_and_the_run_continues(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Room for four rollouts of sixteen a step."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from harness import make_recipe
 
@@ -15,10 +17,10 @@ from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.warehouse.interface import Location
 from hpcrl.dock.wire import ReferencedShard, decode_answer
 from hpcrl.rollouts.batches.build import Batch, build_batch
-from hpcrl.rollouts.batches.taken import TakenStep, TakenSteps
-from hpcrl.rollouts.records import Group, StoredRollout, Turn
-from hpcrl.rollouts.sampling.data_order import GroupTask
-from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Group, StoredRollout, Turn
+from hpcrl.rollouts.environments.data_order import GroupTask
+from hpcrl.rollouts.ledger.taken import TakenStep, TakenSteps
 
 STEP = 7
 LOCATION = Location("/dev/shm/x", "10.0.0.1", 9)
@@ -60,7 +62,7 @@ GROUPS = [
 ROLLOUTS = [(group, rollout) for group in GROUPS for rollout in group.rollouts]
 
 
-def built(**changes: Any) -> Batch:
+def built(groups: Sequence[Group] = GROUPS, **changes: Any) -> Batch:
     recipe = make_recipe(Path("/model"), algorithm={"advantage": "mean_baseline"})
     values: dict[str, Any] = {
         "step": STEP,
@@ -73,7 +75,7 @@ def built(**changes: Any) -> Batch:
         "payload_dir": Path("/payload"),
         **changes,
     }
-    return build_batch(GROUPS, **values)
+    return build_batch(groups, **values)
 
 
 def shards(batch: Batch) -> list[ReferencedShard]:
@@ -121,6 +123,28 @@ def test_each_rollout_is_in_one_micro_batch_with_its_advantage_and_its_place() -
     assert all(sum(s.tokens for s in each) <= 256 for shard in found for each in shard.micro_batches)
 
 
+def test_sequences_of_a_rollout_are_packed_each_by_itself() -> None:
+    """Each has the advantage of the rollout, and no micro-batch has more tokens than the recipe allows."""
+    branched = stored(5, 2.0, tokens=420, lengths=[200, 150, 70], repeated_tokens=90, sampled_tokens=50)
+    group = msgspec.structs.replace(GROUPS[1], rollouts=[*GROUPS[1].rollouts, branched])
+    found = shards(built([GROUPS[0], group]))
+    samples = [sample for shard in found for micro_batch in shard.micro_batches for sample in micro_batch]
+    own = sorted((s for s in samples if s.member == 5), key=lambda s: s.sequence)
+    assert [(s.sequence, s.begin, s.tokens, s.rollout_tokens) for s in own] == [
+        (0, 0, 200, 420),
+        (1, 200, 150, 420),
+        (2, 350, 70, 420),
+    ]
+    mean = statistics.fmean(rollout.reward for rollout in group.rollouts)
+    assert {(s.group, s.advantage, s.place) for s in own} == {(8, 2.0 - mean, branched.place)}
+    assert all(sum(s.tokens for s in each) <= 256 for shard in found for each in shard.micro_batches)
+    assert len(samples) == 5 + 3
+    for shard in found:
+        stats = shard.stats
+        assert (stats.branches_mean, stats.branches_max, stats.prefix_repeated_tokens) == (8 / 6, 3, 90)
+        assert (stats.reward_count, stats.total_tokens) == (6, sum(s.tokens for s in samples))
+
+
 def test_the_lines_are_for_people() -> None:
     lines = [json.loads(line) for line in built().lines.splitlines()]
     assert [(line["group"], line["member"]) for line in lines] == [(3, 0), (3, 2), (8, 1), (8, 3), (8, 4)]
@@ -139,7 +163,8 @@ def test_the_lines_are_for_people() -> None:
         "sampled_tokens": 4,
         "seconds": 1.235,
         "ended_s": 99.877,
-        "turns": [[3, 4, 0.5, 0.25]],
+        "branches": 1,
+        "turns": [[3, 4, 0.5, 0.25, 0, 0, 0]],
         "text": "text at 0",
     }
     assert [line["text"] for line in lines] == [f"text at {rollout.place.offset}" for _, rollout in ROLLOUTS]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from hpcrl.gate import Gate
+from hpcrl.network.auth import Gate
 from hpcrl.rollouts.batches.http import dock_app
 from hpcrl.rollouts.batches.server import ConflictError
 
@@ -42,6 +42,9 @@ class Asked:
 
     async def finish(self, version: int, *, wait_s: float) -> bool:
         return self._say("finish", version, wait_s)  # type: ignore[no-any-return]
+
+    async def evaluate(self, key: str, given: str, *, seed: int, wait_s: float) -> bytes | None:
+        return self._say("evaluate", key, given, seed, wait_s)  # type: ignore[no-any-return]
 
     def metrics(self) -> str:
         return self._say("metrics")  # type: ignore[no-any-return]
@@ -144,3 +147,20 @@ async def test_an_orchestrator_that_stops_says_so_to_the_trainer_alone(served: S
         assert await ask(served, method, path) == (410, "text/plain", b"the orchestrator is stopping")
     assert (await ask(served, "GET", "/health"))[0] == 200
     assert served[0].calls == []
+
+
+async def test_an_evaluation_is_asked_for_until_it_is_there(served: Served) -> None:
+    dock, client = served
+    path, query = f"/dock/evaluate/{'0a' * 16}", {"set": '{"name": "eval"}', "seed": "3", "wait_s": "2"}
+    assert (await client.post(path, params=query)).status == 204
+    dock.answer = b'{"mean": 1}'
+    response = await client.post(path, params=query)
+    assert (response.status, await response.json()) == (200, {"mean": 1})
+    assert dock.calls == [("evaluate", "0a" * 16, '{"name": "eval"}', 3, 2.0)] * 2
+    dock.error = ConflictError("another evaluation")
+    response = await client.post(path, params=query)
+    assert (response.status, await response.text()) == (409, "another evaluation")
+    dock.error = ValueError("no set")
+    assert (await client.post(path, params=query)).status == 400
+    assert (await client.post(path, params={"set": "{}"})).status == 400
+    assert (await client.post("/dock/evaluate/../batch", params=query)).status in (404, 405)

@@ -91,7 +91,7 @@ async def test_files_are_found_by_readers_of_the_node_before_a_server_runs(tmp_p
     warehouse.close()
 
 
-async def test_a_pool_is_found_by_its_master_and_nothing_is_served_beside_it(tmp_path: Path) -> None:
+async def test_a_pool_is_found_by_its_master_and_nothing_else_is_served(tmp_path: Path) -> None:
     pool = Pool("node-7", 5001, "tcp")
     joined = object.__new__(module.MooncakeWarehouse)
     joined.location = Location("", pool=pool)

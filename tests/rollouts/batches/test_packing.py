@@ -46,7 +46,7 @@ def row_balance(shards: list[list[list[int]]], costs: list[float]) -> float:
     return sum(map(max, zip(*by_rank, strict=True))) * len(shards) / sum(map(sum, by_rank))
 
 
-def test_long_rollouts_get_fewer_others_beside_them() -> None:
+def test_long_rollouts_get_fewer_others_in_their_batch() -> None:
     """Of equal tokens the one with a long rollout costs more: attention is quadratic."""
     lengths = [60_000, *[20_000] * 3, *[2_000] * 40]
     cost = training_cost(DENSE)
@@ -112,11 +112,13 @@ def reference(rewards: list[float], *, divide: bool) -> list[float]:
 def test_advantages_against_a_plain_reference(seed: int) -> None:
     rng = random.Random(seed)
     rewards = [rng.choice([0.0, 1.0, rng.random()]) for _ in range(rng.randint(1, 16))]
-    assert group_advantages(rewards, "grpo").tolist() == pytest.approx(reference(rewards, divide=True), abs=1e-12)
+    assert group_advantages(rewards, [1] * len(rewards), "grpo").tolist() == pytest.approx(
+        reference(rewards, divide=True), abs=1e-12
+    )
     plain = reference(rewards, divide=False)
-    assert group_advantages(rewards, "mean_baseline").tolist() == pytest.approx(plain, abs=1e-12)
+    assert group_advantages(rewards, [1] * len(rewards), "mean_baseline").tolist() == pytest.approx(plain, abs=1e-12)
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3])
 def test_equal_rewards_have_no_advantage_at_all(reward: float) -> None:
-    assert group_advantages([reward] * 7, "grpo").tolist() == [0.0] * 7
+    assert group_advantages([reward] * 7, [1] * 7, "grpo").tolist() == [0.0] * 7

@@ -70,7 +70,7 @@ def test_wide_experts_stay_exact() -> None:
         ({"present": memoryview(b"\1")}, "1 flags for 2 rows"),
     ],
 )
-def test_what_does_not_fit_is_no_shard(change: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_not_a_shard(change: dict[str, Any], message: str) -> None:
     good = RoutedExperts.of(experts_of([4, 5]), np.ones(2, np.uint8))
     with pytest.raises(ValueError, match=message):
         RoutedExperts(**{**msgspec.structs.asdict(good), **change})

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from stub_engine import npy_bytes
 
-from hpcrl.answer_frames import MEDIA_TYPE, FrameSplitter, encode_frame
+from hpcrl.network.generate_frames import MEDIA_TYPE, FrameSplitter, encode_frame
 from hpcrl.rollouts.engines.answers import (
     AnswerPart,
     AnswerReader,

@@ -163,7 +163,7 @@ def test_an_engine_that_was_started_anew_has_not_preempted() -> None:
     limit.look({0: Pressure(10, 0, 0.9, 50)}, in_flight=100)
     assert limit.look({0: Pressure(10, 0, 0.9, 0)}, in_flight=100) == []
     (cut,) = limit.look({0: Pressure(10, 0, 0.9, 2)}, in_flight=100)
-    assert cut.why == "2 requests gave their KV back"
+    assert cut.why == "2 requests lost their KV to others (preemption)"
 
 
 @pytest.mark.parametrize("enabled", [False, True])

@@ -17,12 +17,12 @@ from real_router import Router
 from stub_engine import StubEngine
 
 from hpcrl.errors import DeadlineError
-from hpcrl.inference.vllm.front import engine_flags
+from hpcrl.inference.vllm.front import engine_flags, servers_of
 from hpcrl.rollouts.engines import client as engine_client
 from hpcrl.rollouts.engines import disaggregated_pool, routed_pool
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.router_client import RouterClient, Worker
-from hpcrl.runs.role import Complaint
+from hpcrl.runs.role import Complaint, Endpoints, read_left_out
 from hpcrl.runs.status import ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -38,18 +38,21 @@ def quick(monkeypatch: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def sided(
-    path: Path, prefill: StubEngine, decode: StubEngine, **changes: Any
+    path: Path, prefill: StubEngine, decode: StubEngine, *more: StubEngine, side: str = "decode", **changes: Any
 ) -> AsyncIterator[tuple[Loop, Router]]:
+    """A loop of both sides; engines ``more`` are of ``side``."""
     router = Router(path / "router.log")
-    for engine in (prefill, decode):
+    engines, roles = (prefill, decode, *more), ["prefill", "decode", *[side] * len(more)]
+    for engine in engines:
         engine.in_place = True
         await engine.start()
+    of_side = {role: [e.url for e, own in zip(engines, roles, strict=True) if own == role] for role in roles}
     # stubs have no KV to lead: NIXL asks them nothing
-    flags = engine_flags("nixl", [prefill.url], [decode.url], bootstrap_offset=None)
+    flags = engine_flags("nixl", of_side["prefill"], of_side["decode"], bootstrap_offset=None)
     await asyncio.to_thread(router.start, *flags)
     try:
         run = make_run(path, **changes)
-        async with running(run, prefill, decode, router=router.url, roles=("prefill", "decode")) as loop:
+        async with running(run, *engines, router=router.url, roles=roles) as loop:
             supervised(loop, 1.0)
             yield loop, router
     finally:
@@ -219,6 +222,87 @@ async def test_a_decode_engine_that_dies_is_waited_for(tmp_path: Path) -> None:
         await decode.restart()
         await asyncio.wait_for(batch, 30.0)
         assert "initial" not in {request["served"] for request in decode.requests}
+        assert dropped(loop) == 0
+
+
+def complaints(loop: Loop) -> list[str]:
+    """Return what was said of the router; the newest replaces others."""
+    return [c.message for c in Complaint.read_all(loop.run, loop.attempt) if c.role == "router"]
+
+
+async def started_anew(loop: Loop, router: Router, ready_s: float) -> None:
+    """Another process of the router, which reads its engines as `hpcrl.inference.vllm.front` does."""
+    router.kill()
+    supervised(loop, None)
+    endpoints, left_out = Endpoints.read(loop.run, loop.attempt), read_left_out(loop.run, loop.attempt)
+    prefill, decode = (servers_of(endpoints, role, left_out) for role in ("prefill", "decode"))
+    # of flags that are given twice the router takes the engines of both
+    del router._command[router._command.index("--vllm-pd-disaggregation") :]
+    await asyncio.to_thread(router.start, *engine_flags("nixl", prefill, decode, bootstrap_offset=None))
+    supervised(loop, ready_s)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_requests_continue_while_one_of_several_engines_hangs(tmp_path: Path, side: str) -> None:
+    prefill, decode, hanging = StubEngine(), StubEngine(), StubEngine()
+    name = f"{side}-1"
+    async with sided(tmp_path, prefill, decode, hanging, side=side) as (loop, router):
+
+        async def known() -> set[str]:
+            return set(await loop.parts.pool._router.workers(timeout_s=10.0))
+
+        await loop.train(1, 2)
+        assert hanging.requests
+        hanging.awake.clear()
+        await loop.train(3, 9)
+        assert (kinds(loop, "engine.away"), read_left_out(loop.run, loop.attempt)) == ([name], {name})
+        assert hanging.url not in await known()
+        # also where the router ends by itself
+        await started_anew(loop, router, 2.0)
+        assert hanging.url not in await known()
+        await loop.train(10, 12)
+        assert (complaints(loop), kinds(loop, "engine.back"), hanging.awake.is_set()) == ([], [], False)
+        # it comes back as another process, with the start model
+        await hanging.restart()
+        await loop.until(lambda: complaints(loop), 20.0)
+        assert (hanging.version, hanging.requests) == ("12", [])
+        assert complaints(loop) == [f"it does not have {name} as they are now"]
+        assert read_left_out(loop.run, loop.attempt) == set()
+        await started_anew(loop, router, 3.0)
+        await loop.train(13, 16)
+        assert hanging.requests
+        assert len(complaints(loop)) == 1
+        asked = (*prefill.requests, *decode.requests, *hanging.requests)
+        assert "initial" not in {request["served"] for request in asked}
+        for request in asked:
+            assert int(request["cache_salt"].partition("-")[0]) <= int(request["served"])
+        assert dropped(loop) == 0
+
+
+async def test_the_last_engine_of_a_side_is_not_left_out(tmp_path: Path) -> None:
+    """One that is left out replaces it as soon as it is back."""
+    prefill, decode, other = StubEngine(), StubEngine(), StubEngine()
+    async with sided(tmp_path, prefill, decode, other) as (loop, router):
+        await loop.train(1, 2)
+        await other.stop()
+        await loop.train(3, 5)
+        assert read_left_out(loop.run, loop.attempt) == {"decode-1"}
+        await decode.stop()
+        batch = asyncio.create_task(loop.train(6, 12))
+        await loop.until(lambda: kinds(loop, "engine.away") == ["decode-1", "decode-0"])
+        await asyncio.sleep(0.3)
+        assert read_left_out(loop.run, loop.attempt) == {"decode-1"}
+        await other.restart()
+        await loop.until(lambda: complaints(loop), 20.0)
+        assert read_left_out(loop.run, loop.attempt) == {"decode-0"}
+        await started_anew(loop, router, 2.0)
+        await asyncio.wait_for(batch, 30.0)
+        assert other.requests
+        # it is back soon after the router was started anew, which is not started anew again now
+        await decode.restart()
+        await loop.until(lambda: decode.version == "12")
+        await loop.train(13, 15)
+        assert (decode.requests, read_left_out(loop.run, loop.attempt)) == ([], {"decode-0"})
         assert dropped(loop) == 0
 
 

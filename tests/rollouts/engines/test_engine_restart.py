@@ -14,9 +14,9 @@ from stub_engine import StubEngine
 
 from hpcrl.errors import PeerLostError
 from hpcrl.rollouts import parts as orchestrator_parts
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient
-from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.runs.role import Complaint
 
 
@@ -151,7 +151,7 @@ async def test_an_engine_that_computes_with_wrong_weights_serves_nothing(tmp_pat
         await loop.until(lambda: engine.version >= 4)
 
 
-async def test_a_share_that_hangs_is_no_engine_that_is_lost(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_a_share_that_hangs_is_not_an_engine_that_is_lost(tmp_path: Path, monkeypatch: Any) -> None:
     """No engine reads the version in time, and each goes on with the one that it has until the share is back."""
     stub = StubEngine()
     async with running(make_run(tmp_path, handoff={"update_timeout_s": 1.0}), stub) as loop:
@@ -169,7 +169,7 @@ async def test_a_share_that_hangs_is_no_engine_that_is_lost(tmp_path: Path, monk
         assert Complaint.read_all(loop.run, loop.attempt) == []
 
 
-async def test_the_run_goes_on_without_an_engine_that_cannot_read_what_another_can(tmp_path: Path) -> None:
+async def test_the_run_continues_without_an_engine_that_cannot_read_what_another_can(tmp_path: Path) -> None:
     """It is left behind by one version only, is complained about, and catches up when it was started anew."""
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
@@ -199,7 +199,7 @@ async def test_the_run_goes_on_without_an_engine_that_cannot_read_what_another_c
         assert dropped(loop) == 0
 
 
-async def test_an_engine_that_is_only_slower_is_no_engine_that_fails(tmp_path: Path) -> None:
+async def test_an_engine_that_is_only_slower_is_not_an_engine_that_fails(tmp_path: Path) -> None:
     """While it loads a version, another engine has taken newer ones."""
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
@@ -262,7 +262,7 @@ async def test_who_waits_for_an_engine_leaves_the_event_loop_to_others() -> None
 
 
 @pytest.mark.parametrize("ticks", range(4))
-async def test_a_watch_ends_when_it_is_told_to_just_when_it_has_something_to_look_at(ticks: int) -> None:
+async def test_a_watch_ends_on_request_during_a_check(ticks: int) -> None:
     """`asyncio.wait_for` of Python 3.11 forgets a cancellation that meets the end of what it waits for."""
     async with aiohttp.ClientSession() as http:
         client = EngineClient(http, name="engine-0", url="http://127.0.0.1:9")
@@ -276,7 +276,7 @@ async def test_a_watch_ends_when_it_is_told_to_just_when_it_has_something_to_loo
         assert (await asyncio.wait([watch], timeout=2.0))[0]
 
 
-async def test_an_engine_that_loads_slowly_is_not_said_to_be_left_behind(tmp_path: Path) -> None:
+async def test_an_engine_that_loads_slowly_is_not_reported_as_left_behind(tmp_path: Path) -> None:
     """The others have gone on to newer versions, while it loads the one that it was asked to."""
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:

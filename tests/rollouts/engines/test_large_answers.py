@@ -14,15 +14,15 @@ from aiohttp import web
 from numpy.typing import NDArray
 from stub_engine import EOS, npy
 
-from hpcrl import rows_reference
+from hpcrl.network import routed_experts_reference
+from hpcrl.rollouts.core import token_sequence
+from hpcrl.rollouts.core.prompts import EncodedTokens, binary_ids, encode_ids
+from hpcrl.rollouts.core.token_sequence import TokenSequence
 from hpcrl.rollouts.engines import answers
 from hpcrl.rollouts.engines import rows as rows_module
 from hpcrl.rollouts.engines.answers import AnswerReader, EngineProtocolError, SamplingParams
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
-from hpcrl.rollouts.engines.prompts import EncodedTokens, binary_ids, encode_ids
-from hpcrl.rollouts.sampling import sequence
-from hpcrl.rollouts.sampling.sequence import TokenSequence
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8, seed=1, stop_token_ids=[EOS], routed_experts_prompt_start=0)
 
@@ -54,7 +54,7 @@ def rows_of(count: int, width: int) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 64])
 def test_rows_are_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr(rows_reference, "_PIECE", 16)
+    monkeypatch.setattr(routed_experts_reference, "_PIECE", 16)
     rows = rows_of(2, width)
     for data in (choice(npy(rows)), choice(npy(rows)).replace(b"/", b"\\/")):
         own = reader(prompt=1)
@@ -95,7 +95,7 @@ async def engine() -> AsyncIterator[tuple[str, list[bytes]]]:
 
 
 @pytest.mark.parametrize("interval", [msgspec.UNSET, 64])
-async def test_large_answers_are_decoded_beside_the_event_loop(
+async def test_large_answers_are_decoded_in_a_thread(
     engine: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch, interval: Any
 ) -> None:
     threads: list[int] = []
@@ -119,7 +119,7 @@ async def test_large_answers_are_decoded_beside_the_event_loop(
             assert (threads.pop() != threading.get_ident()) is beside
 
 
-async def test_rows_of_small_parts_are_decoded_once_and_beside_the_event_loop(
+async def test_rows_of_small_parts_are_decoded_once_and_in_a_thread(
     engine: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part is small, and is read where it arrives; rows of all of them are many bytes."""
@@ -208,7 +208,7 @@ def test_a_turn_encodes_what_is_new_in_it(monkeypatch: pytest.MonkeyPatch) -> No
         encoded.append(len(token_ids))
         return encode_ids(token_ids)
 
-    monkeypatch.setattr(sequence, "encode_ids", counted)
+    monkeypatch.setattr(token_sequence, "encode_ids", counted)
     tokens, rng, whole = TokenSequence(), np.random.default_rng(1), list[int]()
     for turn in range(40):
         said, sampled = (rng.integers(0, 150_000, rng.integers(0, 90), np.int32) for _ in range(2))
@@ -229,7 +229,7 @@ def test_a_turn_encodes_what_is_new_in_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert TokenSequence().end_of_sampled() == 0
 
 
-def test_a_prompt_stays_what_it_was_when_the_conversation_goes_on() -> None:
+def test_a_prompt_stays_what_it_was_when_the_conversation_continues() -> None:
     tokens = TokenSequence()
     tokens.append_said(np.arange(5, dtype=np.int32))
     prompt = tokens.encoded

@@ -10,7 +10,7 @@ import pytest
 from harness import Loop, make_run, running
 from stub_engine import StubEngine
 
-from hpcrl.rollouts.engines import membership
+from hpcrl.rollouts.weights import membership
 
 
 @pytest.fixture(autouse=True)

@@ -16,17 +16,17 @@ from harness import Loop, make_run, running
 from numpy.typing import NDArray
 from stub_engine import EOS, StubEngine, encode
 
+from hpcrl.network.http_server import stop_serving
 from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, EngineProtocolError, Generation, SamplingParams
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
-from hpcrl.serving import stop_serving
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, seed=5, stop_token_ids=[EOS], stream_interval=4)
 ALPHABET = encode("abcdefghijklmnopqrstuvwxyz0123456789")
 
 
-def going_on(token_ids: list[int], seed: int) -> list[int]:
+def with_ledger(token_ids: list[int], seed: int) -> list[int]:
     """An answer that says the alphabet, from where the prompt has got to."""
     said = next((n for n in range(len(ALPHABET), 0, -1) if token_ids[-n:] == ALPHABET[:n]), 0)
     return [*ALPHABET[said:], EOS]
@@ -35,13 +35,13 @@ def going_on(token_ids: list[int], seed: int) -> list[int]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Any) -> Iterator[None]:
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
-    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
+    monkeypatch.setattr(engine_pool, "HEALTH_S", 0.3)
     monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: 20.0)
     return
 
 
 def slow_pair() -> tuple[StubEngine, StubEngine]:
-    one, two = StubEngine(answer=going_on), StubEngine(answer=going_on)
+    one, two = StubEngine(answer=with_ledger), StubEngine(answer=with_ledger)
     one.token_s = two.token_s = 0.03
     return one, two
 

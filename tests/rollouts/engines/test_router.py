@@ -18,9 +18,9 @@ from real_router import Router
 from stub_engine import EOS, StubEngine, encode
 from stub_replica import stub_replica
 
-from hpcrl.rollouts.engines import deadlines, routed_pool
 from hpcrl.rollouts.engines import pool as engine_pool
-from hpcrl.rollouts.telemetry import fleet_watch
+from hpcrl.rollouts.engines import routed_pool
+from hpcrl.rollouts.telemetry import deadlines, fleet_watch
 from hpcrl.runs.fleet import EngineView, FleetView
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

@@ -14,9 +14,9 @@ from harness import make_run, running
 from real_router import Router
 from stub_engine import StubEngine, encode
 
-from hpcrl.credentials import Credentials
-from hpcrl.gate import Gate
 from hpcrl.inference.vllm.front import engine_flags
+from hpcrl.network.auth import Gate
+from hpcrl.network.credentials import Credentials
 from hpcrl.runs.events import read_events
 from hpcrl.runs.rundir import RunDir
 

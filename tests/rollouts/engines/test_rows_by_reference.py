@@ -14,9 +14,9 @@ from real_router import Router
 from stub_engine import StubEngine, npy_bytes
 
 from hpcrl.inference.kept_rows import KeptRows
+from hpcrl.network.routed_experts_reference import FIELD, RowsReference
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, Generation, SamplingParams
 from hpcrl.rollouts.engines.router_client import RouterClient
-from hpcrl.rows_reference import FIELD, RowsReference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -134,7 +134,7 @@ async def test_the_router_sees_no_rows(router: Router, stub: StubEngine, interva
         assert kept.engine == stub.url.removeprefix("http://")
         assert (await asker.engine.kept_rows(kept, timeout_s=30.0) == ROWS[START : len(TOKENS) - 1]).all()
         # once
-        with pytest.raises(EngineError, match="not there any more"):
+        with pytest.raises(EngineError, match="are gone"):
             await asker.engine.kept_rows(kept, timeout_s=30.0)
 
 
@@ -169,7 +169,7 @@ async def test_rows_that_do_not_come_as_they_were_kept_are_unknown(
     stub.rows = store = Spoilt(FAULTS[fault])
     async with asking(router, stub) as asker:
         assert not whole(await asker.ask(msgspec.UNSET))
-        assert "experts of an answer are unknown: engine-0: rows of an answer are" in caplog.text
+        assert "routed experts of an answer are unknown: engine-0: routed experts of an answer " in caplog.text
         assert store.asked == 1
         # and of an answer in parts all that come after them
         store.given.append(FAULTS[fault])
@@ -216,7 +216,7 @@ async def test_a_stranger_is_asked_for_nothing(router: Router, stub: StubEngine)
     assert store.bytes > 0
 
 
-async def test_who_does_not_want_rows_is_told_of_none(router: Router, stub: StubEngine) -> None:
+async def test_clients_that_want_no_rows_get_no_references(router: Router, stub: StubEngine) -> None:
     async with asking(router, stub) as asker:
         params = SamplingParams(temperature=1.0, max_tokens=2, seed=5, stop_token_ids=[])
         answer = await asker.client.generate(PROMPT, params, cache_salt="1", session_id="s", timeout_s=60.0)

@@ -54,13 +54,13 @@ def test_rows_of_any_width_become_as_narrow_as_the_model_allows(dtype: type[np.i
     ("rows", "message"),
     [
         # layers with experts alone, slots of a padded batch, another number of experts a token
-        (np.zeros((2, LAYERS - 1, WIDTH), np.uint8), "rows have 2x2 experts .*, the model has 3x2"),
-        (np.zeros((2, LAYERS, WIDTH + 1), np.int16), "rows have 3x3 experts"),
-        (np.zeros((2, WIDTH, LAYERS), np.uint8), "rows have 2x3 experts"),
+        (np.zeros((2, LAYERS - 1, WIDTH), np.uint8), "routed experts are of 2x2 .*, the model has 3x2"),
+        (np.zeros((2, LAYERS, WIDTH + 1), np.int16), "routed experts are of 3x3 "),
+        (np.zeros((2, WIDTH, LAYERS), np.uint8), "routed experts are of 2x3 "),
         # places of experts that are there twice, and marks of padding
-        (np.full((2, LAYERS, WIDTH), EXPERTS, np.uint8), "expert 8 is none of the model's 8"),
-        (np.full((2, LAYERS, WIDTH), -1, np.int16), "expert -1 is none of the model's 8"),
-        (np.full((2, LAYERS, WIDTH), 256, np.int16), "expert 256 is none of the model's 8"),
+        (np.full((2, LAYERS, WIDTH), EXPERTS, np.uint8), "expert 8 is not one of the model's 8"),
+        (np.full((2, LAYERS, WIDTH), -1, np.int16), "expert -1 is not one of the model's 8"),
+        (np.full((2, LAYERS, WIDTH), 256, np.int16), "expert 256 is not one of the model's 8"),
     ],
 )
 def test_rows_of_another_layout_are_refused(rows: NDArray[Any], message: str) -> None:

@@ -16,14 +16,14 @@ from stub_engine import npy, npy_bytes
 
 from hpcrl.errors import HpcrlError
 from hpcrl.inference.kept_rows import KeptRows
+from hpcrl.network.routed_experts_reference import PATH
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines import disaggregated_pool
 from hpcrl.rollouts.engines.answers import Generation, SamplingParams
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.disaggregated_pool import DisaggregatedPool
 from hpcrl.rollouts.engines.partial_generation import PartialGeneration
 from hpcrl.rollouts.engines.router_client import RouterClient
-from hpcrl.rollouts.telemetry.counters import Counters
-from hpcrl.rows_reference import PATH
 
 PROMPT, START = list(range(10, 18)), 3
 WHOLE = np.random.default_rng(0).integers(1, 8, (10, 2, 2), np.uint8)
@@ -190,7 +190,7 @@ async def test_rows_that_cannot_be_had_are_unknown(sides: Sides, trouble: str) -
 
 async def test_rows_of_another_model_end_the_run(sides: Sides) -> None:
     sides.rows = np.ones((5, 3, 2), np.uint8)
-    with pytest.raises(HpcrlError, match="different rows of experts"):
+    with pytest.raises(HpcrlError, match="different routed experts"):
         await generation(sides)
 
 

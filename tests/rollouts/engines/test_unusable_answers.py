@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from unusable_answers_testing import DAMAGED, JSON, ROWS, ask, framed, text
 
-from hpcrl.answer_frames import MEDIA_TYPE
+from hpcrl.network.generate_frames import MEDIA_TYPE
 from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.update_answer import check_update_answer
 

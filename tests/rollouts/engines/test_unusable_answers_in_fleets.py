@@ -18,6 +18,7 @@ from start_models import TINY_CONFIG
 from stub_engine import EOS, StubEngine
 from unusable_answers_testing import DAMAGED, PARAMS, text
 
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines import unusable
 from hpcrl.rollouts.engines.client import EngineClient
@@ -25,7 +26,6 @@ from hpcrl.rollouts.engines.errors import EngineError, EngineProtocolError
 from hpcrl.rollouts.engines.routed_pool import RoutedPool
 from hpcrl.rollouts.engines.router_client import RouterClient
 from hpcrl.rollouts.supervised import Supervised
-from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.role import Complaint, RoleContext
 from hpcrl.runs.rundir import RunDir
@@ -87,7 +87,7 @@ async def test_an_engine_that_cuts_each_answer_short_is_complained_about(tmp_pat
         assert list(complaints(loop)) == ["engine-1"]
 
 
-async def test_a_fleet_that_recovers_from_nonsense_goes_on(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
+async def test_a_fleet_that_recovers_from_nonsense_continues(tmp_path: Path, quick: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_pool, "SHUN_S", 0.2)
     bad = [40]
 
@@ -225,7 +225,7 @@ async def test_an_answer_of_a_version_that_was_never_published_is_damaged(serve:
     pool.newest = 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unusable, "PATIENCE_S", 0.0)
-        with pytest.raises(EngineProtocolError, match="there is none above 8"):
+        with pytest.raises(EngineProtocolError, match="the newest is 8"):
             await pool.generate(pool.session("b"), [5, 6], PARAMS, cache_salt=salt)
 
 

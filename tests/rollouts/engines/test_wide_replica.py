@@ -14,15 +14,15 @@ from harness import Loop, impatient, make_run, running, servers_of, urls_of
 from stub_engine import StubEngine
 from stub_replica import StubRank, stub_replica
 
-from hpcrl.rollouts.engines import deadlines, membership
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines.client import EngineClient, EngineError, SamplingParams
 from hpcrl.rollouts.engines.replica_client import ReplicaClient, client_of
 from hpcrl.rollouts.engines.routed_pool import RoutedPool
 from hpcrl.rollouts.engines.router_client import RouterClient, Worker
-from hpcrl.rollouts.telemetry import fleet_watch
-from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.rollouts.telemetry import deadlines, fleet_watch
 from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge
+from hpcrl.rollouts.weights import membership
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
@@ -37,7 +37,7 @@ def quick(monkeypatch: Any) -> Iterator[None]:
     """Looks and retries in tenths of a second."""
     impatient(monkeypatch, lost_after_s=20.0)
     monkeypatch.setattr(engine_pool, "_SILENT_S", 0.5)
-    monkeypatch.setattr(weight_updates, "_HEALTH_S", 0.3)
+    monkeypatch.setattr(weight_updates, "HEALTH_S", 0.3)
     monkeypatch.setattr(fleet_watch, "LOOK_S", 0.05)
     monkeypatch.setattr(deadlines, "SUSPECT_S", 1.5)
     monkeypatch.setattr(membership, "_LOOK_S", 0.05)
@@ -133,7 +133,7 @@ async def test_a_replica_stays_frozen_until_all_ranks_have_the_version(tmp_path:
     assert violations(ranks) == []
 
 
-async def test_ranks_that_wait_for_each_other_for_ever_are_named(tmp_path: Path) -> None:
+async def test_ranks_that_wait_for_each_other_endlessly_are_named(tmp_path: Path) -> None:
     """Their servers say that they are well: only a new start of the replica helps."""
     run = make_run(tmp_path, handoff={"update_timeout_s": 1.0})
     ranks, other = stub_replica(), StubEngine()

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from stub_engine import EOS, npy, npy_bytes
 
-from hpcrl.answer_frames import MEDIA_TYPE, encode_frame
+from hpcrl.network.generate_frames import MEDIA_TYPE, encode_frame
 from hpcrl.rollouts.engines.client import EngineClient, SamplingParams
 from hpcrl.rollouts.engines.limits import AnswerLimits
 
@@ -69,8 +69,8 @@ DAMAGED = {
     "an error that nests": text(b'{"error":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
     "an unknown field that nests": text(b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
     "a token of 5,000 digits": text(text(tokens=())[1].replace(b'ids": []', b'ids": [' + b"9" * 5000 + b"]")),
-    "a token that is no number of 32 bits": text(tokens=(3, 2**40)),
-    "text that is no UTF-8": text(b'{"choices":[{"finish_reason":"\xff"}]}'),
+    "a token that is not a number of 32 bits": text(tokens=(3, 2**40)),
+    "text that is not UTF-8": text(b'{"choices":[{"finish_reason":"\xff"}]}'),
     "a log-probability that JSON does not have": text(text()[1].replace(b"-2.0", b"NaN")),
     "no choice": text(b'{"choices":[]}'),
     "two choices": text(b'{"choices":[{},{}]}'),

@@ -59,7 +59,45 @@ async def test_expressions(tmp_path: Path, answer: str, replies: dict[str, float
         assert {reply: await judge(environment, reply) for reply in replies} == replies
 
 
-async def test_an_expression_that_takes_for_ever_fails_its_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "replies"),
+    [
+        (r"2\sqrt{3}", {r"\boxed{2\sqrt{3}}": 1, r"\boxed{\sqrt{12}}": 1, r"\boxed{2}": 0, r"2\sqrt{3}": 0}),
+        (r"\frac{\pi}{2}", {r"\boxed{\frac{\pi}{2}}": 1, r"\boxed{\pi/2}": 1, r"\boxed{\pi}": 0}),
+        (r"\frac{1}{2}", {r"\boxed{\dfrac12}": 1, r"\boxed{\frac{1}{2}}": 1, r"\boxed{50\%}": 1, r"\boxed{12}": 0}),
+        ("x^2+1", {r"\boxed{1+x^2}": 1, r"\boxed{x^2}": 0}),
+        (r"[0,\infty)", {r"\boxed{[0,\infty)}": 1, r"\boxed{(0,\infty)}": 0}),
+        ("(1,2)", {r"\boxed{(1, 2)}": 1, r"\boxed{(2,1)}": 0}),
+        (
+            "5",
+            {
+                r"\boxed{5 \text{ or } 7}": 0,
+                r"\boxed{5\text{ km}}": 1,
+                r"\boxed{5 dollars}": 1,
+                r"\boxed{-5 dollars}": 0,
+            },
+        ),
+        (r"\text{(A)}", {r"\boxed{A}": 1, r"\boxed{B}": 0}),
+    ],
+)
+def test_a_marked_expression_is_read_as_the_answer_is(answer: str, replies: dict[str, float]) -> None:
+    check = make_check(MathReward(kind="math", extract="boxed"))
+    assert {reply: check.score(f"So {reply}.", answer, {}) for reply in replies} == replies
+    check = make_check(MathReward(kind="math", extract="answer_tag"))
+    assert check.score(f"So <answer>{answer}</answer>", answer, {}) == 1
+
+
+@pytest.mark.parametrize("part", ["all", "boxed"])
+def test_thousands_are_no_product(part: Any) -> None:
+    check = make_check(MathReward(kind="math", extract=part))
+    for answer in ("1000", r"1\,000", "1 000", "1{,}000", "$1\N{NARROW NO-BREAK SPACE}000$"):
+        for reply in (r"\boxed{1\,000}", r"\boxed{1 000}", r"\boxed {1000}", r"\fbox{1{,}000}"):
+            assert check.score(f"So {reply}.", answer, {}) == 1, (answer, reply)
+            assert check.score(f"So {reply}.", "0", {}) == 0, reply
+    assert check.score(r"\boxed{x\,y}", "xy", {}) == 1
+
+
+async def test_an_endless_expression_fails_its_rollout(tmp_path: Path) -> None:
     with one_question(tmp_path, "42", {"kind": "math", "timeout_s": 30.0 * patience()}) as environment:
         assert await judge(environment, "$42$") == 1
     with one_question(tmp_path, "42", {"kind": "math", "timeout_s": 5.0}) as environment:
@@ -69,10 +107,10 @@ async def test_an_expression_that_takes_for_ever_fails_its_rollout(tmp_path: Pat
         assert isinstance(caught.value, CheckerTimeoutError) or "MemoryError" in str(caught.value)
 
 
-def test_an_answer_that_is_no_expression_is_named_before_the_run(tmp_path: Path) -> None:
+def test_an_answer_that_is_not_an_expression_is_named_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught, one_question(tmp_path, r"\frac{1}{", {"kind": "math"}):
         pass
-    assert "environments.asked.rewards.0: an answer of the file is no expression" in str(caught.value)
+    assert "environments.asked.rewards.0: an answer of the file is not an expression" in str(caught.value)
     assert r"\frac{1}{" in str(caught.value)
 
 
@@ -130,14 +168,17 @@ async def test_a_schema_of_the_row(tmp_path: Path) -> None:
     with one_question(tmp_path, json.dumps(PERSON), {"kind": "json_schema"}) as environment:
         assert await judge(environment, '{"name": "Ada", "age": 36}') == 1
         assert await judge(environment, "[]") == 0
-    for answer, what in (("{", "is no JSON"), ('{"type": "person"}', "is no JSON Schema")):
+    for answer, what in (("{", "is not JSON"), ('{"type": "person"}', "is not a JSON Schema")):
         with pytest.raises(ConfigError, match=what), one_question(tmp_path, answer, {"kind": "json_schema"}):
             pass
 
 
 async def test_schemas_that_are_none_and_references_to_elsewhere(tmp_path: Path) -> None:
     bad = {"kind": "json_schema", "definition": {"type": "person"}}
-    with pytest.raises(ConfigError, match=r"rewards\.0: definition is no JSON Schema"), one_question(tmp_path, "", bad):
+    with (
+        pytest.raises(ConfigError, match=r"rewards\.0: definition is not a JSON Schema"),
+        one_question(tmp_path, "", bad),
+    ):
         pass
     away = {"kind": "json_schema", "definition": {"$ref": "http://127.0.0.1:9/schema.json"}}
     with one_question(tmp_path, "", away) as environment, pytest.raises(CheckerError, match="Unresolvable"):

@@ -18,7 +18,7 @@ from hpcrl.rollouts.environments.base import Outcome
 from hpcrl.rollouts.environments.dataset.environment import DatasetEnvironment
 from hpcrl.rollouts.environments.outcomes import OutcomeError
 from hpcrl.rollouts.environments.rewards.extraction import extract
-from hpcrl.rollouts.environments.rewards.numbers import number_of
+from hpcrl.rollouts.environments.rewards.numbers import not_one_number, number_of
 from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerTimeoutError
 
 
@@ -66,6 +66,12 @@ async def judge(environment: DatasetEnvironment, reply: str, **more: Any) -> Out
         ("boxed", r"\boxed{a\}b} }", r"a\}b"),
         ("boxed", r"} \boxed{7}", "7"),
         ("boxed", r"\boxed{}", None),
+        ("boxed", r"\boxed {5}", "5"),
+        ("boxed", r"$\boxed 5$", "5"),
+        ("boxed", r"\boxed -1,200.", "-1,200"),
+        ("boxed", r"\boxed{4} by \fbox{5}", "5"),
+        ("boxed", r"\boxed{4}, in \boxed notation", "4"),
+        ("boxed", r"\boxedsomething{4}", None),
         ("boxed", "7", None),
         ("hashes", "1+1\n#### 2\n", "2"),
         ("hashes", "#### 1 #### 2 \nmore", "2"),
@@ -98,8 +104,29 @@ def test_extraction(part: Any, text: str, found: str | None) -> None:
         (r"-\dfrac{3}{4}", "-0.75"),
         ("1e-3", "0.001"),
         (".5", "0.5"),
+        ("1\N{VULGAR FRACTION ONE HALF}", "1.5"),
+        (r"1\frac{1}{2}", "1.5"),
+        (r"$1\frac{1}{2}$", "1.5"),
+        (r"-3\frac34", "-3.75"),
+        ("- $3 3/4", "-3.75"),
+        ("takes 12 1/2 hours", "12.5"),
+        ("of 10 20/5", "4"),
+        (r"\frac12", "0.5"),
+        (r"\frac{1}4", "0.25"),
+        ("12 cm\N{SUPERSCRIPT TWO}", "12"),
+        ("12 cm^2", "12"),
+        (r"12 \text{ m}^{2}", "12"),
+        ("12 m3", "12"),
+        (r"6.5 \times 10^{3}", "6500"),
+        ("6 \N{MULTIPLICATION SIGN} 10\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT THREE}", "0.006"),
+        ("10^6", "1000000"),
+        ("1\N{NARROW NO-BREAK SPACE}234\N{NO-BREAK SPACE}567", "1234567"),
+        ("1'234", "1234"),
+        ("in 2024 1,234", "1234"),
         ("1{,}000", "1000"),
         (r"1\,000", "1000"),
+        ("1 234 567", "1234567"),
+        ("in 2024 300", "300"),
         ("\N{FULLWIDTH DIGIT SEVEN}", "7"),
         ("1/0", None),
         ("9" * 5000, None),
@@ -111,6 +138,62 @@ def test_extraction(part: Any, text: str, found: str | None) -> None:
 def test_numbers(text: str, number: str | None) -> None:
     found = number_of(text)
     assert found is None if number is None else found is not None and float(found) == float(number)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (r"2\sqrt{3}", "more than one number"),
+        ("2^{10}", "more than one number"),
+        ("12:30", "more than one number"),
+        ("1.234,50", "more than one number"),
+        ("1.234.567", "more than one number"),
+        ("7 dollars and 50 cents", "more than one number"),
+        (r"\frac{\pi}{2}", r"\frac"),
+        (r"\sqrt{3}", r"\sqrt"),
+        (r"5\pi", r"\pi"),
+        ("{2}^{3}", "expression"),
+        ("2e^{3}", "expression"),
+        ("x^2+1", "expression"),
+        ("3x", "expression"),
+        ("sqrt(5)", "expression"),
+    ],
+)
+def test_more_than_one_number_is_refused(text: str, what: str) -> None:
+    assert what in not_one_number(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "5",
+            "-5",
+            r"\$5",
+            r"50\%",
+            "x = 5",
+            r"$x=5$",
+            r"90^\circ",
+            r"12 \text{ m}^{2}",
+            "12 cm^2",
+            "12 m3",
+            "5 m/s^2",
+        ),
+        *(
+            r"1\frac{3}{4}",
+            "1 3/4",
+            r"6.5 \times 10^{3}",
+            "10^{-3}",
+            "1e-3",
+            "1,234.50",
+            r"1\,000",
+            "1 000",
+            "5 dollars.",
+        ),
+    ],
+)
+def test_one_number_and_words_are_an_answer(text: str) -> None:
+    assert not_one_number(text) == ""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +289,7 @@ async def test_functions_get_the_row_and_arguments(judged: Judged) -> None:
 
 async def test_what_a_function_does_wrong_fails_the_rollout_and_is_never_a_reward(judged: Judged) -> None:
     environment = judged.make("", {"kind": "function", "function": "my_rewards:obedient", "highest": 1.0})
-    for order, wrong in (("nan", "nan"), ("none", "None"), ("text", "no number"), ("two", "not from 0 to 1")):
+    for order, wrong in (("nan", "nan"), ("none", "None"), ("text", "not a number"), ("two", "not from 0 to 1")):
         with pytest.raises(OutcomeError, match=f"part 'function' of the reward: .*{wrong}"):
             await judge(environment, f"give {order}")
     with pytest.raises(CheckerError, match=r"ZeroDivisionError: no tests were found at .*my_rewards\.py:\d+ in obed"):
@@ -231,7 +314,7 @@ async def test_a_checker_that_hangs_is_ended_with_what_it_started(judged: Judged
     assert (await judge(environment, "give half")).reward == 0.5
 
 
-async def test_a_pattern_that_takes_for_ever_fails_its_rollout(judged: Judged) -> None:
+async def test_an_endless_pattern_fails_its_rollout(judged: Judged) -> None:
     environment = judged.make("", {"kind": "regex", "pattern": "(a+)+b", "timeout_s": 1.0})
     with pytest.raises(CheckerTimeoutError):
         await judge(environment, "a" * 60)

@@ -55,7 +55,7 @@ def test_splits_of_the_library_are_never_mixed(library: list[tuple[Any, ...]], t
         make_dataset(tmp_path)
 
 
-def test_what_the_library_cannot_load_is_told_in_words(library: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_what_the_library_cannot_load_is_reported(library: list[tuple[Any, ...]], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         make_dataset(tmp_path, path=None, hub="nobody/nothing")
     text = str(caught.value)
@@ -75,7 +75,7 @@ def test_what_was_saved_to_disk(
 
 
 def test_bad_rows_have_their_number(library: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"row 1: column 'question' is not there\n    hint: .*split, prompt, answer"):
+    with pytest.raises(ConfigError, match=r"row 1: column 'question' does not exist\n +hint: .*split, prompt, answer"):
         make_dataset(tmp_path, columns={"prompt": "question"}, **SPLITS)
 
 

@@ -14,7 +14,9 @@ import pytest
 import yaml
 from dataset_testing import OneReply, asked, config_of, make_dataset, questions, write_jsonl
 
+from hpcrl.config.load import load_recipe
 from hpcrl.errors import ConfigError
+from hpcrl.rollouts.environments import trial
 from hpcrl.rollouts.environments.dataset.partition import read_partition
 
 
@@ -78,15 +80,15 @@ def test_equal_questions_are_on_one_side_and_named(tmp_path: Path) -> None:
     assert not train & held_out
     assert len(train | held_out) == 60
     (note,) = environment.notes
-    assert note.startswith("60 rows stand there again, and are asked more often: line ")
+    assert note.startswith("60 rows are duplicates, and are used more often: line ")
 
 
 def test_rows_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     rows = [*questions(30), {"prompt": "What is 3  plus 1?", "answer": "5"}]
     rows += [rows[0], rows[1]]
     notes = make_dataset(write_jsonl(tmp_path / "q.jsonl", rows)).notes
-    assert any("1 rows ask what another row asks, with another answer: line" in note for note in notes)
-    assert any("stand there again" in note and "line 32" in note for note in notes)
+    assert any("1 rows have the prompt of another row, with another answer: line" in note for note in notes)
+    assert any("are duplicates" in note and "line 32" in note for note in notes)
 
 
 def test_a_split_by_a_column(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_a_split_by_a_column(tmp_path: Path) -> None:
     assert held_out == {row["prompt"] for row in rows if row["split"] in ("test", "dev")}
     assert environment.notes == [
         "10 rows are neither for training nor held out, by split: 10 with extra",
-        "1 training rows ask what a held-out row asks, and are left out of training: line 41 as held-out line 2",
+        "1 training rows have the prompt of a held-out row, and are excluded from training: line 41 as held-out line 2",
     ]
     with pytest.raises(ConfigError, match=r"split_column: .*gives no held-out question"):
         make_dataset(path, split_column="split", held_out_values=["validation"])
@@ -112,9 +114,9 @@ def test_a_file_of_its_own_is_held_out(tmp_path: Path) -> None:
     assert {*asked(environment, "train", 40)} == {row["prompt"] for row in questions(18)}
     assert {*asked(environment, "heldout", 40)} == {row["prompt"] for row in questions(25)[18:]}
     (note,) = environment.notes
-    assert note.startswith("2 training rows ask what a held-out row asks")
+    assert note.startswith("2 training rows have the prompt of a held-out row")
     assert "line 19 as held-out line 1" in note
-    with pytest.raises(ConfigError, match=r"held_out_path: .*line 1: column 'prompt' is not there"):
+    with pytest.raises(ConfigError, match=r"held_out_path: .*line 1: column 'prompt' does not exist"):
         make_dataset(train, held_out_path=str(write_jsonl(tmp_path / "bad.jsonl", [{"answer": 1}])))
 
 
@@ -162,10 +164,10 @@ def test_a_filter_by_pass_rate(tmp_path: Path) -> None:
     train, held_out = ({*asked(environment, split, 400)} for split in ("train", "heldout"))
     assert train == {p for p in rate if 0.2 <= rate[p] <= 0.8} - held_out
     assert held_out == both(path)[1]
-    assert any("left out by their pass rate" in note for note in environment.notes)
+    assert any("excluded by their pass rate" in note for note in environment.notes)
     for bad in ("1.5", "nan", "often"):
         rows[3]["rate"] = bad
-        with pytest.raises(ConfigError, match=f"line 4: column 'rate' is {bad}, which is no share"):
+        with pytest.raises(ConfigError, match=f"line 4: column 'rate' is {bad}, which is not a share"):
             make_dataset(write_jsonl(path, rows), columns={"pass_rate": "rate"}, curriculum=bounds)
 
 
@@ -192,3 +194,50 @@ async def test_answers_of_the_example_earn_the_best_reward() -> None:
             said = environment.demonstration(prompt, correct=True, rng=rng)[-1]["content"]
             assert (await environment.rollout(prompt, OneReply(said))).reward == pytest.approx(1.1)
     environment.close()
+
+
+def test_a_benchmark_that_another_environment_trains_on_is_named(tmp_path: Path) -> None:
+    rows = questions(30)
+    again = {"prompt": " What is  3 plus\n1?", "answer": "4"}
+    files = {
+        "train": write_jsonl(tmp_path / "train.jsonl", rows[:20]),
+        "test": write_jsonl(tmp_path / "test.jsonl", rows[20:25]),
+        "benchmark": write_jsonl(tmp_path / "b.jsonl", [*rows[18:19], again]),
+    }
+    shared = {"kind": "dataset", "rewards": [{"kind": "exact"}]}
+    sums = {"name": "sums", "path": str(files["train"]), "held_out_path": str(files["test"]), **shared}
+    benchmark = {"name": "benchmark", "path": str(files["test"]), "held_out_path": str(files["benchmark"]), **shared}
+    recipe = tmp_path / "recipe.yaml"
+    for weight, expected in ((0, 1), (1, 2)):
+        environments = [sums, {**benchmark, "weight": weight}]
+        recipe.write_text(yaml.safe_dump({"extends": "quickstart", "environments": environments}))
+        found = trial.check(load_recipe(str(recipe)).value)
+        assert found["findings"] == []
+        notes = [note for note in found["notes"] if "trains on" in note]
+        assert len(notes) == expected
+        assert "2 held-out rows of environment benchmark have a prompt that environment sums trains on: " in notes[-1]
+        assert "line 2 as line 4" in notes[-1]
+
+
+def test_questions_that_are_nearly_the_same_are_noted(tmp_path: Path) -> None:
+    train = ["How many eggs?", "What is 1.5 - 2?", "What is 2*(3+4)?", "Say A.", "Is f(x) = 5!?"]
+    held_out = [
+        "how many\u200b eggs",
+        "What is 15 - 2?",
+        "What is (2*3)+4?",
+        "say a",
+        "Is f(x) = 5?",
+        "What is 1.5 + 2?",
+    ]
+    files = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": each, "answer": "1"} for each in texts])
+        for name, texts in (("train", train), ("held_out", held_out))
+    ]
+    partition = read_partition(config_of(files[0], held_out_path=str(files[1])))
+    assert len(partition.train[""]) == len(train)
+    assert len(partition.held_out) == len(held_out)
+    assert partition.notes == [
+        "2 held-out prompts differ from a training prompt only in case, punctuation or invisible characters: "
+        + partition.notes[0].rpartition(": ")[2]
+    ]
+    assert {*partition.notes[0].rpartition(": ")[2].split(", ")} == {"line 1 as line 1", "line 4 as line 4"}

@@ -64,7 +64,7 @@ async def test_exceptions_of_all_kinds_cost_one_rollout_and_not_the_process(host
 
 async def test_bad_rewards_are_named_with_the_place_and_bad_parts_left_out(hostile: Environment) -> None:
     for name in BAD_REWARDS:
-        with pytest.raises(EnvironmentRaisedError, match="that cannot be used: its reward is") as caught:
+        with pytest.raises(EnvironmentRaisedError, match="unusable rollout: its reward is") as caught:
             await roll_out(hostile, f"reward: {name}")
         cause, first = describe_failure(caught.value)
         assert cause == "unusable"
@@ -77,7 +77,7 @@ async def test_bad_rewards_are_named_with_the_place_and_bad_parts_left_out(hosti
         outcome = await roll_out(hostile, f"part: {name}")
         assert (outcome.reward, dict(outcome.parts), list(outcome.refused)) == (0.5, {"good": 1.0}, ["bad"])
     for name in BAD_OUTCOMES:
-        with pytest.raises(EnvironmentRaisedError, match="which is no Outcome"):
+        with pytest.raises(EnvironmentRaisedError, match="which is not an Outcome"):
             await roll_out(hostile, f"outcome: {name}")
     for name, kept in (("odd", 0), ("list", 0), ("many", MAX_PARTS), ("none", 0), ("keys", 4)):
         outcome = await roll_out(hostile, f"parts: {name}")

@@ -14,12 +14,12 @@ import pytest
 
 from hpcrl.config.recipe import CalculatorEnv, LatencyConfig, WordsEnv
 from hpcrl.errors import ConfigError
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.environments import Environment, Message, Reply
 from hpcrl.rollouts.environments.calculator import CalculatorEnvironment
 from hpcrl.rollouts.environments.latency import DelayedEnvironment
-from hpcrl.rollouts.environments.sandbox import Sandbox, SandboxError
+from hpcrl.rollouts.environments.sandbox import ProgramError, ProgramRunner
 from hpcrl.rollouts.environments.words import WordsEnvironment, transform, word_list
-from hpcrl.rollouts.telemetry.counters import Counters
 
 
 class Script:
@@ -130,7 +130,7 @@ def test_too_few_questions() -> None:
     ],
 )
 async def test_programs(program: str, value: str) -> None:
-    assert await Sandbox(timeout_s=10.0).run(program) == value
+    assert await ProgramRunner(timeout_s=10.0).run(program) == value
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ async def test_programs(program: str, value: str) -> None:
     ],
 )
 async def test_hostile_texts_give_an_error(program: str) -> None:
-    with pytest.raises(SandboxError):
-        await Sandbox(timeout_s=10.0).run(program)
+    with pytest.raises(ProgramError):
+        await ProgramRunner(timeout_s=10.0).run(program)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ async def test_the_process_itself_can_do_nothing(escape: str, monkeypatch: Any) 
         "def run(text):", f"def run(text):\n    {escape}\n    return 'escaped'\n\ndef old(text):"
     )
     monkeypatch.setattr(sandbox, "_CHILD", child)
-    with pytest.raises(SandboxError):
-        await Sandbox(timeout_s=10.0).run("1")
+    with pytest.raises(ProgramError):
+        await ProgramRunner(timeout_s=10.0).run("1")
 
 
 async def test_a_program_that_hangs_is_killed(monkeypatch: Any) -> None:
@@ -197,8 +197,8 @@ async def test_a_program_that_hangs_is_killed(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(sandbox, "_CHILD", "import time; time.sleep(60)")
     started = time.monotonic()
-    with pytest.raises(SandboxError, match=r"within 0\.3 s"):
-        await Sandbox(timeout_s=0.3).run("1")
+    with pytest.raises(ProgramError, match=r"within 0\.3 s"):
+        await ProgramRunner(timeout_s=0.3).run("1")
     assert time.monotonic() - started < 30.0
 
 
@@ -212,7 +212,7 @@ async def test_a_cancelled_call_leaves_no_process(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(sandbox, "_CHILD", "import time; time.sleep(60)")
     before = children()
-    call = asyncio.create_task(Sandbox(timeout_s=30.0).run("1"))
+    call = asyncio.create_task(ProgramRunner(timeout_s=30.0).run("1"))
     await asyncio.sleep(0.2)
     assert children() - before
     call.cancel()
@@ -224,7 +224,7 @@ async def test_a_cancelled_call_leaves_no_process(monkeypatch: Any) -> None:
 
 
 async def test_few_programs_run_at_once() -> None:
-    box = Sandbox(timeout_s=30.0, max_processes=2)
+    box = ProgramRunner(timeout_s=30.0, max_processes=2)
     before, most = children(), 0
 
     async def count() -> None:

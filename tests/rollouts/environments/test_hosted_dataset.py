@@ -41,7 +41,7 @@ async def sums(tmp_path: Path) -> AsyncIterator[Environment]:
 async def test_a_rollout(sums: Environment) -> None:
     (process,) = hosted([sums])
     (note,) = process.notes
-    assert note.startswith("1 rows stand there again")
+    assert note.startswith("1 rows are duplicates")
     prompt = await prompt_of(sums, "train", 5)
     number = int(prompt.messages[0]["content"].split()[2])
     outcome = await sums.rollout(prompt, OneReply(f"so it is\n{number + 1}", tokens=11))
@@ -72,7 +72,7 @@ async def test_processes_of_checkers_end_with_the_environment(sums: Environment)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_every_mistake_is_told_with_its_setting(tmp_path: Path) -> None:
+async def test_every_mistake_is_reported_with_its_setting(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     (tmp_path / "q.jsonl").write_text("{\n[]\n")
     with pytest.raises(ConfigError) as caught:

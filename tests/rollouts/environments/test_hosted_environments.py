@@ -175,7 +175,7 @@ async def test_the_example_of_tools(build: Build, tmp_path: Path, monkeypatch: A
             "role": "tool",
             "tool_call_id": "call_0_1",
             "name": "unknown",
-            "content": "error: the tool call was not run: its arguments are no valid JSON (no number)",
+            "content": "error: the tool call was not run: its arguments are not valid JSON (no number)",
         },
     ]
 
@@ -218,11 +218,11 @@ async def test_what_the_code_raises_arrives_with_its_own_frames(build: Build) ->
     assert "child.py" not in text
     with pytest.raises(EnvironmentRaisedError, match="LookupError: no such prompt"):
         await prompt_of(mine, "train", 666)
-    with pytest.raises(EnvironmentRaisedError, match=r"its reward is .much. \(str\), which is no number"):
+    with pytest.raises(EnvironmentRaisedError, match=r"its reward is .much. \(str\), which is not a number"):
         await roll_out(mine, "bad outcome")
     with pytest.raises(EnvironmentRaisedError, match=r"ValueError: message 0: its content is int, not text"):
         await roll_out(mine, "bad message")
-    # what it prints is no message
+    # what it prints is not a message
     assert (await roll_out(mine, "print")).reward == 1.0
 
 
@@ -238,7 +238,7 @@ async def test_what_the_policy_raises_is_the_callers_unless_it_is_the_environmen
 
 
 @pytest.mark.parametrize(("order", "how"), [("die", "was killed by SIGKILL"), ("leave", "ended with exit code 7")])
-async def test_a_process_that_dies_is_said_and_started_again(build: Build, order: str, how: str) -> None:
+async def test_a_process_that_dies_is_reported_and_started_again(build: Build, order: str, how: str) -> None:
     lost: list[tuple[str, str]] = []
     mine = build(on_lost=lambda name, why: lost.append((name, why)))
     first = (await roll_out(mine, "go")).parts["pid"]

@@ -28,8 +28,8 @@ def test_messages_come_out_as_plain_data() -> None:
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ("hello", "message 1 is str, no mapping"),
-        (None, "message 1 is NoneType, no mapping"),
+        ("hello", "message 1 is str, not a mapping"),
+        (None, "message 1 is NoneType, not a mapping"),
         ({}, "message 1: its role is None"),
         ({"role": "robot", "content": ""}, "message 1: its role is 'robot'"),
         ({"role": "user"}, "message 1: its content is NoneType, not text"),
@@ -38,18 +38,18 @@ def test_messages_come_out_as_plain_data() -> None:
         ({"role": "user", "content": ["x"]}, "message 1: its content is list, not text"),
         ({"role": "user", "content": [{"text": "x"}]}, "message 1: its content is list, not text"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "message 1: its content is NoneType"),
-        ({**GOOD, "more": object()}, "message 1 is no plain data"),
-        ({**GOOD, "more": 1 << 70}, "message 1 is no plain data"),
-        ({**GOOD, "content": "\ud800"}, "message 1 is no plain data"),
+        ({**GOOD, "more": object()}, "message 1 is not plain data"),
+        ({**GOOD, "more": 1 << 70}, "message 1 is not plain data"),
+        ({**GOOD, "content": "\ud800"}, "message 1 is not plain data"),
     ],
 )
-def test_what_is_no_message_is_named(message: Any, problem: str) -> None:
+def test_what_is_not_a_message_is_named(message: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem):
         plain_messages([GOOD, message])
 
 
 @pytest.mark.parametrize("tool", [{}, {"function": None}, {"function": {}}, {"function": {"name": ""}}, {"name": "f"}])
-def test_what_is_no_tool_is_named(tool: Any) -> None:
+def test_what_is_not_a_tool_is_named(tool: Any) -> None:
     good = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert plain_tools([good]) == [good]
     with pytest.raises(ValueError, match=r"tool 1: it is not \{'type': 'function'"):

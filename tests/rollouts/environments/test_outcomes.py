@@ -14,7 +14,7 @@ from hpcrl.rollouts.environments.outcomes import MAX_PARTS, OutcomeError, checke
 
 
 @pytest.mark.parametrize("name", BAD_REWARDS)
-def test_a_reward_that_is_no_finite_number_drops_the_rollout(name: str) -> None:
+def test_a_reward_that_is_not_a_finite_number_drops_the_rollout(name: str) -> None:
     with pytest.raises(OutcomeError, match=r"^its reward is .{1,200}$"):
         checked_outcome(Outcome(reward=BAD_REWARDS[name]))
 
@@ -28,7 +28,7 @@ def test_numbers_of_other_libraries_count(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_PARTS)
-def test_a_part_that_is_no_finite_number_is_left_out(name: str) -> None:
+def test_a_part_that_is_not_a_finite_number_is_left_out(name: str) -> None:
     found = checked_outcome(Outcome(reward=0.5, parts={"good": 1.0, "bad": BAD_PARTS[name]}))
     assert (found.reward, dict(found.parts)) == (0.5, {"good": 1.0})
     assert list(found.refused) == ["bad"]
@@ -54,8 +54,8 @@ def test_names_and_numbers_of_parts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("name", BAD_OUTCOMES)
-def test_what_is_no_outcome_is_named(name: str) -> None:
-    with pytest.raises(OutcomeError, match="which is no Outcome"):
+def test_what_is_not_an_outcome_is_named(name: str) -> None:
+    with pytest.raises(OutcomeError, match="which is not an Outcome"):
         checked_outcome(BAD_OUTCOMES[name])
 
 

@@ -175,7 +175,7 @@ async def test_what_the_library_does_not_know(build: Build, tasks: dict[str, Any
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="it is installed")
 async def test_a_library_that_is_missing_is_named(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.REAL", Path("/nowhere"))
-    with pytest.raises(ConfigError, match=r"'reasoning_gym', which is not there(.|\n)*\[reasoning-gym\]'"):
+    with pytest.raises(ConfigError, match=r"'reasoning_gym', which cannot be imported(.|\n)*\[reasoning-gym\]'"):
         build({"chain_sum": {}}, real=True)
 
 

@@ -13,8 +13,8 @@ from chat_lab import byte_tokenizer, write_model
 from harness import make_recipe
 from start_models import TINY_CONFIG
 
+from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.models.generation_config import end_tokens
-from hpcrl.models.tokenizer import write_character_tokenizer
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.rendering.trial import check_chat
 
@@ -111,7 +111,7 @@ def test_tokens_that_the_embedding_does_not_have_are_named(model: Path) -> None:
     stops = {"rollouts": {"sampling": {"stop_token_ids": [99_999]}}}
     assert found(model, **stops) == ({}, [])
     stops["evaluation"] = {"sampling": {"stop_token_ids": [99_999, 100_000]}}
-    assert "100000 is no token" in found(model, **stops)[0]["evaluation.sampling.stop_token_ids"]
+    assert "100000 is not a token" in found(model, **stops)[0]["evaluation.sampling.stop_token_ids"]
     # what no conversation has does no harm, and is said
     used = Renderer.of_model(model).opening([{"role": "user", "content": "x"}])
     configure(model, vocab_size=max(*used, *Renderer.of_model(model).stop_token_ids) + 1)

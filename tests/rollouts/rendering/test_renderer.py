@@ -11,7 +11,8 @@ import pytest
 from family_lab import FAMILIES, TOOLS, needs_templates, write_family
 
 from hpcrl.errors import UsageError
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.environments import Message, ToolCall, malformed_answer, tool_message
 from hpcrl.rollouts.rendering import Renderer
 
@@ -162,7 +163,7 @@ def test_gpt_oss_thinks_calls_and_answers(tmp_path: Path) -> None:
     assert not asked.ended_otherwise
 
 
-def test_a_turn_of_glm_that_ends_as_if_somebody_else_spoke_next(tmp_path: Path) -> None:
+def test_a_turn_of_glm_that_ends_with_the_role_of_the_next_message(tmp_path: Path) -> None:
     """It has no end of its own: the mark of the next message ends it, and stands there once if it is the right one."""
     talk = Talk(write_family(tmp_path, FAMILIES["GLM-4.5"]))
     renderer, id_of = talk.renderer, talk.tokenizer.id_of
@@ -229,7 +230,7 @@ def test_fifty_turns_with_thinking_are_the_whole_at_each_turn(name: str, tmp_pat
         ("</tool_call><tool_call></think>", None),
     ],
 )
-def test_a_malformed_call_is_told_to_the_model_and_raises_nothing(
+def test_a_malformed_call_is_reported_to_the_model_and_raises_nothing(
     name: str, written: str, status: str | None, tmp_path: Path
 ) -> None:
     talk = Talk(write_family(tmp_path, FAMILIES[name]))

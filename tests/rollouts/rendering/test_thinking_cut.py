@@ -1,4 +1,4 @@
-"""Where a template leaves earlier thinking out: the conversation branches where thinking is cut, and is whole else."""
+"""Where a template leaves earlier thinking out: the conversation branches where thinking is cut, else it goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from start_models import TINY_CONFIG
 from hpcrl.models.chat_template import ChatTemplateError
 from hpcrl.models.tokenizer import ChatTokenizer, Message
 from hpcrl.rollouts.environments import ToolCall, tool_message
-from hpcrl.rollouts.rendering import Renderer
+from hpcrl.rollouts.rendering import Parsed, Renderer
 from hpcrl.rollouts.rendering.trial import check_chat
 
 pytestmark = needs_templates
@@ -81,7 +81,36 @@ def test_a_result_without_a_call_before_it(tmp_path: Path) -> None:
         renderer.extension([USER, RESULT], ended_by=renderer.stop_token_ids[0], thought=True)
 
 
-def test_it_is_said_before_a_submit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_whole_conversation_is_what_the_template_writes(name: str, tmp_path: Path) -> None:
+    """Of turns that were sampled: text, thinking, calls with their arguments, and a call that could not be run."""
+    path = write_thinking(name, tmp_path)
+    renderer, tokenizer = Renderer.of_model(path, thinking="cut"), ChatTokenizer(path)
+    bad = ToolCall("weather", {}, "functions.weather:1", status="invalid_json", raw="<tool_call>{Pa</tool_call>")
+    turns = [
+        Parsed("I look.", "a deep thought", (CALL,)),
+        Parsed("", "a second thought", (bad,)),
+        Parsed("It is grey.", "a third thought"),
+    ]
+    first, second, third = (renderer.message_of(turn) for turn in turns)
+    messages = [USER, first, RESULT, second, tool_message(bad, "no JSON"), third, USER]
+    whole = renderer.whole(messages, tools=TOOLS)
+    text = tokenizer.decode(whole.token_ids, skip_special_tokens=False)
+    assert whole.thinking == any(thought in text for thought in ("a deep thought", "a second", "a third thought"))
+    assert "It is grey." in text
+    assert text.count("Paris") == 3  # the question twice, and the call
+    # arguments were written once, and not as text within text
+    assert '\\"city' not in text
+    # what was called in control tokens and cannot be run is text now, where the template writes text beside calls
+    assert ("{Pa" in text) == (name not in ("DeepSeek-V3", "Llama-3.1", "gpt-oss"))
+    marks = [token for mark in ("<tool_call>", "</tool_call>") if (token := tokenizer.id_of(mark)) is not None]
+    plain = renderer.whole([*messages[:3], renderer.message_of(Parsed("", "", (bad,)))], tools=TOOLS)
+    without = renderer.whole([*messages[:3], {**second, "content": ""}], tools=TOOLS)
+    counts = [[each.token_ids.count(token) for token in marks] for each in (plain, without)]
+    assert counts[0] == counts[1]
+
+
+def test_the_problem_is_reported_before_a_submit(tmp_path: Path) -> None:
     path = write_thinking("Qwen3", tmp_path)
     (path / "config.json").write_text(json.dumps({**TINY_CONFIG, "vocab_size": 2000, "model_type": "qwen3"}))
     own = [{"name": "mine", "kind": "custom", "factory": "my_module:Mine", "try_before_submit": False}]
@@ -94,7 +123,6 @@ def test_it_is_said_before_a_submit(tmp_path: Path) -> None:
     assert said([*own, *sums]) == ([], [])
     findings, (note,) = said([*own, *sums], thinking="cut")
     assert findings == []
-    assert "a user's message cannot follow a reply; rollouts of environment 'mine' fail" in note
-    assert "set model.chat.thinking: kept" in note
+    assert "rollouts of environment 'mine' branch at each, and may have 16 sequences" in note
     assert said(sums, thinking="cut") == ([], [])
     assert said(own, thinking="cut", variables={}, format="text") == ([], [])

@@ -14,16 +14,17 @@ from stub_engine import EOS, StubEngine, encode
 
 from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.ledger.entries import PayloadPlace
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Group, StoredRollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome, build_environments
-from hpcrl.rollouts.records import Group, StoredRollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.environments.data_order import DataOrder, heldout_shares
+from hpcrl.rollouts.ledger.state import DispatchedGroup, OrchestratorState
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
-from hpcrl.rollouts.sampling.data_order import DataOrder, heldout_shares
-from hpcrl.rollouts.state import Dealt, OrchestratorState
-from hpcrl.rollouts.telemetry.counters import Counters
 
 USER = ({"role": "user", "content": "1+1"},)
 TOOL = ({"role": "tool", "content": "2"},)
@@ -138,7 +139,7 @@ async def test_a_turn_says_how_long_the_environment_and_the_engine_took(
 ) -> None:
     """Of the environment: since it had the reply before, or since the beginning."""
     clock = [100.0]
-    module = "hpcrl.rollouts.sampling.conversation.time"
+    module = "hpcrl.rollouts.sampling.turn_sampler.time"
     monkeypatch.setattr(module, SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 5.0))
 
     def answer(_: object, __: object) -> list[int]:
@@ -156,7 +157,7 @@ async def test_a_turn_says_how_long_the_environment_and_the_engine_took(
     assert (rollout.seconds, rollout.ended_s) == (9.0, 5.0)
 
 
-async def test_what_is_said_after_the_last_reply_is_not_trained_on(bench: Bench, stub: StubEngine) -> None:
+async def test_messages_after_the_last_reply_are_not_trained_on(bench: Bench, stub: StubEngine) -> None:
     stub.answer = lambda token_ids, seed: [*encode("abc"), EOS]
     conversation = bench.conversation(max_model_len=24)
     await conversation.reply(USER)
@@ -183,7 +184,7 @@ async def test_no_room_at_all(bench: Bench) -> None:
 
 async def test_an_engine_without_versions_is_refused(bench: Bench, stub: StubEngine) -> None:
     stub.version = "default"
-    with pytest.raises(EngineError, match="weights 'default', which it was not given"):
+    with pytest.raises(EngineError, match="weights 'default', which the engine was not given"):
         await bench.conversation().reply(USER)
 
 
@@ -221,7 +222,7 @@ async def test_states_survive_encoding(bench: Bench, stub: StubEngine) -> None:
     data = state.encode()
     back = OrchestratorState.decode(data)
     assert back.encode() == data
-    assert (back.finished, back.logged) == ([], [Dealt(4, "words", 9, 1)])
+    assert (back.finished, back.logged) == ([], [DispatchedGroup(4, "words", 9, 1)])
 
 
 async def test_rollouts_survive_encoding(bench: Bench) -> None:

@@ -8,10 +8,9 @@ import pytest
 import xxhash
 from harness import make_recipe
 
-from hpcrl.rollouts.environments import build_environments
-from hpcrl.rollouts.sampling import data_order
-from hpcrl.rollouts.sampling.data_order import DataOrder, GroupTask, heldout_shares
-from hpcrl.rollouts.sampling.seeding import stable_fraction, stable_hash
+from hpcrl.rollouts.core.seeding import stable_fraction, stable_hash
+from hpcrl.rollouts.environments import build_environments, data_order
+from hpcrl.rollouts.environments.data_order import DataOrder, GroupTask, heldout_shares
 
 
 def drawn(*parts: str) -> int:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from harness import make_recipe, make_run
 
-from hpcrl import reporting
 from hpcrl.errors import EnvironmentFailedError, HpcrlError
 from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.reporting import reports
+from hpcrl.rollouts.core.seeding import stable_hash
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import EnvironmentRaisedError, Outcome, Prompt
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.evaluation import Evaluator, PastEvaluations, evaluated_versions
-from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.rollouts.weights.updates import WeightUpdater
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.rundir import RunDir
@@ -117,14 +117,14 @@ class Scene:
         return Evaluator(done=done, **self._parts)
 
     def said(self) -> list[dict[str, Any]]:
-        assert reporting.flush(30.0, directory=self.run.path)
+        assert reports.flush(30.0, directory=self.run.path)
         return [event.data for event in read_events(self.run, kind="evaluation")]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
     yield make_run(tmp_path)
-    assert reporting.flush(30.0, directory=tmp_path)
+    assert reports.flush(30.0, directory=tmp_path)
 
 
 def raised() -> EnvironmentRaisedError:
@@ -194,7 +194,7 @@ async def test_an_evaluation_with_tokens_of_two_versions_is_none_of_either(run: 
 @pytest.mark.parametrize(
     ("version", "due", "words"), [(5, 4, ["engines skipped version 4: it is evaluated at version 5"]), (4, 4, [])]
 )
-async def test_a_version_that_engines_skipped_is_told(
+async def test_a_version_that_engines_skipped_is_reported(
     run: RunDir, version: int, due: int, words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = Scene(run, [Plays("a", [1.0])], prompts=1)
@@ -266,7 +266,7 @@ async def test_a_later_evaluation_in_which_nothing_finishes_does_not_end_the_run
     ends[:] = [raised(), EngineError("no engine")]
     await evaluator.evaluate(6, due=4, exactly=False)
     kind = "evaluation" if failures == "zero" else "evaluation.none_finished"
-    assert reporting.flush(30.0, directory=run.path)
+    assert reports.flush(30.0, directory=run.path)
     event = [event for event in read_events(run) if event.kind.startswith("evaluation")][-1]
     told = event.data
     assert event.kind == kind
@@ -290,7 +290,7 @@ async def test_a_rollout_without_a_reply_has_failed(run: RunDir) -> None:
     assert (said["failed_by_env"], said["failed_by_cause"]) == ({"b": 1}, {"no_room": 1})
 
 
-async def test_an_error_of_ours_is_no_failed_rollout(run: RunDir) -> None:
+async def test_an_error_of_hpcrl_is_not_a_failed_rollout(run: RunDir) -> None:
     scene = Scene(run, [Plays("a", [HpcrlError("the run is over")])], prompts=1)
     with pytest.raises(HpcrlError, match="the run is over"):
         await scene.evaluator.evaluate(4, due=4, exactly=True)

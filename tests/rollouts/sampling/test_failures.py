@@ -11,7 +11,7 @@ import pytest
 
 from hpcrl.config.rollouts import RolloutFailuresConfig
 from hpcrl.errors import EnvironmentFailedError, HpcrlError, PeerLostError, RolloutsFailedError
-from hpcrl.reporting import ReportedFile
+from hpcrl.reporting.reports import ReportedFile
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.environments.outcomes import OutcomeError
@@ -73,6 +73,10 @@ def test_parts_that_are_left_out_are_counted_by_name() -> None:
     (found,) = count.report()
     assert (found.finished, found.refused_parts) == (3, {"coverage": 3})
     assert found.first_refused == {"coverage": "nan, which is not finite"}
+    assert found.tampered == 0
+    count.finished(count.begin("a"), {}, tampered=True)
+    (found,) = count.report()
+    assert (found.finished, found.tampered, found.plus(found).tampered) == (4, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +113,19 @@ def test_a_death_counts_once_and_engines_do_not() -> None:
     for rollout in rollouts[150:190]:
         assert count.failed(EngineError("no engine"), rollout) is None
     assert count.report()[0].failed == {"lost": 150, "engine": 40}
+
+
+def test_two_deaths_at_once_count_as_two_failures() -> None:
+    """Rollouts of two processes that are lost together end in any order."""
+    count = FailureCount()
+    for i in range(400):
+        assert count.failed(EnvironmentLostError("gone", ("env", i % 2)), count.begin("a")) is None
+    # what is told of a death later is not another one
+    count.finished(count.begin("a"), {})
+    for _ in range(63):
+        assert count.failed(ValueError("no"), count.begin("a")) is None
+        assert count.failed(EnvironmentLostError("gone", ("env", 0)), count.begin("a")) is None
+    assert count.failed(ValueError("no"), count.begin("a")) is not None
 
 
 def test_many_one_after_the_other_end_the_run_as_before() -> None:
@@ -271,7 +288,7 @@ def test_a_failure_of_long_ago_does_not_count_in_the_share_of_the_newest() -> No
     assert str(error).startswith("environment 'a': 1 of the newest 8 rollouts failed (12%; ")
 
 
-def test_causes_are_told_from_the_most_frequent_on() -> None:
+def test_causes_are_reported_by_frequency() -> None:
     count = FailureCount(RolloutFailuresConfig(end_share=0.9, min_rollouts=8), max_in_flight=1)
     rollouts = [count.begin("a") for _ in range(8)]
     causes = [NoRoomError(), *(raised() for _ in range(4)), NoRoomError(), raised(), TimeoutError("slow")]

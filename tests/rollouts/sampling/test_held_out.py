@@ -12,14 +12,14 @@ import pytest
 from harness import make_recipe, make_run
 from test_evaluation import NOTHING_BEFORE, Plays, Pool, Updater, raised
 
-from hpcrl import reporting
 from hpcrl.config.sampling import EvaluationSampling
 from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.reporting import reports
+from hpcrl.rollouts.core.seeding import stable_hash
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.rollouts.sampling.conversation import Sampler
 from hpcrl.rollouts.sampling.evaluation import Evaluator, evaluated_sets, held_out_sets
 from hpcrl.rollouts.sampling.held_out import HeldOutSet
-from hpcrl.rollouts.sampling.seeding import stable_hash
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.run_progress import read_set_evaluations
 from hpcrl.runs.rundir import RunDir
@@ -76,14 +76,14 @@ class SetScene:
         )
 
     def said(self) -> list[dict[str, Any]]:
-        assert reporting.flush(30.0, directory=self.run.path)
+        assert reports.flush(30.0, directory=self.run.path)
         return [event.data for event in read_events(self.run, kind="evaluation.set")]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
     yield make_run(tmp_path)
-    assert reporting.flush(30.0, directory=tmp_path)
+    assert reports.flush(30.0, directory=tmp_path)
 
 
 SAMPLED = {
@@ -162,7 +162,7 @@ async def test_a_benchmark_is_asked_where_it_is_named(run: RunDir) -> None:
     assert prompts_of(both) == {"a": 3, "b": 3}
     assert prompts_of(others) == {"a": 3, "c": 2}
     await evaluator.evaluate(0, due=0, exactly=True)
-    assert reporting.flush(30.0, directory=run.path)
+    assert reports.flush(30.0, directory=run.path)
     (said,) = (event.data for event in read_events(run, kind="evaluation"))
     assert said["counted_by_env"] == {"a": 2, "c": 2}
 
@@ -220,7 +220,7 @@ def test_what_earlier_attempts_evaluated_of_a_set_is_not_due(run: RunDir) -> Non
     assert other.take(0) == 0
 
 
-async def test_only_so_many_run_at_once_as_rollouts_in_flight(run: RunDir) -> None:
+async def test_concurrency_is_limited_by_rollouts_in_flight(run: RunDir) -> None:
     most = running = 0
 
     class Counting(Plays):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from routed_rows_testing import LAYERS, POOLED, WIDTH, experts_of, rows_from
 
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows
-from hpcrl.rollouts.telemetry.counters import Counters
 
 OPENING = list(range(20, 31))
 """Two blocks of four tokens, and three more."""
@@ -117,7 +117,7 @@ def test_what_a_thread_has_prepared_is_kept_as_the_store_is_by_then() -> None:
 
 
 @pytest.mark.parametrize(("keep", "unknown"), [(True, 12), (False, 0)])
-def test_where_an_engine_said_nothing_all_rows_but_the_last_are_unknown(keep: bool, unknown: int) -> None:
+def test_without_experts_of_an_engine_all_rows_but_the_last_are_unknown(keep: bool, unknown: int) -> None:
     """Who does not want to know misses none; and nobody counts where there is no store."""
     settings = POOLED if keep else POOLED.unkept()
     store = store_of()
@@ -126,7 +126,7 @@ def test_where_an_engine_said_nothing_all_rows_but_the_last_are_unknown(keep: bo
     assert RoutedExpertsRows(settings).aligned(13) is None
 
 
-def test_without_a_store_a_conversation_has_what_its_own_answers_said() -> None:
+def test_without_a_store_a_conversation_has_rows_of_its_own_answers() -> None:
     rows = RoutedExpertsRows(POOLED)
     given = experts_of(OPENING)
     given[:4] = 0

@@ -19,22 +19,24 @@ from routed_rows_testing import ARCH, LAYERS, POOLED, SETTINGS, TOOL, USER, WIDT
 from stub_engine import EOS, StubEngine, encode
 
 from hpcrl.dock.columns import encode_columns
-from hpcrl.fs import write_json
 from hpcrl.inference.kept_rows import KeptRows
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts import parts as orchestrator_parts
+from hpcrl.rollouts.core.counters import Counters
+from hpcrl.rollouts.core.records import Rollout, decode_rollout, encode_rollout
+from hpcrl.rollouts.core.saved_turns import SavedTurn, TurnKeeper
 from hpcrl.rollouts.engines import pool as engine_pool
 from hpcrl.rollouts.engines import unusable
 from hpcrl.rollouts.engines.client import EngineClient, EngineProtocolError
 from hpcrl.rollouts.engines.pool import EnginePool
 from hpcrl.rollouts.environments import Outcome
-from hpcrl.rollouts.records import Rollout, decode_rollout, encode_rollout
 from hpcrl.rollouts.rendering import Renderer
+from hpcrl.rollouts.sampling import branches
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.known_rows import KnownRows
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsRows, RoutedExpertsSettings
-from hpcrl.rollouts.saved_turns import SavedTurn, TurnKeeper
-from hpcrl.rollouts.telemetry.counters import Counters
+from hpcrl.storage.files import write_json
 
 
 class Bench:
@@ -167,13 +169,11 @@ async def test_what_cannot_be_placed_any_more_is_not_fetched(bench: Bench) -> No
     assert store.asked == 1
 
 
-async def test_what_goes_through_all_rows_is_done_beside_the_event_loop(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_work_on_all_rows_is_done_in_a_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcrl.rollouts.engines.rows.LARGE_BYTES", 1)
     threads: dict[str, set[int]] = {}
 
-    def watched(owner: type, name: str) -> None:
+    def watched(owner: Any, name: str) -> None:
         call = getattr(owner, name)
 
         def recorded(*arguments: Any) -> Any:
@@ -183,7 +183,7 @@ async def test_what_goes_through_all_rows_is_done_beside_the_event_loop(
         monkeypatch.setattr(owner, name, recorded)
 
     watched(RoutedExpertsSettings, "examined")
-    watched(RoutedExpertsRows, "assembled")
+    watched(branches, "assembled")
     watched(RoutedExpertsRows, "settled")
     rollout = await bench.two_turns(SETTINGS, 3)
     assert rollout.routed_experts is not None
@@ -194,7 +194,7 @@ async def test_what_goes_through_all_rows_is_done_beside_the_event_loop(
     assert threads["settled"] == {own}
 
 
-async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(bench: Bench) -> None:
+async def test_with_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(bench: Bench) -> None:
     """Whole conversations: the second one's engine fetched a block of the prompt, and of its later turns nothing."""
     store, block = KnownRows(Counters(), block=4, limit_bytes=1 << 20, keep_versions=1), 4
     first = await bench.two_turns(POOLED, rows=store)
@@ -217,7 +217,7 @@ async def test_beside_a_pool_a_rollout_has_the_rows_of_another_with_its_prompt(b
 
 
 @pytest.mark.parametrize("second", [3, 4, 2])
-async def test_rows_of_a_lost_engine_with_other_weights_are_nobody_elses(bench: Bench, second: int) -> None:
+async def test_rows_of_a_lost_engine_with_other_weights_are_not_shared(bench: Bench, second: int) -> None:
     """What another rollout fetches under the salt of the second engine is KV of that one's weights."""
     two = StubEngine()
     two.experts, two.version = partial(experts_of, shift=1), str(second)
@@ -242,7 +242,7 @@ async def test_rows_of_a_lost_engine_with_other_weights_are_nobody_elses(bench: 
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-async def test_rows_of_weights_that_were_undone_are_nobody_elses(bench: Bench, mirrored: bool) -> None:
+async def test_rows_of_weights_that_were_undone_are_not_shared(bench: Bench, mirrored: bool) -> None:
     """A rollout goes on from a first turn that counts as version 3 and, mirrored, was computed by other weights."""
 
     def without_first_block(tokens: list[int]) -> NDArray[np.uint8]:
@@ -310,10 +310,10 @@ async def test_without_the_setting_nothing_is_asked_for(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        (None, "0 rows of experts for 13 tokens, from token 0 of 6"),
-        (lambda tokens: experts_of([*tokens, 5]), "14 rows of experts for 13 tokens"),
+        (None, "routed experts of 0, not 13 tokens, from token 0 of 6"),
+        (lambda tokens: experts_of([*tokens, 5]), "routed experts of 14, not 13 tokens"),
         (lambda tokens: experts_of(tokens).astype(np.float32), "cannot be read"),
-        (lambda tokens: experts_of(tokens).astype(np.int64) + 256, "is none of the model's 8"),
+        (lambda tokens: experts_of(tokens).astype(np.int64) + 256, "is not one of the model's 8"),
     ],
 )
 async def test_rows_that_cannot_be_placed_are_refused(
@@ -360,15 +360,15 @@ async def test_no_row_is_lost_or_doubled_with_an_engine(
 ) -> None:
     """The whole orchestrator: batches have one row a token, of either engine, and none for a rollout's last one."""
     monkeypatch.setattr(engine_pool, "WATCH_S", 0.1)
-    monkeypatch.setattr(engine_pool, "_HEALTH_S", 0.3)
+    monkeypatch.setattr(engine_pool, "HEALTH_S", 0.3)
     monkeypatch.setattr(orchestrator_parts, "engines_lost_after_s", lambda run: 20.0)
     text = encode("abcdefghijklmnopqrstuvwxyz0123456789")
 
-    def going_on(token_ids: list[int], seed: int) -> list[int]:
+    def with_ledger(token_ids: list[int], seed: int) -> list[int]:
         said = next((n for n in range(len(text), 0, -1) if token_ids[-n:] == text[:n]), 0)
         return [*text[said:], EOS]
 
-    one, two = StubEngine(answer=going_on), StubEngine(answer=going_on)
+    one, two = StubEngine(answer=with_ledger), StubEngine(answer=with_ledger)
     one.experts, two.experts = experts_of, lambda tokens: experts_of(tokens, shift=1)
     for stub in (one, two):
         stub.token_s, stub.experts_in_parts = 0.03, in_parts
@@ -399,3 +399,28 @@ async def test_no_row_is_lost_or_doubled_with_an_engine(
             assert of_one.tolist() == sorted(of_one.tolist(), reverse=True)
             shares.add(round(float(of_one.mean()), 6))
     assert any(0.0 < share < 1.0 for share in shares) if in_parts else shares == {0.0}
+
+
+class UnsaltedPool(EnginePool):
+    """A pool whose engines cache under a key of their own: it asks no rollout for a salt."""
+
+    async def generate(self, *arguments: Any, **named: Any) -> Any:
+        async def own() -> str:
+            return "own"
+
+        return await super().generate(*arguments, **{**named, "cache_salt": own})
+
+
+@pytest.mark.parametrize("salted", [True, False])
+async def test_rows_without_a_salt_are_not_shared(bench: Bench, salted: bool) -> None:
+    """Nothing says which weights computed such a prompt."""
+    if not salted:
+        bench.pool.__class__ = UnsaltedPool
+    store = KnownRows(Counters(), block=2, limit_bytes=1 << 20, keep_versions=3)
+    bench.stub.answer = lambda token_ids, seed: [*encode("run 1+1"), EOS]
+    saved: list[SavedTurn] = []
+    keeper = TurnKeeper(lambda number, turn: saved.append(turn))
+    await bench.conversation(POOLED, rows=store, keeper=keeper).reply(USER)
+    keeper.flush()
+    assert [turn.salt for turn in saved] == ([3] if salted else [-1])
+    assert (store.bytes > 0) is salted

@@ -13,12 +13,12 @@ from harness import Loop, make_recipe, make_run, running
 from numpy.typing import NDArray
 from stub_engine import StubEngine
 
-from hpcrl.fs import write_json
 from hpcrl.models.arch import Qwen3MoeArch
-from hpcrl.rollouts.sampling.policy import GroupPolicy
+from hpcrl.rollouts.core.staleness import StalenessAccount
+from hpcrl.rollouts.sampling.policy import GroupAdmission
 from hpcrl.rollouts.sampling.routed_experts import RoutedExpertsSettings
-from hpcrl.rollouts.sampling.routes_room import RoutesRoom
-from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
+from hpcrl.storage.files import write_json
 
 GIB = 1 << 30
 ROUTES = RoutedExpertsSettings(layers=3, width=2, experts=8)
@@ -42,14 +42,17 @@ def told(places: int, gib: float) -> None:
 
 def test_a_rollout_counts_as_the_longest_that_there_can_be(caplog: pytest.LogCaptureFixture) -> None:
     recipe = make_recipe(Path(), engine={"max_model_len": 1000}, rollouts={"routes_in_flight_gib": 90_000 / GIB})
-    room = RoutesRoom.of(recipe, ROUTES, on_full=told)
+    room = RoutedExpertsBudget.of(recipe, ROUTES, on_full=told)
     assert (room.rollout_bytes, room.places) == (3 * 1000 * 3 * 2, 5)
     assert (room.bound(128, 4), room.bound(4, 4), room.bound(128, 8)) == (5, 4, 8)
-    assert RoutesRoom.of(recipe, None, on_full=told).bound(128, 4) == 128
+    assert RoutedExpertsBudget.of(recipe, None, on_full=told).bound(128, 4) == 128
     assert not caplog.records
     small = make_recipe(Path(), engine={"max_model_len": 10_000}, rollouts={"routes_in_flight_gib": 90_000 / GIB})
-    assert RoutesRoom.of(small, ROUTES, on_full=told).places == 1
-    assert "rollouts run one after the other\n    hint: raise it, or lower engine.max_model_len" in caplog.text
+    assert RoutedExpertsBudget.of(small, ROUTES, on_full=told).places == 1
+    assert (
+        "rollouts run one after the other\n    hint: raise rollouts.routes_in_flight_gib, or lower engine.max_model_len"
+        in caplog.text
+    )
 
 
 def test_without_a_setting_the_memory_of_the_node_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,16 +62,16 @@ def test_without_a_setting_the_memory_of_the_node_decides(monkeypatch: pytest.Mo
     monkeypatch.setattr("psutil.virtual_memory", Memory)
     reference = RoutedExpertsSettings(layers=78, width=8, experts=256)
     recipe = make_recipe(Path(), engine={"max_model_len": 131_072})
-    room = RoutesRoom.of(recipe, reference, on_full=told)
+    room = RoutedExpertsBudget.of(recipe, reference, on_full=told)
     assert room.limit_bytes == 500 * GIB
     assert room.places >= 2048  # what recipes/glm5_swe.yaml has in flight
 
 
-def test_it_is_said_once_that_this_limit_holds_rollouts_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_reported_once_that_this_limit_holds_rollouts_back(caplog: pytest.LogCaptureFixture) -> None:
     said: list[tuple[int, float]] = []
     account = StalenessAccount(groups_per_step=2, max_off_policy_steps=2)
-    policy = GroupPolicy(account, group_size=4, groups_per_step=2, zero_variance="keep")
-    room = RoutesRoom(GIB, 6 * GIB, on_full=lambda places, gib: said.append((places, gib)))
+    policy = GroupAdmission(account, group_size=4, groups_per_step=2, zero_variance="keep")
+    room = RoutedExpertsBudget(GIB, 6 * GIB, on_full=lambda places, gib: said.append((places, gib)))
     assert room.may_start(policy, 0, 8, 4)
     assert not room.may_start(policy, 8, 8, 4)  # another limit
     assert said == []
@@ -79,7 +82,7 @@ def test_it_is_said_once_that_this_limit_holds_rollouts_back(caplog: pytest.LogC
 
 
 async def test_places_go_on_when_their_holders_are_cancelled() -> None:
-    room, began = RoutesRoom(2, 2), list[int]()
+    room, began = RoutedExpertsBudget(2, 2), list[int]()
 
     async def one(number: int) -> None:
         async with room.place():
@@ -100,7 +103,9 @@ def experts_of(token_ids: list[int]) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("places", [1, 6])
-async def test_a_run_keeps_the_limit_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, places: int) -> None:
+async def test_a_run_keeps_the_limit_and_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, places: int
+) -> None:
     """Less than a group has room: its members run one after the other, and groups start all the same."""
     length = 128
     limits: dict[str, Any] = {"routes_in_flight_gib": places * 3 * length * 6 / GIB, "max_off_policy_steps": 3}

@@ -14,10 +14,10 @@ from scheduler_lab import GROUPS, SIZE, Life, Unwritten, living, small_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.rollouts.engines.client import EngineError
-from hpcrl.rollouts.sampling.data_order import GroupTask
+from hpcrl.rollouts.environments.data_order import GroupTask
+from hpcrl.rollouts.ledger.state import OrchestratorState
 from hpcrl.rollouts.sampling.failures import FailureCount
-from hpcrl.rollouts.sampling.routes_room import RoutesRoom
-from hpcrl.rollouts.state import OrchestratorState
+from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 
 #: groups that version 0 may begin with a bound of one step
 OF_ONE_VERSION = 2 * GROUPS
@@ -77,7 +77,7 @@ async def test_a_limit_that_is_raised_lets_more_groups_start_at_once(tmp_path: P
         assert life.scheduler.in_flight == life.scheduler.places == 3 * SIZE
 
 
-async def test_what_runs_when_the_limit_is_lowered_goes_on(tmp_path: Path) -> None:
+async def test_what_runs_when_the_limit_is_lowered_continues(tmp_path: Path) -> None:
     async with began(recipe_of(tmp_path, max_in_flight=3 * SIZE)) as life:
         await settled()
         life.scheduler.set_limit(SIZE)
@@ -144,7 +144,7 @@ async def test_where_memory_is_full_no_group_starts_while_a_batch_waits(
         assert life.scheduler.account.waiting == life.scheduler.next_index
 
 
-async def test_engines_are_told_when_all_groups_of_a_version_have_ended(tmp_path: Path) -> None:
+async def test_engines_are_notified_when_all_groups_of_a_version_have_ended(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, order="deterministic", max_in_flight=100 * SIZE)
     async with began(recipe) as life:
         await settled()
@@ -291,7 +291,7 @@ async def test_of_a_group_that_has_rollouts_only_the_other_members_start(tmp_pat
 
 
 async def test_memory_for_routed_experts_bounds_what_is_in_flight(tmp_path: Path) -> None:
-    async with began(recipe_of(tmp_path), room=RoutesRoom(rollout_bytes=10, limit_bytes=10 * SIZE)) as life:
+    async with began(recipe_of(tmp_path), room=RoutedExpertsBudget(rollout_bytes=10, limit_bytes=10 * SIZE)) as life:
         await settled()
         assert (life.scheduler.in_flight, life.scheduler.places, life.scheduler.limit) == (SIZE, SIZE, 7 * SIZE)
         await answer(life)

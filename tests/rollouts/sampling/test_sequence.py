@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpcrl.rollouts.sampling.sequence import TokenSequence
+from hpcrl.rollouts.core.token_sequence import TokenSequence
 
 
 def ids(*values: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hpcrl.rollouts.sampling.staleness import StalenessAccount
+from hpcrl.rollouts.core.staleness import StalenessAccount
 
 
 @dataclass

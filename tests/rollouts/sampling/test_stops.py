@@ -12,7 +12,9 @@ import pytest
 from harness import make_recipe
 from stub_engine import EOS, StubEngine, encode
 
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines.answers import Generation
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.engines.pool import EnginePool
@@ -20,7 +22,6 @@ from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.rendering import Parsed, Renderer
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.stops import TurnStops
-from hpcrl.rollouts.telemetry.counters import Counters
 
 USER = ({"role": "user", "content": "1+1"},)
 TOOL = ({"role": "tool", "content": "2"},)
@@ -107,7 +108,7 @@ async def test_the_same_text_stays_where_another_token_ends_the_turn(bench: Benc
     assert (reply.text, reply.finished) == ("yes", False)
 
 
-async def test_all_that_shapes_the_distribution_is_said(bench: Bench) -> None:
+async def test_all_that_shapes_the_distribution_is_reported(bench: Bench) -> None:
     bench.stub.answer = lambda token_ids, seed: [*encode("a"), EOS]
     await bench.conversation(temperature=0.6, top_p=0.9, top_k=7, min_p=0.125).reply(USER)
     sent = bench.sent()

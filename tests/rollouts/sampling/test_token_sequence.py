@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcrl.rollouts.sampling.sequence import TokenSequence
+from hpcrl.rollouts.core.token_sequence import TokenSequence
 
 
 def test_nothing_is_lost_when_arrays_grow() -> None:

@@ -11,8 +11,7 @@ import pytest
 from harness import Loop, impatient, make_run, running
 from stub_engine import StubEngine
 
-from hpcrl.rollouts.engines import deadlines
-from hpcrl.rollouts.telemetry import fleet_watch
+from hpcrl.rollouts.telemetry import deadlines, fleet_watch
 from hpcrl.rollouts.telemetry.fleet_watch import EngineReading
 from hpcrl.rollouts.weights import loading as weight_loading
 from hpcrl.runs.fleet import EngineView, FleetView
@@ -41,7 +40,7 @@ def sessions(stub: StubEngine) -> list[str]:
     return [request["session"] for request in stub.requests]
 
 
-async def test_load_and_versions_are_told(tmp_path: Path) -> None:
+async def test_load_and_versions_are_reported(tmp_path: Path) -> None:
     one, two = StubEngine(), StubEngine()
     one.request_s = two.request_s = 0.5
     async with running(make_run(tmp_path), one, two) as loop:
@@ -130,7 +129,9 @@ async def test_an_engine_without_requests_or_in_an_exchange_of_weights_is_not_si
         await loop.until(lambda: not engine(loop, 0).updating)
 
 
-async def test_an_exchange_that_takes_far_longer_than_any_before_is_no_excuse(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_an_exchange_that_takes_far_longer_than_any_before_is_not_an_excuse(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(weight_loading, "_USUAL_FLOOR_S", 0.5)
     stub = StubEngine()
     async with running(make_run(tmp_path), stub) as loop:
@@ -148,7 +149,7 @@ async def test_an_exchange_that_takes_far_longer_than_any_before_is_no_excuse(tm
         assert not stub.unpaused.is_set()
 
 
-async def test_an_engine_that_is_gone_is_told_with_the_reason(tmp_path: Path) -> None:
+async def test_an_engine_that_is_gone_is_reported_with_the_reason(tmp_path: Path) -> None:
     one, two = StubEngine(), StubEngine()
     async with running(make_run(tmp_path), one, two) as loop:
         await loop.train(1, 1)

@@ -10,8 +10,8 @@ from harness import make_run, running
 from prometheus_rules import problems
 from stub_engine import StubEngine
 
-from hpcrl.credentials import Credentials
 from hpcrl.inference.metrics import Counter, EngineMetrics, Gauge, Registry
+from hpcrl.network.credentials import Credentials
 from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge
 
 ENGINE = """# HELP vllm:tokens_total Tokens.

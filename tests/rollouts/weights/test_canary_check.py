@@ -12,11 +12,11 @@ from aiohttp import web
 from hpcrl.errors import HandoffError
 from hpcrl.rollouts.engines.client import EngineClient
 from hpcrl.rollouts.weights.canary import CanaryCheck
-from hpcrl.weights.format.adapters import ADAPTER_CONFIG, CANARY
 from hpcrl.weights.format.canary import Canary
 from hpcrl.weights.format.shard import TensorBytes, write_shard
+from hpcrl.weights.read.adapters import ADAPTER_CONFIG, CANARY
 from hpcrl.weights.store import HandoffStore
-from hpcrl.weights.write.handoff_writer import HandoffWriter, ShardResult
+from hpcrl.weights.write.handoff_writer import ShardResult, VersionCommitter
 
 TOKENS = [5, 3, 8, 2]
 TRAINER = Canary(TOKENS, [-1.0, -2.0, -3.0], [-1.5, -1.0, -3.25])
@@ -52,7 +52,7 @@ class Server:
 
 async def update(tmp_path, *, ignores, versions=(1,), served=0, canary=TRAINER):
     """The updates of an engine; what is on record of each, and what its server was asked."""
-    writer = HandoffWriter.claim(tmp_path, 1)
+    writer = VersionCommitter.claim(tmp_path, 1)
     publish(writer, 0)
     for version in versions:
         publish(writer, version, base=0, canary=canary)
@@ -98,7 +98,7 @@ def test_an_engine_with_the_adapter_is_asked_until_it_has_shown_it(tmp_path):
     assert asked == ["canary-0", "canary-1"]
 
 
-def test_an_engine_that_never_shows_it_is_said_once(tmp_path):
+def test_an_engine_that_never_shows_it_is_reported_once(tmp_path):
     """Adapters that change next to nothing: no run goes on for long without a word of it."""
     nothing = msgspec.structs.replace(TRAINER, adapted=TRAINER.plain)
     events, _ = asyncio.run(update(tmp_path, ignores=True, versions=range(1, 12), canary=nothing))
@@ -114,5 +114,5 @@ def test_an_engine_without_it_ends_the_run(tmp_path, served):
         asyncio.run(update(tmp_path, ignores=True, served=served))
     message = str(caught.value)
     assert "engine-0 does not compute with the adapter of version 1" in message
-    assert "0% is there" in message
-    assert "hint: look at the engine's log for tensors that it did not load" in message
+    assert "show 0% of the change" in message
+    assert "hint: check the engine's log for tensors that it did not load" in message

@@ -63,7 +63,7 @@ async def test_an_engine_reads_as_the_recipe_says() -> None:
 
 
 @pytest.mark.parametrize("settings", [("handoff.fanout=off",), ("handoff.node_cache=null",), ("engine.replicas=1",)])
-async def test_without_a_cache_or_another_node_nobody_is_served(settings: tuple[str, ...]) -> None:
+async def test_without_a_cache_or_another_node_there_is_no_server(settings: tuple[str, ...]) -> None:
     assert (await identity_of(recipe("engine.replicas=2", *settings))).fanout_host is None
 
 

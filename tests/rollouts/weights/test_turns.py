@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from hpcrl.config.load import load_recipe
+from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.engines.client import EngineClient, EngineError
 from hpcrl.rollouts.engines.pool import EnginePool
-from hpcrl.rollouts.telemetry.counters import Counters
 from hpcrl.rollouts.weights.make import make_updater
 from hpcrl.rollouts.weights.turns import TurnUpdater
 from hpcrl.runs.events import EventWriter
@@ -79,17 +79,17 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 async def test_a_batch_ends_the_turn_of_engines_when_they_serve_the_version_before(scene: Scene) -> None:
     updater = scene.updater
-    assert not await updater.let_train(1, wait_s=SOON_S)
+    assert not await updater.release_batch_when_served(1, wait_s=SOON_S)
     await updater.announce(0)
-    assert await updater.let_train(1, wait_s=LONG_S)
+    assert await updater.release_batch_when_served(1, wait_s=LONG_S)
     assert scene.served == [0]
     assert [server.told for server in scene.servers] == [["/update_weight_version 0", "/resume"]] * 2
     # nobody can expect tokens of them before they have the next version
     assert scene.updating() == [True, True]
     # another rank, or the same one again
-    assert await updater.let_train(1, wait_s=SOON_S)
+    assert await updater.release_batch_when_served(1, wait_s=SOON_S)
     # a batch that is ready already waits for the version of this one
-    early = asyncio.create_task(updater.let_train(2, wait_s=LONG_S))
+    early = asyncio.create_task(updater.release_batch_when_served(2, wait_s=LONG_S))
     await asyncio.sleep(SOON_S)
     assert not early.done()
     scene.servers[1].refuses = 1
@@ -104,8 +104,8 @@ async def test_the_turn_of_the_trainer_waits_for_an_evaluation_and_the_other_way
     await updater.announce(0)
     await updater.wait_served(0)
     async with updater.held():
-        assert not await updater.let_train(1, wait_s=SOON_S)
-        waiting = asyncio.create_task(updater.let_train(1, wait_s=LONG_S))
+        assert not await updater.release_batch_when_served(1, wait_s=SOON_S)
+        waiting = asyncio.create_task(updater.release_batch_when_served(1, wait_s=LONG_S))
         await asyncio.sleep(SOON_S)
     assert await waiting
     entered = asyncio.Event()

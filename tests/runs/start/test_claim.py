@@ -14,11 +14,11 @@ import pytest
 from runs_testing import GONE, make_run
 
 from hpcrl.errors import RunDirError
-from hpcrl.fs import write_json
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start import claim
 from hpcrl.runs.start.claim import claimed
 from hpcrl.runs.status import ProcessId
+from hpcrl.storage.files import write_json
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def test_the_claim_of_another_machine_counts_for_a_while(run: RunDir) -> None:
 def test_one_that_looked_long_ago_gives_way(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saw a dead claim; until it makes its own, others have come and gone, and one has come to stay."""
     leave_claim(run, 1, GONE)
-    old = claim._claims(run)
+    old = claim._claims(run.path)
     living = ProcessId.of(os.getppid())
     assert living is not None
     leave_claim(run, 1, living)
     look, looks = claim._claims, iter([old])
-    monkeypatch.setattr(claim, "_claims", lambda run: next(looks, None) or look(run))
+    monkeypatch.setattr(claim, "_claims", lambda directory: next(looks, None) or look(directory))
     with pytest.raises(RunDirError, match=f"pid {os.getppid()} "), claimed(run, user="me"):
         pytest.fail("two at once")
     assert claims(run) == [".resume.1"]

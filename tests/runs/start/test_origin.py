@@ -17,9 +17,10 @@ from hpcrl.cli.main import main
 from hpcrl.config.load import load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.origin import find_source, make_start_model
-from hpcrl.weights import HandoffStore, HandoffWriter, write_shard
-from hpcrl.weights.format.manifest import CHUNK_BYTES, hash_chunks
+from hpcrl.runs.start.origin import find_source, write_start_model
+from hpcrl.storage.files import FileRecord
+from hpcrl.weights import HandoffStore, VersionCommitter, write_shard
+from hpcrl.weights.format.manifest import CHUNK_BYTES, chunk_digests
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.write.handoff_writer import ShardResult
 
@@ -40,18 +41,18 @@ def other(tmp_path: Path, model: Path) -> RunDir:
     recipe = yaml.safe_load(run.recipe_path.read_text())
     recipe["model"]["path"] = str(model)
     run.recipe_path.write_text(yaml.safe_dump(recipe))
-    writer = HandoffWriter.claim(run.weights_dir, 1)
+    writer = VersionCommitter.claim(run.weights_dir, 1)
     for version in (3, 5):
         data = bytes([version] * 16)
         tensor = TensorBytes("a.weight", "float32", (4,), memoryview(data))
         file, tensors = write_shard(writer.stage(version) / "model-00001-of-00001.safetensors", [tensor])
         shard = ShardResult("model-00001-of-00001.safetensors", file, tensors)
         writer.publish(version=version, shards=[shard], model_dir=model, producer="test")
-    changes = writer.stage(4) / "changes"
-    changes.write_bytes(b"changes")
+    changes = b"changes"
+    (writer.stage(4) / "changes").write_bytes(changes)
     writer.publish(
         version=4,
-        shards=[ShardResult("changes", hash_chunks(changes, CHUNK_BYTES), {})],
+        shards=[ShardResult("changes", FileRecord(len(changes), chunk_digests(changes, CHUNK_BYTES)), {})],
         model_dir=None,
         producer="test",
         kind="delta",
@@ -64,7 +65,7 @@ def test_a_full_version_becomes_a_model_that_outlives_it(other: RunDir, tmp_path
     source = find_source("other@v3", other.path.parent)
     assert str(source.origin) == "version 3 of other"
     target = tmp_path / "start-model"
-    make_start_model(source, target)
+    write_start_model(source, target)
     shutil.rmtree(HandoffStore(other.weights_dir).path_of(3))  # it is collected
     assert (target / "model-00001-of-00001.safetensors").read_bytes()[-16:] == bytes([3] * 16)
     assert json.loads((target / "config.json").read_text())["num_experts"] == 2
@@ -75,7 +76,7 @@ def test_a_damaged_version_is_refused(other: RunDir, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     source = find_source("other@v3", other.path.parent)
     with pytest.raises(UsageError, match=r"(?s)damaged.*hint: another version"):
-        make_start_model(source, tmp_path / "start-model")
+        write_start_model(source, tmp_path / "start-model")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_damaged_version_is_refused(other: RunDir, tmp_path: Path) -> None:
         ("other@v9", "version 9 of other was never published"),
         ("other@7", "no checkpoint of step 7"),
         ("other@5", "no checkpoint of step 5.*--from other@v5"),
-        ("other", "other has no good checkpoint.*other@vN"),
+        ("other", "other has no valid checkpoint.*other@vN"),
         ("", "RUN@STEP"),
     ],
 )

@@ -74,7 +74,7 @@ def test_packages_of_other_interpreters_are_seen_without_starting_them(run: RunD
     assert change.startswith("vllm is 0.12.0, it was 0.11.0 (")
 
 
-def test_a_checkout_is_told_by_commit_diff_and_files(
+def test_a_checkout_is_recorded_with_commit_diff_and_files(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "checkout" / "hpcrl"

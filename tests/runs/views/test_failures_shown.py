@@ -112,7 +112,9 @@ def test_every_view_names_share_cause_first_exception_and_place(
     assert report.write_report(run).is_file()
 
 
-def test_a_small_share_is_said_and_is_no_warning(run: RunDir, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_small_share_is_reported_and_is_not_a_warning(
+    run: RunDir, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     say(run, 1, shop({"engine": 10}, started=1000, finished=950))
     assert "10 of 1,000 rollouts failed (1.0%): 10 got no answer of an engine" in screens(run)
     document = json.loads(command(capsys, monkeypatch, tmp_path, "status", "--json"))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from runs_testing import make_run, write_log, write_status
 
-from hpcrl.log_format import start_logging
+from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.runs.views.log_clock import LogClock
@@ -136,7 +136,7 @@ def test_our_lines_have_their_zone(monkeypatch: pytest.MonkeyPatch) -> None:
         time.tzset()
 
 
-def test_no_process_of_ours_writes_times_without_a_zone() -> None:
+def test_no_process_of_hpcrl_writes_times_without_a_zone() -> None:
     sources = Path(__file__).parents[3] / "hpcrl"
     writers = [path.name for path in sources.rglob("*.py") if "asctime" in path.read_text(encoding="utf-8")]
     assert writers == ["log_format.py"]

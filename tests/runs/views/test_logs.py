@@ -11,10 +11,10 @@ import pytest
 from runs_testing import make_run, write_log, write_status
 
 from hpcrl.errors import UsageError
-from hpcrl.fs import atomic_write
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.runs.views.logs import LogFilter, follow_logs, format_line, read_logs
+from hpcrl.storage.files import atomic_write
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_lines_from_a_time_on(run: RunDir) -> None:
         ({"role": "trainer/x"}, "such as trainer/0"),
         ({"role": "trainer/0", "replica": 1}, "name two replicas"),
         ({"attempt": 9}, "attempts: 1"),
-        ({"grep": "("}, "no regular"),
+        ({"grep": "("}, "not a regular"),
     ],
 )
 def test_wrong_filters_are_refused(run: RunDir, wanted: dict[str, object], message: str) -> None:

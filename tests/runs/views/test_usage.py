@@ -84,7 +84,7 @@ def test_status_shows_hours_and_the_age_of_the_checkpoint(run: RunDir) -> None:
     assert "60.0 GPU-hours" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_queue_of_a_resumed_run_is_held_by_nobody(run: RunDir) -> None:
+def test_the_queue_of_a_resumed_run_is_not_locked(run: RunDir) -> None:
     """It shows the attempt before as its newest one until the next begins."""
     write_status(run, RunState.FAILED)
     record = RunRecord.read(run)

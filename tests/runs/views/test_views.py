@@ -20,7 +20,7 @@ from hpcrl.errors import MissingExtraError, UsageError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.clocks import NodeClock
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, judge
+from hpcrl.runs.fleet import EngineView, Fleet, FleetView, Replica, judge_replica
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_newest
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.run_progress import Progress, read_progress
@@ -138,7 +138,7 @@ def running(tmp_path: Path, engines: int) -> tuple[RunView, Progress, list[StepR
     ]
     replicas = []
     for engine, component in zip(seen, components, strict=False):
-        state, why = judge(component, engine, 40)
+        state, why = judge_replica(component, engine, 40)
         replicas.append(Replica(role="engine", replica=engine.replica, state=state, why=why, view=engine))
     fleet = Fleet(FleetView(time_s=now_s, newest=40, in_flight=96, limit=128, engines=seen), replicas)
     return view, read_progress(run, newest), newest, fleet
@@ -225,6 +225,16 @@ def test_the_live_view_shows_what_one_waits_for(run: RunDir, width: int) -> None
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_spare_and_lost_nodes_are_named(run: RunDir) -> None:
+    view = observe(run)
+    assert "spare nodes" not in shown(render(view, read_progress(run), read_metrics(run)))
+    view = msgspec.structs.replace(view, spare_nodes=["n7", "n8"])
+    assert "spare nodes n7, n8\n" in shown(render(view, read_progress(run), read_metrics(run)))
+    view = msgspec.structs.replace(view, spare_nodes=[], lost_nodes={"n2": "the node went down"})
+    text = shown(render(view, read_progress(run), read_metrics(run)))
+    assert "spare nodes none left   lost n2: the node went down" in text
+
+
 def test_nodes_whose_clocks_are_off_are_named(run: RunDir) -> None:
     clocks = {
         "n1": NodeClock(0.001, 0.0001),
@@ -290,7 +300,7 @@ def test_a_run_without_skipped_steps_says_nothing_of_them(run: RunDir) -> None:
     assert "skipped" not in shown(render(view, progress, metrics), summary(view, progress, metrics))
 
 
-def test_without_a_terminal_a_step_is_one_line_and_said_once(run: RunDir) -> None:
+def test_without_a_terminal_a_step_is_one_line_and_printed_once(run: RunDir) -> None:
     console = Console(file=io.StringIO(), width=80)
     assert follow(run, console).state is RunState.COMPLETED
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -363,7 +373,7 @@ def test_the_diagnosis_of_a_killed_engine(tmp_path: Path) -> None:
 
 def test_the_diagnosis_says_where_clocks_cannot_tell(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    doubt = "the clocks of n1 and n2 differ by 3.1 s ± 0.3 s: whether trainer 0 or engine 0 failed first cannot be told"
+    doubt = "the clocks of n1 and n2 differ by 3.1 s ± 0.3 s: whether trainer 0 or engine 0 failed first is unknown"
     cause = Cause(kind=CauseKind.EXIT, time_s=START_S, message="trainer 0 exited with code 1", node="n1", doubt=doubt)
     write_status(run, RunState.FAILED, cause=cause, component_state=ComponentState.FAILED)
     console = Console(file=io.StringIO(), width=200)
@@ -371,7 +381,7 @@ def test_the_diagnosis_says_where_clocks_cannot_tell(tmp_path: Path) -> None:
     assert doubt in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_diagnosis_of_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_the_diagnosis_of_a_run_that_continues(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     me = ProcessId.of(os.getpid())
     assert me is not None

@@ -14,7 +14,7 @@ from runs_testing import make_run, write_status, write_steps
 
 from hpcrl.runs.exclusions import exclude
 from hpcrl.runs.fleet import EngineView, Fleet, Replica, ReplicaState
-from hpcrl.runs.job_facts import JobFact, use_source
+from hpcrl.runs.job_facts import JobFact, set_job_query
 from hpcrl.runs.observe import RunView, observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.run_progress import read_progress
@@ -43,9 +43,9 @@ def waiting(tmp_path: Path) -> Iterator[RunDir]:
     write_status(run, RunState.REQUEUED)
     write_steps(run, 10, total=40)
     fact = JobFact(job_id="7", state="PENDING", waiting=True, reason="Resources", usable_nodes=3)
-    use_source(lambda submissions: {each.job_id: fact for each in submissions})
+    set_job_query(lambda submissions: {each.job_id: fact for each in submissions})
     yield run
-    use_source(lambda submissions: {})
+    set_job_query(lambda submissions: {})
 
 
 def test_no_estimate_of_the_end_while_nothing_is_done(waiting: RunDir) -> None:
@@ -63,7 +63,7 @@ def test_no_estimate_of_the_end_while_nothing_is_done(waiting: RunDir) -> None:
 
 
 def test_a_supervisor_that_died_with_its_node_could_not_say_which_to_avoid(waiting: RunDir) -> None:
-    words = "before it could say which nodes to avoid"
+    words = "before it could record nodes to avoid"
     assert words not in " ".join(observe(waiting).warnings)  # its last word was the requeue
     write_status(waiting, RunState.RUNNING)
     view = observe(waiting)

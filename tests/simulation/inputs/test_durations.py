@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from scenes import constant, durations
 
 from hpcrl.errors import ConfigError
-from hpcrl.planning.times.distributions import Distribution, drawer, mean_of
+from hpcrl.planning.distributions import Distribution, drawer, mean_of
 from hpcrl.simulation import load_durations, save_durations
 from hpcrl.simulation.inputs.least_squares import least_squares
 from hpcrl.simulation.inputs.timeline import Arrivals, Busy, Crowd, Interval, Kind

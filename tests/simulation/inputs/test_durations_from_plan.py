@@ -10,8 +10,8 @@ from scenes import local
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import UsageError
 from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.distributions import mean_of
 from hpcrl.planning.report import find_facts, make_outlook
-from hpcrl.planning.times.distributions import mean_of
 from hpcrl.simulation import Durations, durations_from_plan
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from scenes import local, recipe
+from scenes import local, recipe, scenario
 from typer.testing import CliRunner
 
 from hpcrl.cli.main import app
@@ -99,6 +99,34 @@ def test_service_times_are_found(tmp_path: Path) -> None:
     assert {len(rollout.turns) for rollout in trace} == {2}
     assert trace[0].turns[1].wait_s == pytest.approx(TOOL, rel=0.05)
     assert [turn.said for turn in trace[0].turns] == [12, 4]
+
+
+def test_a_branch_continues_after_its_shared_tokens(tmp_path: Path) -> None:
+    """The second request of one environment begins a branch; later ones are of it, and one of the first sequence."""
+    run = write_run(tmp_path / "run")
+    for path in run.rollouts_dir.iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines[1:]:
+            first, second = line["turns"]
+            line["turns"] = [[*first, 0, 0], [*second, 1, 9], [3, 2, 0.0, 0.0, 1, 0], [1, 2, 0.0, 0.0, 0, 0]]
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = measure(run)
+    assert {turn.kept for rollout in found.environment("reverse").trace for turn in rollout.turns} == {-1}
+    for rollout in found.environment("calculator").trace:
+        first = rollout.turns[0]
+        assert [turn.kept for turn in rollout.turns] == [-1, 9, -1, first.said + first.sampled]
+        # two requests as one: the context is that of the branch
+        assert [turn.kept for turn in rollout.merged(2, 0.0).turns] == [9, first.said + first.sampled]
+
+
+def test_sequences_that_are_left_are_trained_and_take_no_context(tmp_path: Path) -> None:
+    """With room for one sequence of each alone; the tokens of a step are those of both."""
+    branch = {"turns": [[0.0, 30, 20], [0.0, 5, 20, 20]]}
+    made = {"engine.max_model_len": 64, "trainer.micro_batch_tokens": 64}
+    settings = [f"{name}={value}" for name, value in made.items()]
+    result = simulate(scenario(*settings, days=0.002, environments={"*": {"trace": [branch]}}))
+    assert result.steps > 3
+    assert result.tokens_per_step == 16 * (50 + 45)
 
 
 def test_what_was_measured_can_be_simulated(tmp_path: Path) -> None:

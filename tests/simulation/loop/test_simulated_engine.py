@@ -84,7 +84,7 @@ def test_frozen_time_is_added() -> None:
     assert bench.engine.frozen_s == pytest.approx(2.0)
 
 
-def test_kv_is_never_exceeded_and_everybody_ends() -> None:
+def test_kv_is_never_exceeded_and_all_requests_end() -> None:
     rng = Random(1)
     bench = Bench(kv_tokens=500)
     rollouts = [bench.ask(rng.random() * 5, rng.randint(1, 200), rng.randint(1, 250)) for _ in range(200)]

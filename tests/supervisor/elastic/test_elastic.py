@@ -36,7 +36,7 @@ async def test_each_replica_gets_one_job_however_long_it_waits(scene: Scene) -> 
     assert scene.driven == []
 
 
-async def test_a_job_that_runs_is_no_replica_before_its_holder_speaks(scene: Scene) -> None:
+async def test_a_job_that_runs_is_not_a_replica_before_its_holder_speaks(scene: Scene) -> None:
     job = scene.jobs.put("engine-0", JobState.RUNNING)
     await scene.rounds(10)
     assert scene.driven == []
@@ -201,7 +201,7 @@ async def test_files_that_cannot_be_read_end_nothing(
         assert not keeper.done()
         await asyncio.sleep(0.01)
     keeper.cancel()
-    assert caplog.text.count("replicas are not looked at now") == 1
+    assert caplog.text.count("replicas cannot be checked now") == 1
     assert scene.failures == []
 
 

@@ -52,7 +52,7 @@ async def test_an_answer_that_was_on_its_way_when_a_replica_ended_counts_for_not
     assert scene.jobs.submitted == ["engine-0"]
 
 
-async def test_a_replica_that_ended_in_a_job_that_goes_on_is_started_there_again(scene: Scene) -> None:
+async def test_a_replica_that_ended_in_a_job_that_continues_is_started_there_again(scene: Scene) -> None:
     await scene.running()
     scene.lose(0)
     await scene.rounds(2)
@@ -106,7 +106,7 @@ async def test_a_requeued_job_is_another_start(scene: Scene) -> None:
     assert [component.replica for component in scene.driven] == [0, 1, 0]
 
 
-async def test_jobs_are_not_replaced_for_ever(tmp_path: Path) -> None:
+async def test_replacements_of_jobs_are_limited(tmp_path: Path) -> None:
     scene = Scene(tmp_path, "job.max_replica_resubmits=2")
     await scene.running()
     for _ in range(3):

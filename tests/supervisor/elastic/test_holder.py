@@ -127,7 +127,7 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     scene, before = Scene(tmp_path), list(job_facts._sources)
     monkeypatch.setattr(holder, "client_of", lambda submission: scene.slurm)
-    job_facts.use_source(scene.look_up)
+    job_facts.set_job_query(scene.look_up)
     yield scene
     job_facts._sources[:] = before
 
@@ -137,13 +137,13 @@ def test_a_beating_supervisor_costs_slurm_no_question(scene: Scene) -> None:
     assert scene.asked == 0
 
 
-def test_silence_is_no_end_while_the_job_runs(scene: Scene) -> None:
+def test_silence_is_not_an_end_while_the_job_runs(scene: Scene) -> None:
     scene.passes(10, beating=True)
     assert scene.passes(3600, beating=False) == ""
     assert 1 < scene.asked < 300
 
 
-def test_slurm_that_does_not_answer_is_no_end(scene: Scene) -> None:
+def test_slurm_that_does_not_answer_is_not_an_end(scene: Scene) -> None:
     scene.fact = JobFact(job_id="7", state="UNKNOWN", warning="Slurm has not answered")
     assert scene.passes(3600, beating=False) == ""
 
@@ -191,7 +191,7 @@ def test_a_later_submission_has_jobs_of_its_own(scene: Scene) -> None:
     assert scene.holder.why_end() == "the run was submitted again"
 
 
-def test_what_is_not_wanted_is_left_to_a_living_supervisor(scene: Scene) -> None:
+def test_what_is_not_wanted_is_left_to_a_live_supervisor(scene: Scene) -> None:
     Wanted.ask(scene.run, {"engine": 1}, user="ada")
     assert wanted_replicas(scene.run, scene.run.plan()) == {"engine": 1}
     assert scene.passes(100, beating=True) == ""
@@ -209,7 +209,7 @@ def test_what_a_job_holds(tmp_path: Path) -> None:
     assert HeldNodes.read_all(run) == []
 
 
-def test_what_is_held_is_said_once_the_filesystem_takes_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_is_reported_once_the_filesystem_takes_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holder, "_LOOK_S", 0.05)
     held = HeldNodes(role="engine", replica=0, submission=1, job_id=9, restart=0, nodes=["n3"], since_s=0.0)
     in_the_way = scene.run.path / "replicas"

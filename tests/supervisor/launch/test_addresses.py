@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 
 from hpcrl.errors import HpcrlError
-from hpcrl.interfaces import machine_id
+from hpcrl.network.interfaces import machine_id
 from hpcrl.supervisor.launch.addresses import choose_addresses
 from hpcrl.supervisor.launch.replica_launcher import Address
 from hpcrl.supervisor.launch.survey import NodeAnswer, NodesSilentError, Survey
@@ -74,8 +74,8 @@ def test_a_node_that_knows_itself_as_loopback_is_reached_by_its_way_to_another()
         (MANAGEMENT, "bond0", {}, ["node n1 has no network interface bond0", "eth0, ib0, lo", "cluster profile"]),
         (MANAGEMENT, "lo", {}, ["interface lo of node n1", "127.0.0.1 (loopback)", "hint"]),
         ({"n1": "127.0.1.1", "n2": "127.0.1.1"}, None, {}, ["n1 is 127.0.1.1", "names no interface", "hint"]),
-        ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {"n1": "127.0.0.1"}, ["node n1", "begins at 127.0.0.1"]),
-        ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {}, ["node n1", "begins at nowhere", "hint"]),
+        ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {"n1": "127.0.0.1"}, ["node n1", "has the source 127.0.0.1"]),
+        ({"n1": "127.0.1.1", "n2": "10.0.0.2"}, None, {}, ["node n1", "has no source address", "hint"]),
     ],
 )
 def test_an_address_that_others_cannot_reach_is_an_error_with_names(

@@ -15,19 +15,19 @@ from supervisor_testing import end_everything, make_plan, start, wait_ended
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import HttpProbe, Role, WatchPolicy
-from hpcrl.credentials import TOKEN_FILE, Credentials
-from hpcrl.gate import Gate
 from hpcrl.inference.vllm.front import servers_of
 from hpcrl.jobplan.groups import make_groups
+from hpcrl.network.auth import Gate
+from hpcrl.network.credentials import TOKEN_FILE, Credentials
+from hpcrl.network.http_server import stop_serving
 from hpcrl.runs.role import Endpoints, Member
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.serving import stop_serving
-from hpcrl.supervisor.component import Component
 from hpcrl.supervisor.launch.readiness import Prober
 from hpcrl.supervisor.launch.replica_launcher import Address, LocalLauncher
-from hpcrl.supervisor.policy.watchdog import Pulses, Sign, Watchdog
 from hpcrl.supervisor.process.node_values import fill_node_rank
+from hpcrl.supervisor.recovery.watchdog import ProgressSample, Pulses, Watchdog
+from hpcrl.supervisor.replicas.component import Component
 
 HOST = "127.0.0.1"
 
@@ -193,7 +193,7 @@ def test_who_comes_after_a_replica_waits_for_its_last_server(run_of: Callable[..
 
 
 @pytest.mark.e2e
-def test_a_replica_whose_last_server_does_not_come_is_no_replica(run_of: Callable[..., RunDir]) -> None:
+def test_a_replica_whose_last_server_does_not_come_is_not_a_replica(run_of: Callable[..., RunDir]) -> None:
     # time for the first server to answer: it is the second one that the message must name
     limit_s = round(2.0 * patience(), 1)
     run = run_of(engine="serve", servers=2, start_timeout_s=limit_s)
@@ -208,8 +208,8 @@ def test_a_replica_whose_last_server_does_not_come_is_no_replica(run_of: Callabl
 # -- progress
 
 
-def sign(tokens: float, *, work: float = 1.0) -> Sign:
-    return Sign((tokens,), False, "", pauses=work == 0, begun=tokens > 0, tokens=tokens, work=work)
+def sign(tokens: float, *, work: float = 1.0) -> ProgressSample:
+    return ProgressSample((tokens,), False, "", pauses=work == 0, begun=tokens > 0, tokens=tokens, work=work)
 
 
 def test_progress_of_one_server_does_not_stand_for_another() -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl import procfs
-from hpcrl.left_memory import SHARED_MEMORY, make_owned
-from hpcrl.marks import RUN_ID_VARIABLE
+from hpcrl.processes import procfs
+from hpcrl.processes.environment_marks import RUN_ID_VARIABLE
 from hpcrl.runs.clocks import Clocks, NodeClock
+from hpcrl.storage.shm_directories import SHARED_MEMORY, make_owned
 from hpcrl.supervisor.process import guarded
 from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
 
@@ -79,8 +79,8 @@ async def test_guards_that_do_not_obey_are_cut_off(
     assert (await process.ended()).guard_lost
     assert await process.started() is None
     assert [record.message.split(" ", 2)[1] for record in caplog.records] == ["0:", "0:"]
-    assert "told to kill" in caplog.text
-    assert "cut off" in caplog.text
+    assert "sending the kill order" in caplog.text
+    assert "their connections are closed" in caplog.text
 
 
 async def test_a_guard_that_obeys_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +125,7 @@ async def test_variables_that_differ_by_node_are_filled_there(tmp_path: Path) ->
 async def test_what_dead_processes_left_in_shared_memory_goes_with_their_role(tmp_path: Path) -> None:
     """The role's own, which the guard has noted, and that of a run that is gone; none of the living."""
     kill = (
-        "import os; from hpcrl.left_memory import *; print(make_owned(SHARED_MEMORY)[0], flush=True); "
+        "import os; from hpcrl.storage.shm_directories import *; print(make_owned(SHARED_MEMORY)[0], flush=True); "
         "os.kill(os.getpid(), 9)"
     )
     other = subprocess.run([sys.executable, "-c", kill], capture_output=True, text=True, check=False).stdout.strip()

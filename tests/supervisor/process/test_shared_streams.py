@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcrl.marks import RUN_ID_VARIABLE
+from hpcrl.processes.environment_marks import RUN_ID_VARIABLE
 from hpcrl.supervisor.launch.survey import Survey
 from hpcrl.supervisor.process import guarded
 from hpcrl.supervisor.process.guarded import ProcessSpec, guard_command, start_guarded
@@ -23,7 +23,7 @@ from hpcrl.supervisor.process.report_lines import DamagedLineError, LineSplitter
 NOISE = {
     "a greeting": 'echo "Welcome to n17, quota 80%"; exec "$@"',
     "a greeting without an end of line": 'printf "Welcome to n17 "; exec "$@"',
-    "JSON that is no report": """echo '{"a": 1}'; echo 7; echo null; echo '[]'; exec "$@" """,
+    "JSON that is not a report": """echo '{"a": 1}'; echo 7; echo null; echo '[]'; exec "$@" """,
     "JSON that looks like a report": (
         """echo '{"task": 0, "node": "", "time_s": 1, "report": "ended", "exit_code": 9, "signal": null}'; exec "$@" """
     ),
@@ -113,7 +113,7 @@ def test_a_line_of_a_step_is_as_short_as_slurm_hands_on_whole() -> None:
 
 
 @pytest.mark.campaign
-def test_any_stream_gives_back_what_was_said() -> None:
+def test_any_stream_is_parsed_without_loss() -> None:
     """Reports between random bytes, cut into random pieces; by what was put in."""
     seed = time.time_ns()
     print(f"seed {seed}")

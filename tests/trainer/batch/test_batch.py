@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from trainer_testing import VOCAB, Rollouts, pack, tiny_arch, tiny_model
 
 from hpcrl.dock.wire import MicroBatch
-from hpcrl.modeling import transfer
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.memory import transfer
 from hpcrl.trainer.batch.tensors import TokenBatch, token_logprobs
 
 

@@ -8,7 +8,7 @@ from trainer_testing import Rollouts, make_recipe, pack, run_ranks, tiny_arch, t
 
 from hpcrl.dock.routes import RoutedExperts, joined
 from hpcrl.dock.wire import decode_shard, encode_shard
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.trainer.batch.routed_experts import RoutedExpertsComparison, engine_experts
 from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.mesh import distributed
@@ -139,7 +139,7 @@ def test_missing_rows_are_not_compared(model_dir):
     assert metrics.unknown_routing == pytest.approx({kind: n / sum(lengths) for kind, n in counts.items()})
 
 
-def test_without_rows_nothing_is_said(model_dir):
+def test_without_rows_no_counter_is_reported(model_dir):
     rollouts = Rollouts(4)
     metrics = measure(model_dir, rollouts.shard())
     assert (metrics.routing_mismatch, metrics.routing_mismatch_by_lag, metrics.routed_tokens) == (None, {}, 0)
@@ -211,7 +211,7 @@ BROKEN = {
     "too few layers": ({"layers": 1}, "2 experts a token in 1 layers; the trainer's model has 2 in 2\n.*hint: "),
     "too many layers": ({"layers": 3}, "2 experts a token in 3 layers; the trainer's model has 2 in 2\n.*hint: "),
     "another width": ({"width": 1}, "1 experts a token in 2 layers; the trainer's model has 2 in 2\n.*hint: "),
-    "other tokens": ({"tokens": 3}, "has 3 rows of experts"),
+    "other tokens": ({"tokens": 3}, "has 3 rows of routed experts"),
     "beyond the last expert": (
         {"put": {(SECOND + 1, 1): [0, 4]}},
         r"experts \[0, 4\] of token 1 in layer 1 of rollout 1 of group 1: the model has 4\n.*hint: ",
@@ -219,7 +219,7 @@ BROKEN = {
     # a buffer that the engine never wrote to
     "zeros": (
         {"put": {(SECOND - 1, 0): [0, 0]}},
-        rf"experts \[0, 0\] of token {SECOND - 1} in layer 0 of rollout 0 of group 1: an expert stands there twice",
+        rf"experts \[0, 0\] of token {SECOND - 1} in layer 0 of rollout 0 of group 1: an expert occurs twice",
     ),
 }
 

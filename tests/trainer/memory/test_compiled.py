@@ -10,9 +10,9 @@ from test_memory_tools import train as train_with
 from trainer_testing import run_ranks, tiny_arch, tiny_model, write_model_dir
 
 from hpcrl.errors import UsageError
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.context import ReplayedExperts
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import Qwen3Arch
 from hpcrl.trainer.memory import compiled
 from hpcrl.trainer.parallel.mesh import Parallel, distributed

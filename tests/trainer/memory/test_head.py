@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from losses_lab import token_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcrl.config.algorithm import LossConfig
 from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, HEAD_PIECE_BYTES, LOGIT_PIECE_BYTES
 from hpcrl.trainer.batch import tensors
 from hpcrl.trainer.batch.tensors import token_logprobs
-from hpcrl.trainer.memory import head
-from hpcrl.trainer.memory.head import chunked_logprobs, loss_in_pieces
+from hpcrl.trainer.step import head
+from hpcrl.trainer.step.head import chunked_logprobs, loss_in_pieces
 from hpcrl.trainer.step.losses import PolicyLoss, TrainedTokens, policy_loss
 
 TOKENS, WIDTH, VOCAB = 23, 16, 101
@@ -115,11 +115,11 @@ def losses(kind, dtype, temperature, tokens):
     engine, advantages = exact + 0.5 * noise[:TRAINED], noise[:TRAINED].flip(0)
     sequences = torch.arange(TRAINED) // 4
 
+    made = token_loss(kind, mask_low=1e-4, mask_high=1e-4, ratio_high=1.2)
+
     def loss(logprobs, part):
         given = TrainedTokens(logprobs, engine[part], advantages[part], sequences[part], TRAINED)
-        return policy_loss(
-            given, LossConfig(kind=kind, mask_low=1e-4, mask_high=1e-4, ratio_high=1.2), total_tokens=100
-        )
+        return policy_loss(given, made, total_tokens=100)
 
     pieces = loss_in_pieces(hidden, weight, targets, loss, temperature=temperature, tokens=tokens)
     logprobs, entropies = plain(hidden[:TRAINED], weight, targets, temperature)

@@ -10,15 +10,15 @@ from test_meshes import ARCHS, MODELS, save
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
 
 from hpcrl.checkpoints import CheckpointLedger
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.layers.moe import SoftmaxRouter
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
-from hpcrl.trainer.memory import head
 from hpcrl.trainer.memory.optimizer import HostAdamW
 from hpcrl.trainer.memory.recompute import Recomputation
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.state.checkpoint import load_checkpoint
+from hpcrl.trainer.step import head
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 STEPS = 2
@@ -156,7 +156,7 @@ def test_every_mesh_computes_the_same(models):
 
 
 @pytest.mark.parametrize("before", [{}, {"optimizer_offload": True}, {"parameter_offload": True}], ids=str)
-def test_a_checkpoint_goes_on_wherever_the_optimizer_is(tmp_path, models, before):
+def test_a_checkpoint_continues_wherever_the_optimizer_is(tmp_path, models, before):
     def policy_with(memory, parallel, model_dir):
         recipe = make_recipe(models["qwen3_moe"], steps=9, memory=memory)
         return TrainerPolicy(recipe, load_arch(models["qwen3_moe"]), parallel, model_dir=model_dir)
@@ -190,7 +190,7 @@ def one_pass(run, record=None):
     return model
 
 
-def test_routes_are_told_once_and_chosen_once(monkeypatch):
+def test_routed_experts_are_reported_and_chosen_once(monkeypatch):
     """A layer that is computed again takes the experts of the first time, whatever its router would say now."""
     told, preferred, weighed = [], [], []
     prefer, weigh = SoftmaxRouter.prefer, SoftmaxRouter.weigh
@@ -211,7 +211,7 @@ def test_routes_are_told_once_and_chosen_once(monkeypatch):
     assert [id(taken) for taken in weighed] == [id(preferred[layer]) for layer in (0, 1, 1, 0)]
 
 
-def test_selective_runs_nothing_dear_a_second_time(monkeypatch):
+def test_selective_checkpointing_recomputes_no_expensive_operation(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):

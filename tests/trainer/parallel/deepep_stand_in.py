@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from hpcrl.modeling.exchange import exchange_rows
+from hpcrl.modeling.parallel.collectives import exchange_rows
 
 OWN_PYTHON = Path(__file__).parents[3] / ".deepep" / "deep_ep"
 MULTIPROCESSORS = 132

@@ -5,16 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
+from losses_lab import loss_config
 from test_meshes import GRADIENT_TOLERANCE, MODELS, WEIGHT_TOLERANCE, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_testing import Rollouts, make_recipe, run_ranks, write_model_dir
 
-from hpcrl.config.algorithm import AlgorithmConfig, LossConfig
-from hpcrl.modeling.balanced_chunks import head_tail
-from hpcrl.modeling.latent_gather import LatentGather
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.ring_attention import RingAttention
+from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.modeling.attention.balanced_chunks import head_tail
+from hpcrl.modeling.attention.latent_gather import LatentGather
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.attention.ring import RingAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import Qwen3Arch, load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -172,7 +173,7 @@ def exchanged(policy):
 
 def new_policy(model_dir, parallel, scheme, loss):
     recipe = make_recipe(model_dir, steps=9, parallelism={"cp_scheme": scheme})
-    losses = LossConfig(kind=loss, clip_low=0.9, clip_high=4.0) if loss == "gspo" else LossConfig(kind=loss)
+    losses = loss_config(loss, clip_low=0.9, clip_high=4.0) if loss == "gspo" else loss_config(loss)
     recipe = recipe.model_copy(update={"algorithm": AlgorithmConfig(loss=losses)})
     return TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
 

@@ -15,7 +15,7 @@ from trainer_testing import make_recipe, run_ranks, write_model_dir
 from hpcrl.errors import UsageError
 from hpcrl.modeling.layers.deepep import DeepEPDispatcher, Exchange, find_deepep
 from hpcrl.modeling.layers.dispatch import LocalDispatcher
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.dispatcher import use_dispatcher
 from hpcrl.trainer.parallel.mesh import Parallel, distributed

@@ -5,7 +5,7 @@ from test_context_parallel import assert_alike, new_policy
 from test_meshes import ARCHS, train
 from trainer_testing import run_ranks, write_model_dir
 
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 
 RANKS = 8

@@ -15,7 +15,7 @@ from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks,
 
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.hf import adapter_parameters
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.canary import CanaryMaker

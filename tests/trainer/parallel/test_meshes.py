@@ -16,10 +16,10 @@ from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_m
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.modeling.blocks import local_block
-from hpcrl.modeling.exchange import gather_rows
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher, LocalDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel.collectives import gather_rows
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import (
     DeepseekV3Arch,
     Glm4MoeArch,

@@ -65,8 +65,8 @@ def test_lists_of_processors(text: str, processors: set[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["0-", "a", "0x3", "1,,2", "-1"])
-def test_what_is_no_list_of_processors(text: str) -> None:
-    with pytest.raises(ValueError, match="no range of processors"):
+def test_what_is_not_a_list_of_processors(text: str) -> None:
+    with pytest.raises(ValueError, match="not a range of processors"):
         processors_of(text)
 
 
@@ -95,14 +95,14 @@ def test_a_rank_runs_on_the_socket_of_its_gpu_and_takes_its_memory(tmp_path: Pat
     ("machine", "said"),
     [
         ((["0-3"], "0"), ""),  # one node: nothing to choose
-        ((["0-3", "4-7"], "-1"), "does not say which socket"),
-        ((["0-3", "4-7"], "text"), "does not say which socket"),
+        ((["0-3", "4-7"], "-1"), "is unknown: its rank is not bound"),
+        ((["0-3", "4-7"], "text"), "is unknown: its rank is not bound"),
         ((["0-3", "4000"], "1"), "Slurm gave no processor of NUMA node 1"),
         ((["0-3", "4-"], "1"), "cannot be read"),
         ((["0-3", "4-7"], "2"), "cannot be read"),
     ],
 )
-def test_a_rank_that_cannot_be_bound_goes_on(
+def test_a_rank_that_cannot_be_bound_continues(
     machine: tuple[list[str], str], said: str, tmp_path: Path, gpu: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     lists, of_gpu = machine
@@ -118,7 +118,7 @@ def test_processors_are_not_bound() -> None:
     assert bind_near(torch.device("cpu")) is None
 
 
-def test_memory_that_cannot_be_preferred_is_said(
+def test_memory_that_cannot_be_preferred_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(numa, "_SET_MEMPOLICY", {})

@@ -193,17 +193,17 @@ def rank_of_two(monkeypatch):
     return become
 
 
-def test_who_comes_first_is_no_cause_where_the_others_do_not(rank_of_two):
+def test_who_comes_first_is_not_a_cause_where_the_others_do_not(rank_of_two):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         rank_of_two(0, port)
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"), distributed(timeout_s=1):
             pass
     rank_of_two(1, port)
-    with pytest.raises(PeerLostError, match="rank 0 of the trainer is not there"), distributed(timeout_s=1):
+    with pytest.raises(PeerLostError, match="rank 0 of the trainer is unreachable"), distributed(timeout_s=1):
         pass
     rank_of_two(0, port)
-    with pytest.raises(PeerLostError, match="not all ranks of the trainer came"), distributed(timeout_s=1):
+    with pytest.raises(PeerLostError, match="not all ranks of the trainer joined"), distributed(timeout_s=1):
         pass
 
 

@@ -5,11 +5,11 @@ import torch
 from test_context_parallel import attention_of
 from trainer_testing import run_ranks
 
-from hpcrl.modeling import latent_gather
-from hpcrl.modeling.latent_gather import LatentGather
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
-from hpcrl.modeling.ring_attention import RingAttention
+from hpcrl.modeling.attention import latent_gather
+from hpcrl.modeling.attention.latent_gather import LatentGather
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.attention.ring import RingAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.trainer.parallel.mesh import distributed
 
 RANKS = 4

@@ -10,7 +10,7 @@ from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_m
 
 from hpcrl.config.recipe import HandoffConfig
 from hpcrl.errors import HandoffError
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish import version_writer

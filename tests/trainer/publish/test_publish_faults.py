@@ -18,8 +18,8 @@ from patience import wait_for
 from test_publish_kinds import change, load_model, make_publisher
 from trainer_testing import run_ranks, tiny_arch, write_model_dir
 
-from hpcrl import fence as fence_module
 from hpcrl.errors import DeadlineError, HandoffError
+from hpcrl.storage import fence as fence_module
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.publish import version_writer as writer_module
 from hpcrl.weights.store import HandoffStore
@@ -130,7 +130,7 @@ def test_a_version_is_tried_again_until_the_disk_takes_it(small_disk, model_dir)
     assert store.versions() == [1, 2]
     store.open(2).verify(content=True)
     (said,) = words
-    assert said.startswith("version 2 cannot be written, and is tried again for 60 s: a version needs ")
+    assert said.startswith("version 2 cannot be written, trying again for 60 s: a version needs ")
     assert "the filesystem leaves 409,600 bytes and" in said
     assert waited
 

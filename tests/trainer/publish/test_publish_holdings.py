@@ -11,7 +11,7 @@ from hpcrl.modeling.blocks import HeldBlock
 from hpcrl.trainer.publish.holdings import cut_regions, find_overlaps, find_runs
 from hpcrl.trainer.publish.sources import Form, Source
 from hpcrl.weights.format.layout import PublishedTensor
-from hpcrl.weights.format.quantize import BLOCK, scale_tensor
+from hpcrl.weights.format.quantise import BLOCK, scale_tensor
 
 SHAPES = {"experts": (4, 300, 140), "matrix": (270, 130), "vector": (9,), "scalar": (), "convolution": (6, 5, 4)}
 

@@ -20,9 +20,9 @@ from hpcrl.inference.embedded.serving.api_turns import TurnsApi
 from hpcrl.inference.embedded.serving.errors import error_middleware
 from hpcrl.inference.embedded.weights.turns import Turns
 from hpcrl.inference.metrics import EngineMetrics, Registry
-from hpcrl.modeling.arena import Arena, memory_of
 from hpcrl.modeling.hf import model_tensors, published_tensors
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.memory.arena import Arena, memory_of
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.runs.metrics import read_metrics
@@ -198,7 +198,7 @@ def test_an_engine_says_why_it_takes_no_layer(tmp_path):
         with pytest.raises(HandoffError, match=r"'unheard\.of' is not part of this model"):
             engines.load(HandoverLayer(memory.path, [SharedTensor("unheard.of", "float32", (3,), 0)]))
         for path in ("/etc/passwd", f"/proc/{os.getpid()}/fd/0#0f", memory.path[:-4] + "0000", "/proc/1/../1/mem"):
-            with pytest.raises(HandoffError, match=r"shared memory|no memory for layers|cannot be opened"):
+            with pytest.raises(HandoffError, match=r"shared memory|not memory for layers|cannot be opened"):
                 engines.load(HandoverLayer(path, wrong))
         for name, tensor in model_tensors(model).items():
             room = SharedMemory.create(tensor.numel() * 4)
@@ -221,7 +221,7 @@ def test_an_engine_says_why_it_takes_no_layer(tmp_path):
         ColocatedEngines([url], {}, timeout_s=5.0, start_timeout_s=0.0, on_wait=lambda: None).sleep()
 
 
-def test_the_loop_takes_turns_and_goes_on_from_a_checkpoint(tmp_path):
+def test_the_loop_takes_turns_and_continues_from_a_checkpoint(tmp_path):
     model_dir = write_model_dir(tmp_path / "model")
 
     def recipe(steps, placement):

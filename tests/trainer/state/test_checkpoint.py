@@ -204,5 +204,5 @@ def test_a_rank_that_goes_away_is_not_taken_for_a_checkpoint_that_does_not_fit(m
     save(0, model_dir, tmp_path)
     (kind, words), (cause, _) = run_ranks(2, lose_rank_1, model_dir, tmp_path, fails=True)
     assert (kind, cause) == ("PeerLostError", "KeyError")
-    assert "another rank of the trainer went away while" in words
+    assert "another rank of the trainer was lost while" in words
     assert "does not fit" not in words

@@ -17,11 +17,11 @@ from trainer_testing import StubDock, make_recipe, start_attempt, write_model_di
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.errors import CheckpointError, FencedError
-from hpcrl.fs import write_json
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.role import FailureRecord, save_answer_path, save_request_path
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.files import write_json
 from hpcrl.trainer.loop import train
 
 SOURCE = Path(__file__).with_name("failing_writes.c")
@@ -101,7 +101,7 @@ def rules(faults):
 
 
 @pytest.mark.slow
-def test_a_periodic_save_that_fails_is_said_and_survived(tmp_path, model_dir, failing_writes):
+def test_a_periodic_save_that_fails_is_reported_and_survived(tmp_path, model_dir, failing_writes):
     run = new_run(tmp_path / "run", model_dir, steps=22)
     left = {}
 
@@ -196,7 +196,7 @@ def test_a_newer_attempt_ends_the_older_one_at_its_next_save(tmp_path, model_dir
     assert good_steps(run) == [2]
 
 
-def test_a_save_on_request_is_complete_before_the_training_goes_on(tmp_path, model_dir):
+def test_a_save_on_request_is_complete_before_the_training_continues(tmp_path, model_dir):
     run = new_run(tmp_path / "run", model_dir, steps=5)
     found = {}
 

@@ -12,7 +12,7 @@ import xxhash
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.errors import DeadlineError
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.state import restore
 from hpcrl.trainer.state.restore import choose_checkpoint
@@ -112,7 +112,7 @@ def test_a_manifest_that_cannot_be_read_is_damage(ledger: CheckpointLedger) -> N
     assert decision.skipped[0].reason.count("cannot be read") == 1
 
 
-def test_one_that_goes_while_it_is_looked_at_is_no_damage(
+def test_one_that_goes_while_it_is_checked_is_not_damage(
     ledger: CheckpointLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = restore.damaged_files
@@ -127,7 +127,7 @@ def test_one_that_goes_while_it_is_looked_at_is_no_damage(
     assert (decision.step, decision.skipped) == (4, [])
 
 
-def test_the_one_that_somebody_names_is_chosen_or_none(ledger: CheckpointLedger) -> None:
+def test_the_one_that_a_person_names_is_chosen_or_none(ledger: CheckpointLedger) -> None:
     decision = choose(ledger, only=ledger.path_of(4))
     assert (decision.step, decision.skipped) == (4, [])
     damage(ledger, 4)
@@ -170,7 +170,7 @@ def test_one_time_is_for_all_that_are_tried(
     assert decision.seconds == 6 * each_s
 
 
-def test_the_time_that_a_good_one_took_is_told(ledger: CheckpointLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_a_good_one_took_is_reported(ledger: CheckpointLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
 
     def slow(*_: Any, **how: Any) -> list[str]:

@@ -15,7 +15,7 @@ from trainer_testing import VOCAB, StubDock, make_recipe, tiny_arch, write_model
 from hpcrl.checkpoints import CheckpointLedger
 from hpcrl.config.lora import LoraConfig
 from hpcrl.errors import CheckpointError
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.models.arch import arch_from_config
 from hpcrl.models.configfile import read_config
 from hpcrl.models.known import find_config

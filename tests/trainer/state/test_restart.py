@@ -10,18 +10,18 @@ from typing import Any, cast
 import pytest
 import xxhash
 
-from hpcrl.aside import list_asides
 from hpcrl.checkpoints.checks import read_check
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.checkpoints.writer import CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import NothingToRestoreError
-from hpcrl.fs import FileRecord
+from hpcrl.runs.resume_request import ResumeRequest
 from hpcrl.runs.role import RoleContext, restore_path
 from hpcrl.runs.rundir import RunDir
-from hpcrl.runs.start.restart import RestartRequest
+from hpcrl.storage.files import FileRecord
+from hpcrl.storage.quarantine import list_asides
 from hpcrl.trainer.parallel.ranks import Ranks
-from hpcrl.trainer.state.restart import decide_restore
+from hpcrl.trainer.state.restart import choose_restored_checkpoint
 
 CONTENT = b"the weights"
 
@@ -58,7 +58,7 @@ class Scene:
             self.writer.commit(step=step, world_size=1, files=files, orchestrator_state=b"", started_at_s=time.time())
 
     def ask(self, begin: str, step: int | None = None) -> None:
-        request = RestartRequest(begin=cast(Any, begin), step=step, after_attempt=self.attempt, time_s=0.0, by="test")
+        request = ResumeRequest(begin=cast(Any, begin), step=step, after_attempt=self.attempt, time_s=0.0, by="test")
         request.write(self.run)
 
     def begin(self) -> RestoreDecision:
@@ -67,7 +67,7 @@ class Scene:
         context = RoleContext(self.run, attempt=self.attempt, role="trainer", replica=0, rank=0)
         ranks = cast(Ranks, OneRank())
         config = CheckpointConfig(verify="content")
-        decision = decide_restore(
+        decision = choose_restored_checkpoint(
             context, self.writer, ranks, config, lambda kind, **data: self.events.update({kind: data})
         )
         assert decision == self.recorded()
@@ -98,7 +98,7 @@ def test_without_a_wish_the_newest_is_restored_and_all_stay(scene: Scene) -> Non
     assert (check.by, check.problem) == ("attempt 3", "")
 
 
-def test_a_step_that_somebody_names_puts_later_ones_aside_and_comes_back_from_there(scene: Scene) -> None:
+def test_a_step_that_a_person_names_puts_later_ones_aside_and_comes_back_from_there(scene: Scene) -> None:
     scene.save(2, 4, 6)
     scene.ask("step", 4)
     decision = scene.begin()
@@ -124,7 +124,7 @@ def test_from_scratch_puts_all_aside(scene: Scene) -> None:
     assert scene.begin().step == 2
 
 
-def test_a_damaged_entry_is_passed_over_unless_somebody_names_it(scene: Scene) -> None:
+def test_a_damaged_entry_is_passed_over_unless_a_person_names_it(scene: Scene) -> None:
     scene.save(2, 4)
     damaged = scene.writer.ledger.path_of(4) / "trainer" / "0.distcp"
     damaged.write_bytes(CONTENT[::-1])

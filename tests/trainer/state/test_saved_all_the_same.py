@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 from hpcrl.trainer.state import saver
 from hpcrl.trainer.state.saver import CheckpointSaver
 

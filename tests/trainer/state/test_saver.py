@@ -16,7 +16,7 @@ import xxhash
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.config.recipe import CheckpointConfig
 from hpcrl.errors import CheckpointError, DeadlineError, FencedError
-from hpcrl.fs import FileRecord
+from hpcrl.storage.files import FileRecord
 from hpcrl.trainer.state import saver as savers
 from hpcrl.trainer.state.saver import CheckpointSaver
 
@@ -100,7 +100,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path, monkeypatch)
 
 
-def test_a_save_beside_the_training_blocks_it_for_the_copy(scene: Scene) -> None:
+def test_an_asynchronous_save_blocks_training_for_the_copy(scene: Scene) -> None:
     assert scene.save(4) is None
     assert scene.events == [("trainer.checkpoint_saved", {"step": 4, "seconds": 11.0, "blocked_s": 1.0, "removed": []})]
     entry = scene.ledger.open(4)
@@ -197,7 +197,7 @@ def test_a_save_for_which_there_is_no_room_is_not_begun(scene: Scene) -> None:
     scene.shortage = shortage
     error = scene.save(2)
     assert isinstance(error, CheckpointError)
-    assert str(error).startswith("the next checkpoint needs 7 bytes more\n    hint: make room there")
+    assert str(error).startswith("the next checkpoint needs 7 bytes more\n    hint: free space there")
     assert (scene.events[0][0], scene.copied, scene.ledger.steps()) == ("trainer.checkpoint_failed", 0, [])
     ((directory, size, files),) = asked
     assert directory == scene.writer.root

@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 from trainer_testing import make_recipe, run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.errors import UsageError
+from hpcrl.modeling.checkpoint_io.load import load_model_dir
 from hpcrl.modeling.fp8.quantiser import block_amax, quantise, scales_of
 from hpcrl.modeling.hf import published_tensors
-from hpcrl.modeling.load import load_model_dir
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
-from hpcrl.weights.format.quantize import QuantisedModules
+from hpcrl.weights.format.quantise import QuantisedModules
 
 
 def start(rank, model_dir):
@@ -128,7 +128,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"ends before its tensor 'lm_head\.weight' does"):
         whole(model_dir)
     file.write_bytes(b"<html>")
-    with pytest.raises(UsageError, match="is no safetensors file"):
+    with pytest.raises(UsageError, match="is not a safetensors file"):
         whole(model_dir)
     file.unlink()
     with pytest.raises(UsageError, match=r"has no \*\.safetensors"):

@@ -31,16 +31,19 @@ from trainer_testing import Rollouts, make_recipe
 
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.dock.routes import RoutedExperts
-from hpcrl.modeling import exchange, latent_gather, sequence_chunks, sparse_attention, state_space
+from hpcrl.modeling.attention import latent_gather, sparse
 from hpcrl.modeling.kernels import varlen
 from hpcrl.modeling.layers import dispatch
 from hpcrl.modeling.layers.dispatch import AllToAllDispatcher
 from hpcrl.modeling.layers.moe import SparseMLP
-from hpcrl.modeling.mesh import ParallelDims
+from hpcrl.modeling.parallel import collectives
+from hpcrl.modeling.parallel.mesh import ParallelDims
+from hpcrl.modeling.recurrence import sequence_chunks, state_space
 from hpcrl.modeling.spec import build_model
 from hpcrl.trainer.memory.tools import apply_memory_tools
 from hpcrl.trainer.parallel.mesh import Parallel
 from hpcrl.trainer.step.freezing import freeze_parameters
+from hpcrl.trainer.step.losses import make_loss
 from hpcrl.trainer.step.nonfinite import GradientWatch
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.trainer.step.reference import ReferencePolicy
@@ -51,10 +54,10 @@ MICRO_BATCHES = 2
 # products of experts want rows of a multiple of 16 bytes
 MODELS = {**ARCHS, "nemotron_h": replace(ARCHS["nemotron_h"], moe_latent_size=16)}
 OPERATORS = (
-    (sparse_attention, "_choose"),
-    (sparse_attention, "_attend"),
-    (exchange, "_all_to_all"),
-    (exchange, "_all_gather"),
+    (sparse, "_choose"),
+    (sparse, "_attend"),
+    (collectives, "_all_to_all"),
+    (collectives, "_all_gather"),
     (latent_gather, "_attend_latents"),
 )
 
@@ -114,6 +117,7 @@ def policy_on_meta(arch, recipe, mesh):
     policy.model = build_model(arch, dtype=torch.bfloat16, device="meta")
     freeze_parameters(policy.model, recipe.trainer.freeze)
     policy._replay = recipe.trainer.router_replay
+    policy._token_loss = make_loss(recipe.algorithm.loss)
     policy._watch = GradientWatch(policy.model)
     policy.reference = None
     if recipe.algorithm.kl is not None:

@@ -90,7 +90,7 @@ def test_the_run_ends_and_names_the_rollout(tmp_path, model_dir, dock):
     assert "\n".join(cause.details) in words
     assert any("embed_tokens" in line for line in cause.details)
     assert any("group 2 member 3" in line for line in cause.details)
-    assert any("hint: look at the engine's log" in line for line in cause.details)
+    assert any("hint: check the engine's log" in line for line in cause.details)
     assert cause.traceback == ""
     assert "the gradient norm of step 2 is nan" in words
     assert "group 2 member 3 (the engine's log-probability of 1 tokens is not finite)\n" in words
@@ -122,7 +122,7 @@ def test_a_skipped_step_has_a_version_with_the_weights_before_it(tmp_path, model
     assert versions[2] != versions[3] != versions[4]
 
 
-def test_so_many_in_a_row_end_the_run_also_after_a_restart(tmp_path, model_dir, dock):
+def test_the_limit_of_skipped_steps_survives_a_restart(tmp_path, model_dir, dock):
     dock.steps, run = (3, 4, 5), RunDir(tmp_path / "run")
     go(run, model_dir, dock, 4, nonfinite=SKIP)
     assert [record.skipped for record in read_metrics(run)] == [False, False, True, True]
@@ -227,7 +227,7 @@ def test_rollouts_are_named_where_the_embedding_needs_no_gradient(model_dir, fro
     assert found.rollouts == [f"group 2 member {member} ({reason})" for member in (4, 1)]
     words = str(NonFiniteGradientError(2, math.nan, found))
     assert f"    rollouts: group 2 member 4 ({reason}); " in words
-    assert "hint: look at the engine's log" in words
+    assert "hint: check the engine's log" in words
 
 
 def found_in(model_dir, spoil, **trainer):
@@ -263,25 +263,43 @@ def test_the_cause_names_what_was_not_finite_first_and_the_hint_fits(model_dir):
     words = found_in(model_dir, rewards)
     assert "it began with: advantages, which are made of the environment's rewards\n" in words
     assert "group 1 member 2 (its advantage is not finite)" in words
-    assert "hint: look at the rewards of these rollouts (hpcrl rollouts show RUN GROUP/MEMBER)" in words
+    assert "hint: check the rewards of these rollouts (hpcrl rollouts show RUN GROUP/MEMBER)" in words
     assert "learning_rate" not in words
     words = found_in(model_dir, engine)
     assert "it began with: log-probabilities that the engine gave\n" in words
     assert "learning_rate" not in words
     words = found_in(model_dir, both)
     assert "rewards; log-probabilities that the engine gave\n" in words
-    assert "look at the rewards" in words
-    assert "look at the engine's log" in words
+    assert "check the rewards" in words
+    assert "check the engine's log" in words
     words = found_in(model_dir, own)
     assert re.search(r"it began with: log-probabilities of \d+ tokens in the trainer's own forward pass\n", words)
     assert "hint: resume from a checkpoint before the weights were lost" in words
+
+
+def test_an_input_without_a_part_in_the_loss_is_not_a_cause(model_dir):
+    """Its gradient was looked at and is finite: the rollout is not named although a number of it is not."""
+
+    def one_of_two(rollouts, policy):
+        poisoned(rollouts, 2)
+        own = rollouts.rollouts[3]
+        # a prompt has no advantage, whatever stands in its place
+        own.advantages[np.flatnonzero(own.loss_mask == 0)[0]] = math.nan
+
+    words = found_in(model_dir, one_of_two)
+    assert "group 1 member 2 (the engine's log-probability" in words
+    assert "member 3" not in words
+    # where no gradient was looked at, the input is all that is known
+    assert "group 1 member 3 (its advantage is not finite)" in found_in(
+        model_dir, one_of_two, **FROZEN_BELOW["head alone"]
+    )
 
 
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
         ({}, "rollouts: none alone; their sum is too large"),
-        *((frozen, "rollouts: not known; ") for frozen in FROZEN_BELOW.values()),
+        *((frozen, "rollouts: unknown; ") for frozen in FROZEN_BELOW.values()),
     ],
     ids=["all is trained", *FROZEN_BELOW],
 )

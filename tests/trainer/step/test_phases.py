@@ -102,7 +102,7 @@ def test_a_phase_that_fails_counts(clock: Time) -> None:
         (True, ["generate", "train (forward_backward)", "swap", "train (publish)"]),
     ],
 )
-def test_people_are_told_what_is_done_and_what_is_waited_for(clock: Time, turns: bool, words: list[str]) -> None:
+def test_progress_shows_work_and_waits(clock: Time, turns: bool, words: list[str]) -> None:
     told: Any = Told()
     own = PhaseClock(told, turns=turns)
     for name in ("wait_batch", "forward_backward", "swap", "publish"):
@@ -142,7 +142,9 @@ def test_a_record_has_what_the_batch_the_tokens_and_the_optimizer_say(clock: Tim
         assert getattr(made, name) == f"the batch's {name}"
     for name in ("reward_count_by_env", "reward_count_by_part", "staleness_mean", "staleness_max"):
         assert getattr(made, name) == f"the batch's {name}"
-    assert made.staleness_histogram == "the batch's staleness_histogram"
+    for name in ("staleness_histogram", "teacher_kl", "branches_mean", "branches_max", "prefix_repeated_tokens"):
+        assert getattr(made, name) == f"the batch's {name}"
+    assert made.held_out_loss is None
     for name, value in values_of(tokens).items():
         assert getattr(made, name) == value
 
@@ -151,6 +153,11 @@ def test_a_step_that_was_skipped_moved_nothing(clock: Time, tokens: TokenMetrics
     made = step_record(STATS, tokens, attempt=1, step=1, update=None, phases_s={"other": 2.0})
     assert (made.grad_norm, made.learning_rate, made.skipped) == (0.0, 0.0, True)
     assert made.tokens_per_s == 300.0
+
+
+def test_a_record_has_the_loss_of_held_out_conversations(clock: Time, tokens: TokenMetrics) -> None:
+    made = step_record(STATS, tokens, attempt=1, step=1, update=None, phases_s={}, held_out_loss=1.25)
+    assert made.held_out_loss == 1.25
 
 
 def test_a_step_that_took_no_time_has_a_rate(clock: Time, tokens: TokenMetrics) -> None:

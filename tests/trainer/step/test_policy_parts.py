@@ -10,10 +10,10 @@ from trainer_testing import make_recipe, write_model_dir
 
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import arch_from_config, load_arch
-from hpcrl.trainer.memory.head import chunked_logprobs, whole_logprobs
 from hpcrl.trainer.parallel.mesh import distributed
 from hpcrl.trainer.state.checkpoint import trainer_state
 from hpcrl.trainer.step import policy as policy_module
+from hpcrl.trainer.step.head import chunked_logprobs, whole_logprobs
 from hpcrl.trainer.step.policy import TrainerPolicy
 
 
@@ -73,7 +73,7 @@ QWEN3 = {
 
 @pytest.mark.parametrize("what", ["keep", "drop"])
 @pytest.mark.parametrize("stored", [True, False])
-def test_tensors_that_are_carried_are_told_where_there_are_any(tmp_path, caplog, stored, what):
+def test_tensors_that_are_carried_are_reported_where_there_are_any(tmp_path, caplog, stored, what):
     arch = arch_from_config({"model_type": "glm4_moe", "vocab_size": 103, **FAMILIES["glm4_moe"]})
     model_dir = write_model_dir(tmp_path / "model", arch)
     names = add_mtp(model_dir, "model.layers.2")

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from losses_lab import token_loss
 from test_meshes import MODELS
 from torch import Tensor
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_arch, write_model_dir
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
-from hpcrl.config.algorithm import AlgorithmConfig, KlConfig, LossConfig
+from hpcrl.config.algorithm import AlgorithmConfig, KlConfig
 from hpcrl.config.recipe import CheckpointConfig, TrainerParallelismConfig
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.batch.tensors import TokenBatch
@@ -25,7 +26,7 @@ from hpcrl.trainer.step.policy import TrainerPolicy
 
 VOCAB = 9
 KINDS: tuple[Any, ...] = ("weighted_k3", "k3")
-NO_LOSS = LossConfig(kind="ppo_clip", clip_low=1e6, clip_high=1e6)
+NO_LOSS = token_loss("ppo_clip", clip_low=1e6, clip_high=1e6)
 
 
 def penalty(scores: Tensor, engine: Tensor, reference: Tensor, config: KlConfig) -> Tensor:
@@ -70,7 +71,7 @@ def test_the_weighted_estimate_has_value_and_gradient_of_the_divergence(same: bo
     assert not torch.allclose(gradients["k3"], wanted, rtol=0.05)
 
 
-def test_the_coefficient_weighs_it_beside_the_loss() -> None:
+def test_the_coefficient_weighs_it_against_the_loss() -> None:
     tokens = TrainedTokens(
         torch.tensor([-1.0, -2.0]),
         torch.tensor([-1.0, -2.0]),
@@ -80,9 +81,9 @@ def test_the_coefficient_weighs_it_beside_the_loss() -> None:
         reference_logprobs=torch.tensor([-1.5, -1.0]),
     )
     by_hand = sum(math.exp(d) - 1 - d for d in (-0.5, 1.0)) / 8
-    plain = policy_loss(tokens, LossConfig(), total_tokens=8)
+    plain = policy_loss(tokens, token_loss(), total_tokens=8)
     for kind in KINDS:
-        found = policy_loss(tokens, LossConfig(), total_tokens=8, kl=KlConfig(coefficient=0.3, estimator=kind))
+        found = policy_loss(tokens, token_loss(), total_tokens=8, kl=KlConfig(coefficient=0.3, estimator=kind))
         assert float(found.loss - plain.loss) == pytest.approx(0.3 * by_hand, rel=1e-5)
 
 
@@ -97,7 +98,7 @@ def test_what_lies_far_apart_stays_finite(estimator: Any) -> None:
         1,
         reference_logprobs=torch.tensor([-0.1, -90.0]),
     )
-    found = policy_loss(tokens, LossConfig(), total_tokens=2, kl=KlConfig(coefficient=1.0, estimator=estimator))
+    found = policy_loss(tokens, token_loss(), total_tokens=2, kl=KlConfig(coefficient=1.0, estimator=estimator))
     (gradient,) = torch.autograd.grad(found.loss, logprobs)
     assert found.loss.isfinite()
     assert gradient.isfinite().all()
@@ -180,8 +181,8 @@ def test_a_penalty_in_the_reward_is_one_of_the_advantages() -> None:
         logprobs, logprobs.detach(), torch.linspace(-1, 1, VOCAB), torch.zeros(VOCAB, dtype=torch.int64), 1
     )
     held = tokens.advantages - 0.3 * (logprobs.detach() - reference)
-    wanted = policy_loss(tokens._replace(advantages=held), LossConfig(), total_tokens=VOCAB)
-    found = policy_loss(tokens._replace(reference_logprobs=reference), LossConfig(), total_tokens=VOCAB, kl=config)
+    wanted = policy_loss(tokens._replace(advantages=held), token_loss(), total_tokens=VOCAB)
+    found = policy_loss(tokens._replace(reference_logprobs=reference), token_loss(), total_tokens=VOCAB, kl=config)
     torch.testing.assert_close(found.loss, wanted.loss)
 
 
@@ -227,7 +228,7 @@ def distances(rank: int, model_dir: Path, root: Path, degrees: dict[str, int], s
         return found
 
 
-def test_the_reference_follows_the_policy_every_so_many_steps(tmp_path: Path) -> None:
+def test_the_reference_follows_the_policy_at_its_interval(tmp_path: Path) -> None:
     model_dir = write_model_dir(tmp_path / "model", tiny_arch())
     found = distances(0, model_dir, tmp_path / "checkpoints", {}, range(1, 9))
     assert [version for version, _ in found] == [0, 0, 0, 3, 3, 3, 6, 6]

@@ -12,9 +12,9 @@ from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks,
 
 from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.routes import RoutedExperts
+from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.layers.moe import ChosenSoftmaxRouter, SigmoidRouter, SoftmaxRouter, SparseMLP
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy

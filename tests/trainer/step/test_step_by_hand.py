@@ -10,9 +10,9 @@ from test_meshes import ARCHS
 from test_router_replay import rows_of_tokens, with_rows
 from trainer_testing import Rollouts, make_recipe, run_ranks, tiny_model, write_model_dir
 
-from hpcrl.config.algorithm import AlgorithmConfig, LossConfig
-from hpcrl.modeling.mesh import ParallelDims
-from hpcrl.modeling.packed_attention import PackedAttention
+from hpcrl.config.algorithm import AlgorithmConfig, MaskedRatioLossConfig
+from hpcrl.modeling.attention.packed import PackedAttention
+from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy
@@ -57,7 +57,7 @@ def gradients_of(rank, model_dir, micro_batches=2):
         for chunk in CHUNKS:
             recipe = make_recipe(model_dir, steps=9, memory={"lm_head_chunk_tokens": chunk})
             sampling = recipe.rollouts.sampling.model_copy(update={"temperature": TEMPERATURE})
-            loss = LossConfig(kl_tau=TAU, mask_low=MASK_LOW, mask_high=MASK_HIGH)
+            loss = MaskedRatioLossConfig(kl_tau=TAU, mask_low=MASK_LOW, mask_high=MASK_HIGH)
             changes = {
                 "rollouts": recipe.rollouts.model_copy(update={"sampling": sampling}),
                 "algorithm": AlgorithmConfig(loss=loss),

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from losses_lab import token_loss
 
-from hpcrl.config.algorithm import LossConfig
-from hpcrl.dock.assemble import _token_advantages
+from hpcrl.dock.assemble import _teacher_logprobs, _token_advantages
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.wire import Sample
 from hpcrl.trainer.step.losses import TrainedTokens, policy_loss
@@ -40,9 +40,30 @@ def test_the_divergence_falls(kind: Any, lag: int) -> None:
         sequences = torch.zeros(TOKENS, dtype=torch.int64)
         batch = TrainedTokens(policy[contexts, tokens], said, advantages, sequences, 1)
         optimizer.zero_grad()
-        policy_loss(batch, LossConfig(kind=kind), total_tokens=TOKENS).loss.backward()  # type: ignore[no-untyped-call]
+        policy_loss(batch, token_loss(kind), total_tokens=TOKENS).loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert distances[-1] < 0.1 * distances[0]
+
+
+@pytest.mark.parametrize("kind", ["masked_ratio", "icepop", "gspo", "tis", "cispo"])
+def test_the_expected_gradient_on_policy_is_that_of_the_divergence(kind: Any) -> None:
+    """A policy of two tokens: each is sampled as often as it is likely, so that the mean is the expectation."""
+    teacher = torch.tensor([0.9, 0.1]).log()
+    scores = torch.tensor([1.0, 3.0]).log().requires_grad_()
+    tokens = torch.tensor([0, 1, 1, 1])
+    policy = scores.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), scores)
+    policy = scores.log_softmax(-1)
+    said = policy.detach()[tokens]
+    columns = {"logprobs": said.numpy(), "teacher_logprobs": teacher[tokens].numpy()}
+    sample = Sample(0, 0, 4, 0.0, PayloadPlace("nowhere", 0, 0, ""))
+    advantages = torch.from_numpy(np.asarray(_token_advantages(sample, columns, 1.0), np.float32))
+    # rollouts of one token: a loss with the ratio of a whole rollout has that of the token
+    batch = TrainedTokens(policy[tokens], said, advantages, torch.arange(4), 4)
+    (found,) = torch.autograd.grad(policy_loss(batch, token_loss(kind), total_tokens=4).loss, scores)
+    torch.testing.assert_close(found, wanted)
+    # the policy wants more of the token that the teacher finds likelier
+    assert found[0] < 0 < found[1]
 
 
 def test_a_rollout_without_scores_has_the_advantage_of_its_reward() -> None:
@@ -53,3 +74,12 @@ def test_a_rollout_without_scores_has_the_advantage_of_its_reward() -> None:
     assert _token_advantages(sample, columns, 0.0) == 0.75
     # a token that the teacher all but excludes is bounded
     assert _token_advantages(sample, columns, 0.5).tolist() == [0.75, 0.75 - 10.0]
+
+
+def test_scores_are_joined_with_those_that_are_not_there() -> None:
+    scored = {"token_ids": np.zeros(2, np.int32), "teacher_logprobs": np.array([-1.0, -2.0], np.float32)}
+    unscored = {"token_ids": np.zeros(3, np.int32)}
+    joined = _teacher_logprobs([scored, unscored])
+    assert joined is not None
+    np.testing.assert_array_equal(joined, np.array([-1, -2, np.nan, np.nan, np.nan], np.float32))
+    assert _teacher_logprobs([unscored]) is None

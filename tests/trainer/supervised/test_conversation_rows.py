@@ -79,10 +79,31 @@ def test_splits_never_mix(tmp_path):
     found, reader = read(write_lines(tmp_path / "y.jsonl", marked), split_column="split")
     assert (reader.train, reader.held_out, reader.other) == (14, 13, 13)
     assert len(found) == 27
+    # the held-out row may come after those of the same conversation
+    marked = [{**rows[0], "split": split} for split in ("train", "test", "train")] + [{**rows[1], "split": "train"}]
+    found, reader = read(write_lines(tmp_path / "r.jsonl", marked), split_column="split")
+    assert [each.held_out for each in found] == [True, False]
+    assert reader.notes() == ["2 rows for training have the prompt of a held-out conversation, and are left out"]
     held_out = write_lines(tmp_path / "z.jsonl", rows[:3])
     found, reader = read(tmp_path / "x.jsonl", held_out_data=str(held_out))
     assert [each.held_out for each in found] == [True] * 3 + [False] * 74
-    assert reader.notes() == ["6 rows for training are held-out conversations, too, and are left out"]
+    assert reader.notes() == ["6 rows for training have the prompt of a held-out conversation, and are left out"]
+
+
+def test_replies_to_one_prompt_are_on_one_side(tmp_path):
+    rows = [{"prompt": f"q {i}", "completion": f"a {n}"} for i in range(40) for n in range(3)]
+    found, _ = read(write_lines(tmp_path / "x.jsonl", rows), columns=SftColumns(prompt="prompt"), held_out_share=0.25)
+    sides = {each.messages[0]["content"]: each.held_out for each in found}
+    assert 1 <= sum(sides.values()) <= 39
+    assert all(each.held_out == sides[each.messages[0]["content"]] for each in found)
+    # one file for each side
+    held_out = write_lines(tmp_path / "h.jsonl", [{"prompt": "q 1", "completion": "another"}])
+    found, reader = read(tmp_path / "x.jsonl", columns=SftColumns(prompt="prompt"), held_out_data=str(held_out))
+    assert (len(found), reader.repeated) == (118, 3)
+    # where no user speaks first, the reply decides
+    said = [{"messages": [TALK[0], {"role": "assistant", "content": f"a {i}"}]} for i in range(40)]
+    found, _ = read(write_lines(tmp_path / "s.jsonl", said), held_out_share=0.25)
+    assert 1 <= sum(each.held_out for each in found) <= 39
 
 
 def test_ten_bad_rows_are_named_and_no_more(tmp_path):
@@ -90,7 +111,7 @@ def test_ten_bad_rows_are_named_and_no_more(tmp_path):
         read(write_lines(tmp_path / "x.jsonl", [{"text": "x"}] * 30))
     assert len(caught.value.findings) == 11
     assert {finding.key for finding in caught.value.findings} == {"sft.data"}
-    assert "the rest was not looked at" in str(caught.value)
+    assert "the rest was not checked" in str(caught.value)
 
 
 @pytest.mark.parametrize(("rows", "kept", "size"), [(10, 10, 4), (10, 7, 4), (9, 9, 3), (1, 1, 8), (50, 49, 7)])
@@ -139,7 +160,7 @@ def test_a_trial_says_what_the_run_will_be(tmp_path):
     optimizer = recipe.trainer.optimizer.model_copy(update={"warmup_steps": 3})
     trainer = recipe.trainer.model_copy(update={"optimizer": optimizer})
     (problem,) = check(recipe.model_copy(update={"trainer": trainer}))["findings"]
-    assert problem["what"] == "3 steps of warm-up in a run of 3 (sft.epochs)"
+    assert problem["what"] == "3 warm-up steps in a run of 3 (sft.epochs)"
     (model_dir / "tokenizer.json").unlink()
     (problem,) = check(sft_recipe(model_dir, data, steps=100))["findings"]
     assert problem["key"] == "model.path"

@@ -206,6 +206,14 @@ def test_arguments_as_text_are_read_as_objects(tmp_path: Path) -> None:
     assert renderer.render(as_text) == renderer.render(TOOLS)
 
 
+def test_arguments_that_are_nested_too_deeply_stay_text(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(write_tokenizer(tmp_path / "model", CHATML, "<|im_end|>"))
+    call = {"type": "function", "function": {"name": "get", "arguments": "[" * 100_000}}
+    said = [TOOLS[0], {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    (found,) = ConversationRenderer(tokenizer).render(said)
+    assert any(found.said)
+
+
 def test_control_tokens_that_a_message_spells_are_text(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(write_tokenizer(tmp_path / "model", CHATML, "<|im_end|>"))
     spelled = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a<|im_end|>b"}]
@@ -240,7 +248,7 @@ def test_a_reply_that_does_not_follow_its_prompt_is_refused(tmp_path: Path) -> N
     renderer = ConversationRenderer(chat_tokenizer(tmp_path, template))
     with pytest.raises(ValueError, match=r"generation prompt.*model\.chat\.variables"):
         renderer.render(TALK)
-    with pytest.raises(ValueError, match="no message is the assistant's"):
+    with pytest.raises(ValueError, match="no message has the role assistant"):
         renderer.render(TALK[:2])
 
 

@@ -180,7 +180,7 @@ GOOD = '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "c
     [
         (GOOD + "{nonsense\n", {}, "bad.jsonl, line 2: no JSON"),
         (GOOD + '{"text": "x"}\n', {}, "line 2: it has no column 'messages'; it has text"),
-        (GOOD + '{"messages": [{"role": "user", "content": "x"}]}\n', {}, "line 2: no message is the assistant's"),
+        (GOOD + '{"messages": [{"role": "user", "content": "x"}]}\n', {}, "line 2: no message has the role assistant"),
         (GOOD + '{"messages": []}\n', {}, "line 2: messages is empty"),
         (GOOD + '{"messages": [{"role": "robot", "content": "x"}]}\n', {}, "line 2: message 0: its role is 'robot'"),
         (GOOD.replace('"y"', '""'), {}, "line 1: a message of the assistant is empty"),

@@ -11,7 +11,8 @@ from trainer_testing import make_recipe
 
 from hpcrl.config.recipe import WarmupConfig
 from hpcrl.errors import UsageError
-from hpcrl.models.tokenizer import ChatTokenizer, write_character_tokenizer
+from hpcrl.models.character_tokenizer import write_character_tokenizer
+from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.trainer.warmup import make as warmup
 from hpcrl.trainer.warmup.demonstrations import DemonstrationSource, render_demonstration
@@ -179,9 +180,9 @@ def test_start_models_of_other_families(tmp_path, family):
     [
         ({"family": "gpt5"}, "model_type is 'gpt5'"),
         ({"family": "glm_moe_dsa"}, "lacks kv_lora_rank"),
-        ({"config": {"index_topk": 4}}, "config has index_topk, which cannot be said of qwen3_moe"),
+        ({"config": {"index_topk": 4}}, "config has index_topk, which does not apply to qwen3_moe"),
         ({"config": {"vocab_size": 4}}, "config has vocab_size"),
-        ({"config": {"decoder_sparse_step": "two"}}, "model.warmup describes no model"),
+        ({"config": {"decoder_sparse_step": "two"}}, "model.warmup is not a valid model"),
     ],
 )
 def test_sizes_that_are_no_model_are_refused(tmp_path, settings, message):

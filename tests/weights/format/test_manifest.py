@@ -16,7 +16,7 @@ from damaged_json import damaged
 from handoff_lab import check_content, model_directory, publish, publish_delta
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights import Handoff, HandoffStore, HandoffWriter
+from hpcrl.weights import Handoff, HandoffStore, VersionCommitter
 from hpcrl.weights.format.manifest import MANIFEST, WrongManifestError
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
@@ -31,7 +31,7 @@ WORDS = 64
 def root(tmp_path: Path) -> Path:
     """Version 1, whole, and version 2, a delta of it."""
     model = model_directory(tmp_path / "model")
-    writer = HandoffWriter.claim(tmp_path / "weights", 1)
+    writer = VersionCommitter.claim(tmp_path / "weights", 1)
     publish(writer, 1, model, words=WORDS)
     publish_delta(writer, 2, (1,), model, words=WORDS)
     return tmp_path / "weights"
@@ -101,7 +101,23 @@ def test_a_version_that_contradicts_itself_falls_back_to_an_older_one(root: Path
     assert (found.version, [skipped.version for skipped in found.skipped]) == (1, [2])
 
 
-def test_a_copy_under_another_number_is_no_version(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("no chunks", "chunk_bytes is 0$"),
+        ("a negative version", "-1 is not a version$"),
+        # a text of so many digits is no help, and Python refuses to write the longest
+        ("a version without end", "a number of more than 18 digits is not a version$"),
+        ("a file that is longer", r"config\.json cannot have a number of more than 18 digits bytes$"),
+    ],
+)
+def test_numbers_are_shown_unless_they_are_too_long(root: Path, case: str, words: str) -> None:
+    changed(root, 2, CONTRADICTIONS[case])
+    with pytest.raises(WrongManifestError, match=words):
+        Handoff.open(root / "v000002")
+
+
+def test_a_copy_under_another_number_is_not_a_version(root: Path) -> None:
     shutil.copytree(root / "v000001", root / "v000090")
     shutil.copytree(root / "v000001", root / "v0000002")
     (root / "v000091").mkdir()
@@ -113,7 +129,7 @@ def test_a_copy_under_another_number_is_no_version(root: Path) -> None:
     (root / "v000091").rmdir()
     # it keeps nothing from being removed, and does not count among the newest
     model = model_directory(root.parent / "model")
-    writer = HandoffWriter.claim(root, 2)
+    writer = VersionCommitter.claim(root, 2)
     publish(writer, 3, model, words=WORDS)
     collector = Collector(store, ReaderWatch(root, expiry_s=60.0), keep_last=1, settle_s=0.0)
     assert 3 not in collector.collect().removed

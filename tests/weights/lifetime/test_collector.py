@@ -68,7 +68,7 @@ def test_the_newest_stay_with_what_they_need(store: HandoffStore, keep_last: int
     assert collector(store, keep_last).collect().removed == removed
 
 
-def test_a_version_is_held_for_one_reason_and_the_first_is_told(store: HandoffStore) -> None:
+def test_a_version_is_held_for_one_reason_and_the_first_is_reported(store: HandoffStore) -> None:
     pins_of(store.root).add(3, reason="paper", by="ann")
     with (
         Registration(store.root, "b", expiry_s=LONG_S) as second,
@@ -89,7 +89,7 @@ def test_a_version_is_held_for_one_reason_and_the_first_is_told(store: HandoffSt
     }
 
 
-def test_a_version_that_nobody_can_read_needs_nothing_and_is_none_of_the_newest(
+def test_an_unreadable_version_needs_nothing_and_is_none_of_the_newest(
     store: HandoffStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = store.path_of(6) / "manifest.json"
@@ -97,7 +97,7 @@ def test_a_version_that_nobody_can_read_needs_nothing_and_is_none_of_the_newest(
     report = collector(store).collect()
     assert report.removed == [1, 2, 3, 6]
     assert report.kept == {4: "needed to reconstruct version 5", 5: "one of the newest 1"}
-    assert "nobody can read version 6, so it needs nothing" in caplog.text
+    assert "version 6 is unreadable, so it needs nothing" in caplog.text
 
 
 def test_where_it_is_not_known_what_a_version_needs_nothing_goes(store: HandoffStore) -> None:
@@ -107,7 +107,7 @@ def test_where_it_is_not_known_what_a_version_needs_nothing_goes(store: HandoffS
     assert left(store) == [f"v00000{version}" for version in range(1, 7)]
 
 
-def test_a_version_that_is_published_anew_is_looked_at_anew(store: HandoffStore, tmp_path: Path) -> None:
+def test_a_version_that_is_published_anew_is_checked_anew(store: HandoffStore, tmp_path: Path) -> None:
     one = collector(store)
     assert one.plan()[4] == "needed to reconstruct version 6"
     store_path = store.path_of(6)
@@ -179,15 +179,15 @@ def test_where_nothing_goes_nothing_is_waited_for(store: HandoffStore) -> None:
     assert (one.collect().removed, slept) == ([], [])
 
 
-def test_a_filesystem_that_refuses_ends_a_pass_and_the_next_goes_on(
+def test_a_filesystem_that_refuses_ends_a_pass_and_the_next_continues(
     store: HandoffStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(collectors.lost_answers, "rename", refuse)
-        with pytest.raises(HandoffError, match=r"nothing more is removed now: .*Input/output error"):
+        patch.setattr(collectors.lost_replies, "rename", refuse)
+        with pytest.raises(HandoffError, match=r"nothing else is removed now: .*Input/output error"):
             collector(store).collect()
     assert store.versions() == [1, 2, 3, 4, 5, 6]
     assert collector(store).collect().removed == [1, 2, 3]

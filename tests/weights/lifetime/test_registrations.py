@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_a_name_stays_for_as_long_as_a_listing_may_take(root: Path, clock: Clock
     assert names(root) == []
 
 
-def test_an_address_that_is_known_is_not_said_again(root: Path, reader: Registration) -> None:
+def test_an_address_that_is_known_is_not_reported_again(root: Path, reader: Registration) -> None:
     for url, words in (("http://a:1", 2), ("http://a:1", 2), ("", 3), ("", 3)):
         reader.serve_at(url)
         assert (len(names(root)), newest(root).url) == (words, url)
@@ -149,16 +150,29 @@ class Refusing:
         self._write(path, data, durable=durable)
 
 
+def replace_pauses(reader: Registration, monkeypatch: pytest.MonkeyPatch, wait: Callable[[float], bool]) -> None:
+    """Let ``wait`` stand in for the pauses between attempts.
+
+    The thread of renewals, which may only now come to its first wait, keeps its own.
+    """
+    really = reader._stop.wait
+
+    def wait_by_thread(seconds: float) -> bool:
+        return (really if threading.current_thread() is reader._thread else wait)(seconds)
+
+    monkeypatch.setattr(reader._stop, "wait", wait_by_thread)
+
+
 def test_a_lease_waits_for_a_share_that_is_full_for_a_while(
     root: Path, reader: Registration, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusing = Refusing(monkeypatch, 6)
     pauses = list[float]()
-    monkeypatch.setattr(reader._stop, "wait", lambda seconds: bool(pauses.append(seconds)))
+    replace_pauses(reader, monkeypatch, lambda seconds: bool(pauses.append(seconds)))
     reader.lease([7])
     assert (refusing.left, newest(root).leases, reader.leases) == (0, (7,), (7,))
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
-    assert caplog.text.count("No space left on device; it is tried again") == 6
+    assert caplog.text.count("No space left on device; trying again") == 6
     # a name whose write failed may be there all the same
     assert [parsed.beat for name in names(root) if (parsed := parse_name(name))] == [0, 7]
 
@@ -175,7 +189,7 @@ def test_a_lease_that_cannot_be_written_in_time_is_none(
         assert clock.now < 1000.0 + LONG_S
         return False
 
-    monkeypatch.setattr(reader._stop, "wait", wait)
+    replace_pauses(reader, monkeypatch, wait)
     with pytest.raises(HandoffError, match=r"\.readers/engine-0\..* cannot be written: .*No space left"):
         reader.lease([1, 7])
     assert LONG_S / 4 < clock.now - 1000.0 < LONG_S / 4 + 3.0
@@ -193,7 +207,7 @@ def test_a_lease_of_a_reader_that_leaves_is_given_up_at_once(
 
 
 @pytest.mark.parametrize("what", ["release", "acknowledge", "serve_at"])
-def test_other_words_are_said_with_the_next_renewal(
+def test_other_words_are_reported_with_the_next_renewal(
     root: Path, reader: Registration, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, what: str
 ) -> None:
     reader.lease([1])

@@ -30,8 +30,8 @@ PUBLISH = """
 import sys
 from pathlib import Path
 from handoff_lab import publish
-from hpcrl.weights import HandoffWriter
-writer, model, switch = HandoffWriter.claim(Path(sys.argv[1]), 2), Path(sys.argv[2]), Path(sys.argv[3])
+from hpcrl.weights import VersionCommitter
+writer, model, switch = VersionCommitter.claim(Path(sys.argv[1]), 2), Path(sys.argv[2]), Path(sys.argv[3])
 store = writer.store
 switch.touch()
 try:
@@ -155,10 +155,10 @@ def test_reader(shim: Path, store: HandoffStore, tmp_path: Path, fault: str, out
 
 
 COLLECTOR = [
-    (f"op=rename path=v000001 errno={EIO} count=1", "nothing more is removed now: [Errno 5]"),
-    (f"op=rename path=v000001 errno={ESTALE} count=1", "nothing more is removed now: [Errno 116]"),
-    (f"op=rename path=v000001 errno={ENOSPC} count=1", "nothing more is removed now: [Errno 28]"),
-    (f"op=fsync path=weights errno={EIO} count=1", "nothing more is removed now: [Errno 5]"),
+    (f"op=rename path=v000001 errno={EIO} count=1", "nothing else is removed now: [Errno 5]"),
+    (f"op=rename path=v000001 errno={ESTALE} count=1", "nothing else is removed now: [Errno 116]"),
+    (f"op=rename path=v000001 errno={ENOSPC} count=1", "nothing else is removed now: [Errno 28]"),
+    (f"op=fsync path=weights errno={EIO} count=1", "nothing else is removed now: [Errno 5]"),
     (f"op=open path=v000003/manifest errno={EIO} count=1", "what it needs is unknown, so nothing is removed"),
 ]
 
@@ -279,5 +279,5 @@ def test_a_leased_version_that_is_hidden_and_restored_is_read_through_stale_cach
                 assert collector.collect().restored == [1]
                 check_content(reading)
             assert collector.collect().removed == [1]
-            with pytest.raises(HandoffError, match="is not there"), subscriber.reading(1):
+            with pytest.raises(HandoffError, match="does not exist"), subscriber.reading(1):
                 pass

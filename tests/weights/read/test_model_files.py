@@ -61,6 +61,18 @@ def test_tensors_lie_where_the_head_says(tmp_path: Path) -> None:
     }
 
 
+def test_a_weight_in_blocks_has_no_bytes_of_its_own(tmp_path: Path) -> None:
+    """Its bytes are those of its blocks and scales: a sum over all tensors counts each byte of the file once."""
+    head = {"w_blocks": tensor([2, 3, 4, 16], 0, 384), "w_scales": tensor([2, 3, 4], 384, 408)}
+    write(tmp_path / FILE, head, bytes(408))
+    with ModelFiles(tmp_path) as files:
+        weight, blocks = files.tensors["w"], files.tensors["w_blocks"]
+        assert (weight.dtype, weight.offset, weight.width) == ("mxfp4", blocks.offset, 0)
+        # 4 blocks of 16 bytes are 128 numbers of 4 bits
+        assert weight.shape == (2, 128, 3)
+        assert sum(block.nbytes for block in files.tensors.values()) == 408
+
+
 @pytest.mark.parametrize(
     ("head", "problem"),
     [
@@ -68,8 +80,8 @@ def test_tensors_lie_where_the_head_says(tmp_path: Path) -> None:
         (b"[]", "AttributeError"),
         ({"a": 1}, "TypeError"),
         ({"a": {"dtype": "U8", "shape": [1]}}, "KeyError: 'data_offsets'"),
-        ({"a": tensor([1], 0, 1) | {"shape": 1}}, "shape or data_offsets is no list"),
-        ({"a": tensor([1], 0, 1) | {"data_offsets": 1}}, "shape or data_offsets is no list"),
+        ({"a": tensor([1], 0, 1) | {"shape": 1}}, "shape or data_offsets is not a list"),
+        ({"a": tensor([1], 0, 1) | {"data_offsets": 1}}, "shape or data_offsets is not a list"),
         ({"a": tensor([1], 0, 1) | {"data_offsets": [0, 1, 2]}}, "too many values"),
         ({"a": tensor([1], -1, 0)}, "offsets -1 to 0 of a tensor of shape"),
         ({"a": tensor([1], 1, 0)}, "offsets 1 to 0 of a tensor of shape"),
@@ -81,7 +93,7 @@ def test_tensors_lie_where_the_head_says(tmp_path: Path) -> None:
 )
 def test_heads_that_are_none_are_refused(tmp_path: Path, head: Any, problem: str) -> None:
     write(tmp_path / FILE, head, bytes(4))
-    with pytest.raises(UsageError, match=f"{FILE} is no safetensors file: .*{problem}"):
+    with pytest.raises(UsageError, match=f"{FILE} is not a safetensors file: .*{problem}"):
         ModelFiles(tmp_path)
 
 
@@ -90,7 +102,7 @@ def test_a_head_is_from_two_bytes_to_the_limit_of_the_format(tmp_path: Path) -> 
     assert ModelFiles(tmp_path).tensors == {}
     for size in (1, 0, 100_000_001, 1 << 60):
         write(tmp_path / FILE, b"{}", size=size)
-        with pytest.raises(UsageError, match=f"no safetensors file: its head would have {size} bytes"):
+        with pytest.raises(UsageError, match=f"not a safetensors file: its head would have {size} bytes"):
             ModelFiles(tmp_path)
     write(tmp_path / FILE, b"{}", size=100_000_000)  # which this file has not
     assert ModelFiles(tmp_path).tensors == {}
@@ -105,7 +117,7 @@ def test_a_file_that_ends_before_its_last_byte_was_not_copied_whole(tmp_path: Pa
         ModelFiles(tmp_path)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None:
     write(tmp_path / FILE, {"a": tensor([4], 0, 4)}, bytes(4))
     with ModelFiles(tmp_path) as files:
         os.truncate(tmp_path / FILE, (tmp_path / FILE).stat().st_size - 1)
@@ -113,22 +125,22 @@ def test_a_file_that_is_cut_while_it_is_read_is_told(tmp_path: Path) -> None:
             files.read("a", (0,), (4,))
 
 
-def test_what_is_no_file_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / FILE).symlink_to(tmp_path / "blobs" / "x")
-    with pytest.raises(UsageError, match=r"is a link to .*blobs/x, which is not there.*\n    hint: download"):
+    with pytest.raises(UsageError, match=r"is a link to .*blobs/x, which does not exist.*\n    hint: download"):
         ModelFiles(tmp_path)
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).mkdir()
-    with pytest.raises(UsageError, match=f"{FILE} is no file"):
+    with pytest.raises(UsageError, match=f"{FILE} is not a file"):
         ModelFiles(tmp_path)
 
 
-def test_a_link_to_a_file_is_read_and_a_file_that_went_away_is_told(tmp_path: Path) -> None:
+def test_a_link_to_a_file_is_read_and_a_file_that_went_away_is_reported(tmp_path: Path) -> None:
     write(tmp_path / "blobs" / "x", {"a": tensor([4], 0, 4)}, b"abcd")
     (tmp_path / FILE).symlink_to(tmp_path / "blobs" / "x")
     with ModelFiles(tmp_path) as files:
         assert files.read("a", (0,), (4,)) == b"abcd"
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a file"):
         model_files._head(tmp_path / "gone.safetensors")
 
 
@@ -227,7 +239,7 @@ def test_an_index_with_a_mark_of_its_encoding_is_read(tmp_path: Path) -> None:
 )
 def test_an_index_names_files_of_its_directory(tmp_path: Path, name: str) -> None:
     path = indexed(tmp_path, {"weight_map": {"a": "x-1.safetensors", "b": name}})
-    with pytest.raises(UsageError, match=r"says that tensor 'b' is in .*no safetensors file of this directory"):
+    with pytest.raises(UsageError, match=r"says that tensor 'b' is in .*not a safetensors file of this directory"):
         find_weight_files(path)
 
 
@@ -332,7 +344,7 @@ def test_weights_have_dtypes_of_weights(tmp_path: Path) -> None:
     vector = stored(tmp_path / "other", {"v": ([2], "F8_E4M3")})
     assert (
         dtype_problem("v", vector.tensors)
-        == "tensor 'v' is in FP8 and no matrix: the layout of its scales is not known"
+        == "tensor 'v' is in FP8 but is not a matrix: the layout of its scales is unknown"
     )
 
 

@@ -15,7 +15,7 @@ from handoff_lab import model_directory, publish
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.segments import Segment, SegmentMap
 from hpcrl.weights.read.nodecache import NodeCache
-from hpcrl.weights.read.ownership import OwnerLock, myself
+from hpcrl.weights.read.ownership import OwnerLock, current_owner
 
 
 class Lab:
@@ -112,7 +112,7 @@ def test_a_view_is_of_its_process_alone(lab: Lab, cache: NodeCache) -> None:
     assert lab.file(cache, 0).read_bytes() == lab.content(lab.tensors[0])
 
 
-def test_a_version_that_somebody_loads_stays_until_the_last_has_it(lab: Lab, cache: NodeCache) -> None:
+def test_a_version_that_is_loaded_stays_until_the_last_has_it(lab: Lab, cache: NodeCache) -> None:
     with cache.reading(lab.segments):
         with cache.reading(lab.segments):
             lab.get(cache, 0)
@@ -183,7 +183,7 @@ def test_what_another_loads_is_waited_for_no_longer_than_it_may_take(lab: Lab) -
     cache.close()
 
 
-def test_a_cache_that_cannot_be_used_is_no_error(
+def test_a_cache_that_cannot_be_used_is_not_an_error(
     lab: Lab, cache: NodeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -210,7 +210,7 @@ def test_what_all_have_seen_goes_first(lab: Lab) -> None:
     cache.close()
 
 
-def test_a_version_that_nobody_loads_any_more_makes_room(lab: Lab) -> None:
+def test_a_version_that_is_no_longer_loaded_makes_room(lab: Lab) -> None:
     cache = lab.cache(2.5)
     with cache.reading(lab.others):
         for segment in lab.other_tensors[:2]:
@@ -225,7 +225,7 @@ def test_a_version_that_nobody_loads_any_more_makes_room(lab: Lab) -> None:
     cache.close()
 
 
-def test_nobody_loads_further_ahead_than_the_cache_is_large(lab: Lab) -> None:
+def test_read_ahead_is_limited_by_the_size_of_the_cache(lab: Lab) -> None:
     cache = lab.cache(2.5)
     with cache.reading(lab.segments):
         lab.get(cache, 0), lab.get(cache, 1)
@@ -278,14 +278,14 @@ def test_what_is_not_to_be_verified_is_taken_as_it_lies(lab: Lab) -> None:
 # -- other processes
 
 #: in another container, of which it cannot be seen whether it lives; and one that had this pid before
-OTHER = str(myself()._replace(namespace="1"))
-DEAD = str(myself()._replace(start_ticks=myself().start_ticks - 1))
+OTHER = str(current_owner()._replace(namespace="1"))
+DEAD = str(current_owner()._replace(start_ticks=current_owner().start_ticks - 1))
 
 
 def test_a_cache_stays_while_another_uses_it(lab: Lab) -> None:
     cache = lab.cache()
     members = cache.directory / "members"
-    assert os.listdir(members) == [str(myself())]
+    assert os.listdir(members) == [str(current_owner())]
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.directory, members)] == [0o700] * 2
     (members / OTHER).touch()
     (members / DEAD).touch()

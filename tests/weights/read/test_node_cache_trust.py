@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from handoff_lab import check_content, model_directory, publish
 
-from hpcrl import ours
-from hpcrl.credentials import TOKEN_FILE, ensure_token
+from hpcrl.network.credentials import TOKEN_FILE, ensure_token
+from hpcrl.storage import trusted_paths
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.read import nodecache
@@ -79,7 +79,7 @@ def test_the_directory_is_closed_and_its_name_needs_the_secret(store: HandoffSto
 
 
 @pytest.mark.parametrize("kind", ["open directory", "link", "file", "foreign"])
-def test_a_name_that_somebody_else_took_is_not_used(
+def test_a_taken_name_is_not_used(
     kind: str, store: HandoffStore, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken = name_of(store, base)
@@ -119,25 +119,25 @@ def test_a_base_where_others_may_rename_is_not_used(
 def test_what_belongs_to_another_user_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (base / "file").write_bytes(b"x")
     (base / "file").chmod(0o400)
-    os.close(ours.open_ours(base / "file"))
+    os.close(trusted_paths.open_trusted(base / "file"))
     os.link(base / "file", base / "second")
-    with pytest.raises(ours.NotOursError, match="other names"):
-        ours.open_ours(base / "file")
+    with pytest.raises(trusted_paths.NotOursError, match="other names"):
+        trusted_paths.open_trusted(base / "file")
     (base / "link").symlink_to(base / "second")
-    with pytest.raises(ours.NotOursError, match="file of ours"):
-        ours.open_ours(base / "link")
+    with pytest.raises(trusted_paths.NotOursError, match="file of this user"):
+        trusted_paths.open_trusted(base / "link")
     (base / "open").touch()
     (base / "open").chmod(0o620)
-    with pytest.raises(ours.NotOursError, match="writable by others"):
-        ours.open_ours(base / "open")
+    with pytest.raises(trusted_paths.NotOursError, match="writable by others"):
+        trusted_paths.open_trusted(base / "open")
     os.mkfifo(base / "pipe", 0o600)
-    with pytest.raises(ours.NotOursError, match="no regular file"):
-        ours.open_ours(base / "pipe")
+    with pytest.raises(trusted_paths.NotOursError, match="not a regular file"):
+        trusted_paths.open_trusted(base / "pipe")
     (base / "second").unlink()
-    with another_user(monkeypatch), pytest.raises(ours.NotOursError, match=f"we are {STRANGER}"):
-        ours.open_ours(base / "file")
-    with another_user(monkeypatch), pytest.raises(ours.NotOursError, match=f"we are {STRANGER}"):
-        ours.make_private(base)
+    with another_user(monkeypatch), pytest.raises(trusted_paths.NotOursError, match=f"we are {STRANGER}"):
+        trusted_paths.open_trusted(base / "file")
+    with another_user(monkeypatch), pytest.raises(trusted_paths.NotOursError, match=f"we are {STRANGER}"):
+        trusted_paths.make_private(base)
 
 
 def test_what_was_not_loaded_here_is_compared_with_the_manifest_once(
@@ -187,7 +187,7 @@ def test_what_is_known_is_not_compared_again(store: HandoffStore, base: Path, mo
         assert not compared
 
 
-def test_a_segment_that_is_cut_short_is_no_bus_error(store: HandoffStore, base: Path) -> None:
+def test_a_segment_that_is_cut_short_is_not_a_bus_error(store: HandoffStore, base: Path) -> None:
     with Subscriber(store.root, "a", settings(base)) as first, Subscriber(store.root, "b", settings(base)) as second:
         with first.reading(1) as reading:
             check_content(reading)

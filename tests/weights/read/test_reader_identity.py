@@ -52,7 +52,7 @@ def test_what_is_left_out_is_as_readers_are_without_it() -> None:
 
 
 @pytest.mark.parametrize("key", ["name", "expiry_s", "floor_s", "min_bytes_per_s", "streams"])
-def test_who_one_is_must_be_said(key: str) -> None:
+def test_the_identity_of_a_reader_is_required(key: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=key):
         msgspec.convert({name: value for name, value in WHOLE.items() if name != key}, ReaderIdentity)
     with pytest.raises(msgspec.ValidationError, match="secret"):
@@ -86,10 +86,10 @@ def test_who_says_the_same_or_nothing_is_let(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"root": "/runs/two"}, "was started with root /runs/one/weights; a call cannot make that /runs/two"),
-        ({"reader": {"name": "engine-2"}}, "was started with name engine-1; a call cannot make that engine-2"),
+        ({"root": "/runs/two"}, "was started with root /runs/one/weights; a call cannot change it to /runs/two"),
+        ({"reader": {"name": "engine-2"}}, "was started with name engine-1; a call cannot change it to engine-2"),
         ({"reader": {"cache_dir": "/dev/shm"}}, "was started with cache_dir /fast/node; a call"),
-        ({"reader": {"fanout_host": "10.0.0.9"}}, "was started with fanout_host node7; a call cannot make that 10"),
+        ({"reader": {"fanout_host": "10.0.0.9"}}, "was started with fanout_host node7; a call cannot change it to 10"),
     ],
 )
 def test_who_says_something_else_is_refused_by_name(given: dict[str, Any], message: str) -> None:
@@ -103,6 +103,6 @@ def test_what_an_engine_has_not_a_call_does_not_give_it(key: str) -> None:
         check({"reader": {key: WHOLE[key]}}, **{key: None})
 
 
-def test_outside_of_a_run_an_engine_reads_where_it_is_told() -> None:
+def test_outside_of_a_run_an_engine_reads_from_the_given_directory() -> None:
     given = {"root": "/anywhere", "reader": {"name": "x", "cache_dir": "/y"}}
     check_same_reader(given, root=None, name=None, settings=ReaderSettings())

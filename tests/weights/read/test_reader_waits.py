@@ -73,7 +73,7 @@ def test_a_version_is_seen_soon_after_it_appears(tmp_path: Path, clock: Clock, v
     assert listings.looks < 50  # a share is not asked all the time
 
 
-def test_a_version_that_does_not_come_is_waited_for_as_long_as_was_said(tmp_path: Path, clock: Clock) -> None:
+def test_a_version_that_does_not_come_is_waited_for_until_the_timeout(tmp_path: Path, clock: Clock) -> None:
     found, listings = waiting(tmp_path, clock, {0.0: 2})
     assert not found.wait_for(3, timeout_s=10.1)
     assert clock.now == pytest.approx(110.1)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from hpcrl.errors import HandoffError
-from hpcrl.gate import Gate
+from hpcrl.network.auth import Gate
 from hpcrl.weights.read import share
 from hpcrl.weights.read.fanout import FanoutServer
 from hpcrl.weights.read.share import read_small
@@ -23,7 +23,7 @@ class Share:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: list[int], *, listed: bool) -> None:
         self.errors, self.reads = errors, 0
         monkeypatch.setattr(Path, "read_bytes", self.read)
-        monkeypatch.setattr(share, "reveal", lambda path: listed)
+        monkeypatch.setattr(share, "exists_uncached", lambda path: listed)
         monkeypatch.setattr(share.time, "sleep", lambda seconds: None)
 
     def read(self) -> bytes:
@@ -54,7 +54,7 @@ def test_errors_that_pass_are_waited_out(monkeypatch: pytest.MonkeyPatch, errors
 @pytest.mark.parametrize(
     ("errors", "listed", "reads", "message"),
     [
-        ([errno.ENOENT] * 6, False, 3, "manifest.json is not there"),
+        ([errno.ENOENT] * 6, False, 3, "manifest.json does not exist"),
         ([errno.ENOENT] * 6, True, 6, "cannot be read: No such file or directory .*attempt 6; given up"),
         ([errno.EIO] * 6, True, 2, "cannot be read: Input/output error .*attempt 2; given up"),
         ([errno.EACCES], True, 1, "cannot be read: Permission denied .*attempt 1; given up"),

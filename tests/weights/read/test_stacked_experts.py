@@ -60,7 +60,7 @@ def test_blocks_of_experts(
                 assert list(struct.unpack(f"<{len(wanted)}H", data)) == wanted
 
 
-def test_layout_is_told_by_the_shape_as_transformers_does() -> None:
+def test_the_layout_is_recognised_by_the_shape_as_in_transformers() -> None:
     assert has_inputs_first("a.mlp.experts.gate_up_proj", (2, 8, 12), 8) is True
     assert has_inputs_first("a.mlp.experts.gate_up_proj", (2, 12, 8), 8) is False
     assert has_inputs_first("a.mlp.experts.gate_up_proj", (2, 8, 8), 8) is False

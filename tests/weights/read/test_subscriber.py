@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from handoff_lab import check_content, model_directory, publish
 
-from hpcrl.credentials import Credentials
 from hpcrl.errors import HandoffError
-from hpcrl.gate import Gate
+from hpcrl.network.auth import Gate
+from hpcrl.network.credentials import Credentials
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.manifest import Handoff
 from hpcrl.weights.format.segments import SegmentMap, first_wrong_byte
 from hpcrl.weights.read.fanout import parent_of
 from hpcrl.weights.read.nodecache import NodeCache
-from hpcrl.weights.read.ownership import Owner, OwnerLock, myself
+from hpcrl.weights.read.ownership import Owner, OwnerLock, current_owner
 from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
@@ -96,10 +96,10 @@ def test_bytes_are_read_across_segments(store: HandoffStore) -> None:
             assert bytes(reading.read(2, path.name, offset, length)) == data[offset : offset + length]
 
 
-def test_what_is_not_there_is_said_at_once(store: HandoffStore) -> None:
+def test_what_is_not_there_is_reported_at_once(store: HandoffStore) -> None:
     with Subscriber(store.root, "r", settings()) as subscriber:
         began = time.monotonic()
-        with pytest.raises(HandoffError, match=r"v000007 is not there.*1, 2"), subscriber.reading(7):
+        with pytest.raises(HandoffError, match=r"v000007 does not exist.*1, 2"), subscriber.reading(7):
             pass
         assert time.monotonic() - began < 5
         assert not subscriber.wait_for(3, timeout_s=0.0)
@@ -202,14 +202,14 @@ def test_ranks_of_a_node_read_each_byte_once(store: HandoffStore, tmp_path: Path
     assert list((tmp_path / "node").iterdir()) == []
 
 
-def test_a_dead_owner_is_followed_and_a_living_one_is_not(tmp_path: Path) -> None:
+def test_a_dead_owner_is_followed_and_a_live_one_is_not(tmp_path: Path) -> None:
     first, second = OwnerLock(tmp_path / "a.lock"), OwnerLock(tmp_path / "a.lock")
     assert first.acquire()
     assert not second.acquire()
     first.release()
     assert second.acquire()
     second.release()
-    me = myself()
+    me = current_owner()
     (tmp_path / "a.lock.7").write_text(str(me._replace(start_ticks=me.start_ticks - 1)))  # another had this pid
     assert first.acquire()
     assert os.listdir(tmp_path) == ["a.lock.8"]
@@ -223,7 +223,7 @@ def test_a_dead_owner_is_followed_and_a_living_one_is_not(tmp_path: Path) -> Non
 
 
 def test_what_the_dead_left_in_the_cache_is_removed(store: HandoffStore, tmp_path: Path) -> None:
-    me = myself()
+    me = current_owner()
     dead = me._replace(start_ticks=me.start_ticks - 1)
     base = tmp_path / "node"
     deserted = base / f"hpcrl-weights-{os.getuid()}-0123"

@@ -1,4 +1,4 @@
-"""Publisher, collector and readers killed at random points (the full count is in bench/handoff_kills.py)."""
+"""Publisher, collector and readers killed at random points (the full count is in tests/campaigns/handoff_kills.py)."""
 
 from __future__ import annotations
 

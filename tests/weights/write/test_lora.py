@@ -11,7 +11,7 @@ from adapter_lab import ExpertAdapter, adapter_tensors, config_of, publish_adapt
 from safetensors.numpy import load_file
 
 from hpcrl.errors import HandoffError
-from hpcrl.weights import Handoff, HandoffWriter, write_shard
+from hpcrl.weights import Handoff, VersionCommitter, write_shard
 from hpcrl.weights.format.shard import TensorBytes
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
@@ -32,7 +32,7 @@ def experts() -> ExpertAdapter:
     return ExpertAdapter(random(E, R, H), random(E, 2 * F, R), random(E, R, F), random(E, H, R))
 
 
-def publish_base(writer: HandoffWriter, version: int = 0) -> Handoff:
+def publish_base(writer: VersionCommitter, version: int = 0) -> Handoff:
     """What the adapters of these tests claim to be trained on."""
     path = writer.stage(version) / "model.safetensors"
     array = random(12, H)
@@ -43,7 +43,7 @@ def publish_base(writer: HandoffWriter, version: int = 0) -> Handoff:
 
 def publish(root: Path, experts: ExpertAdapter, layout: str) -> dict[str, np.ndarray]:
     """Write and read back what a reader finds."""
-    writer = HandoffWriter.claim(root, 1)
+    writer = VersionCommitter.claim(root, 1)
     linear = {QUERY: (random(R, H), random(12, R))}
     config = config_of(list(linear), [EXPERTS], layout, rank=R, alpha=4)
     publish_adapter(
@@ -94,7 +94,7 @@ def test_fused_layout_unpacks_as_peft_and_vllm_do(tmp_path: Path, experts: Exper
 
 def test_bfloat16_comes_as_bits(tmp_path: Path) -> None:
     a, b = np.arange(R * H, dtype=np.uint16).reshape(R, H), np.arange(4 * R, dtype=np.uint16).reshape(4, R)
-    writer = HandoffWriter.claim(tmp_path, 1)
+    writer = VersionCommitter.claim(tmp_path, 1)
     tensors = adapter_tensors({QUERY: (a, b)}, {}, "per_expert")
     base = publish_base(writer)
     publish_adapter(writer, version=1, base=base, tensors=tensors, dtype="bfloat16", config={}, producer="t")
@@ -108,7 +108,7 @@ def test_bfloat16_comes_as_bits(tmp_path: Path) -> None:
 
 def test_the_base_stays_as_long_as_an_adapter_of_it(tmp_path: Path, experts: ExpertAdapter) -> None:
     publish(tmp_path, experts, "fused")
-    writer = HandoffWriter.claim(tmp_path, 1)
+    writer = VersionCommitter.claim(tmp_path, 1)
     publish_base(writer, 1)
     collector = Collector(writer.store, ReaderWatch(tmp_path, expiry_s=60.0), keep_last=1, settle_s=0.0)
     assert collector.collect().removed == [1]
@@ -116,7 +116,7 @@ def test_the_base_stays_as_long_as_an_adapter_of_it(tmp_path: Path, experts: Exp
 
 
 def test_an_adapter_whose_base_is_gone_is_not_published(tmp_path: Path) -> None:
-    writer = HandoffWriter.claim(tmp_path, 1)
+    writer = VersionCommitter.claim(tmp_path, 1)
     base = publish_base(writer)
     writer.remove(0)
     tensors = adapter_tensors({QUERY: (random(R, H), random(12, R))}, {}, "fused")
@@ -132,4 +132,4 @@ def test_a_manifest_of_an_adapter_without_its_base_is_wrong(tmp_path: Path, expe
     for changes in ({"parent": None}, {"parent_xxh3_128": None}, {"needs": []}):
         path.write_text(json.dumps(manifest | changes))
         with pytest.raises(HandoffError, match="do not fit each other"):
-            HandoffWriter.claim(tmp_path, 1).store.open(3)
+            VersionCommitter.claim(tmp_path, 1).store.open(3)

@@ -1,0 +1,32 @@
+"""The real library verifiers on a real vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import contract
+import pytest
+from engine_helpers import Server
+from test_vllm_cpu import ENVIRONMENT, FLAGS, start_server
+from verifiers_rollouts import check_rollout, needs_verifiers
+from vllm_environment import VLLM_PYTHON
+
+from hpcrl.modeling.decoder import Decoder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400), needs_verifiers]
+
+
+@pytest.fixture(scope="module")
+def vllm(tiny: tuple[Path, Decoder], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", *FLAGS]
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    running = start_server(command, *tiny, log, kind="vllm", ready_s=1500, environment=ENVIRONMENT)
+    running.timeout_s = 300.0
+    contract.label(running, "0")
+    yield running
+    running.stop()
+
+
+async def test_a_rollout_of_several_turns(vllm: Server, tmp_path: Path) -> None:
+    await check_rollout(vllm, tmp_path, tolerance=2e-3)
