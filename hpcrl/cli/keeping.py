@@ -66,15 +66,20 @@ def _page_of(run: RunDir) -> dict[str, bytes]:
     """Return the page of a run (``hpcrl report``); nothing, and a line that says why, where it cannot be made."""
     import tempfile
 
-    from hpcrl.errors import HpcrlError
+    from hpcrl.errors import HpcrlError, MissingExtraError
+    from hpcrl.installing import extra_of
 
     try:
         from hpcrl.analysis.page.write_html import write_page
 
         with tempfile.TemporaryDirectory() as directory:
             return {"report.html": write_page([run], Path(directory) / "report.html").read_bytes()}
-    except (HpcrlError, ImportError, OSError, ValueError) as error:
-        say(f"no page: {str(error).partition(chr(10))[0]}", err=True)
+    except ImportError as error:
+        extra = extra_of(error)
+        say(f"no page: {error if extra is None else MissingExtraError(extra, error.name or extra)}", err=True)
+        return {}
+    except (HpcrlError, OSError, ValueError) as error:
+        say(f"no page: {error}", err=True)
         return {}
 
 

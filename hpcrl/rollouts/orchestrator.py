@@ -52,7 +52,7 @@ class Orchestrator:
     Attributes
     ----------
     stopping:
-        Set when the process is asked to end; the dock then answers 410.
+        Set when the process is asked to end, and when a part has failed; the dock then answers 410.
     """
 
     def __init__(self, context: RoleContext) -> None:
@@ -113,6 +113,8 @@ class Orchestrator:
             gate = gate_of(self._context, "dock")
             await stack.enter_async_context(serve_dock(self, gate, host=host, port=port))
             await stack.enter_async_context(self._tasks)
+            # left as soon as a task fails: the group then starts no more, which handlers of the dock would ask for
+            stack.callback(setattr, self, "stopping", True)
             self._tasks.create_task(self._raise_failure())
             self._tasks.create_task(self._lag.run())
             self._tasks.create_task(self._report_progress())
@@ -130,6 +132,7 @@ class Orchestrator:
             closing.push_async_callback(parts.gateway.aclose)
             self._built.set_result(parts)
             await self._start(parts)
+            await asyncio.get_running_loop().create_future()  # until this is cancelled
 
     def _foundation(self) -> Foundation:
         return Foundation(

@@ -36,15 +36,18 @@ async def _main(context: RoleContext) -> None:
     work = asyncio.current_task()
     assert work is not None
 
+    signalled = False
+
     def stop() -> None:
-        orchestrator.stopping = True
+        nonlocal signalled
+        orchestrator.stopping = signalled = True
         work.cancel()
 
     handle_signals({signal.SIGTERM: stop, signal.SIGINT: stop})
     try:
         await orchestrator.run()
     except asyncio.CancelledError:
-        if not orchestrator.stopping:
+        if not signalled:
             raise
         _log.info("stopped by a signal")
     except BaseExceptionGroup as group:

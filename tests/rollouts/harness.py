@@ -20,6 +20,7 @@ from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.client import DockClient
+from hpcrl.errors import PeerLostError
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.wire import BatchShard
 from hpcrl.models.character_tokenizer import write_character_tokenizer
@@ -155,7 +156,16 @@ class Loop:
         if not call.done():
             call.cancel()
             self.work.result()
-        return await call
+        try:
+            return await call
+        except PeerLostError as error:
+            if "is stopping" not in str(error):
+                raise
+            # an orchestrator that fails refuses requests before its work has ended
+            await asyncio.wait([self.work], timeout=10.0)
+            if self.work.done():
+                self.work.result()
+            raise
 
     async def publish(self, version: int) -> None:
         """A version (the stub reads its name only), and the word that it is there."""

@@ -91,6 +91,29 @@ async def test_rollouts_that_all_fail_end_the_run(tmp_path: Path) -> None:
             await asyncio.wait_for(loop.work, 10.0)
 
 
+async def test_the_dock_says_that_it_stops_as_soon_as_a_part_has_failed(tmp_path: Path) -> None:
+    """Not an internal error, which would be taken for a second failure: parts that end slowly leave it served."""
+
+    async def end_slowly() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(2.0)
+
+    async with running(make_run(tmp_path), StubEngine()) as loop:
+        await loop.batch(1)
+        loop.orchestrator._tasks.create_task(end_slowly())
+        await asyncio.sleep(0)
+        loop.orchestrator._fail(HpcrlError("a part failed"))
+        await asyncio.sleep(0.2)
+        with pytest.raises(PeerLostError, match="410: the orchestrator is stopping"):
+            await asyncio.to_thread(loop.client.finish, 0)
+        assert loop.work is not None
+        assert not loop.work.done()
+        with pytest.raises(HpcrlError, match="a part failed"):
+            await asyncio.wait_for(loop.work, 10.0)
+
+
 async def test_an_update_that_fails_is_tried_again_and_requests_always_go_on(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(weight_updates, "_RETRY_S", 0.01)
     stub = StubEngine()

@@ -117,7 +117,7 @@ class _Link:
         os.set_blocking(self._requests, False)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", self._start_host, self._modules, str(their_requests), str(their_answers)],
+                [sys.executable, "-I", "-c", self._start_host, self._modules, str(their_requests), str(their_answers)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(their_requests, their_answers),
                 start_new_session=True,
