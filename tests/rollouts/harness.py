@@ -20,9 +20,9 @@ from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.restore import RestoreDecision
 from hpcrl.config.recipe import Recipe
 from hpcrl.dock.client import DockClient
-from hpcrl.errors import PeerLostError
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.wire import BatchShard
+from hpcrl.errors import PeerLostError
 from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.network.auth import Gate
 from hpcrl.network.credentials import Credentials
