@@ -97,7 +97,11 @@ class DatasetColumns(StrictModel):
     prompt: str = "prompt"
     """The question, as text. Not read where there are ``messages`` or a ``template``."""
     messages: str | None = None
-    """The conversation that the policy continues: a list of ``role`` and ``content``, the last one of the user."""
+    """The conversation that the policy continues: a list of ``role`` and ``content``, the last one of the user or the
+    result of a tool. Messages of the assistant may have ``tool_calls``."""
+    tools: str | None = None
+    """Tools that the policy may call: a list of functions as OpenAI's API has it, which may be empty. Of ``kind:
+    dataset`` alone."""
     answer: str = "answer"
     """The right answer: text, a number, ``true`` or ``false``; or a list of right answers, of which a reply needs one.
     It must be there where a checker compares with it."""
@@ -157,7 +161,8 @@ class TaskFileEnv(HostedEnv):
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = ()
     """Checkers; the reward is the sum of their scores, each times its weight, less penalties."""
     checker_processes: PositiveInt = 4
-    """Maximum processes of checkers that may take long (all but ``exact``, ``numeric`` and ``length``)."""
+    """Maximum processes of checkers that may take long (all but ``exact``, ``numeric``, ``tool_call`` and
+    ``length``)."""
 
     @property
     def keeps_rows(self) -> bool:

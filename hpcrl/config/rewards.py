@@ -73,6 +73,21 @@ class NumericReward(_Reward):
     """Largest difference that counts as equal, as a share of the answer; the larger of the two tolerances holds."""
 
 
+class ToolCallReward(_Reward):
+    """1 where the reply calls the tools that the answer names, with equal arguments. No tool is run.
+
+    The answer is a call, ``{"name": "weather", "arguments": {"city": "Rome"}}``, or a list of calls; an empty list: the
+    reply must call nothing. Text of such JSON counts, too.
+    """
+
+    kind: Literal["tool_call"]
+    ordered: bool = False
+    """Calls must come in the order of the answer."""
+    score: Literal["all", "share"] = "all"
+    """1 where ``all`` calls are right and none is too many, or the ``share`` of right calls: their number divided by
+    that of the answer or of the reply, whichever is larger."""
+
+
 class _SlowReward(_Reward):
     """Runs in a process of its own, which is ended at the deadline: what a policy says can make it take very long."""
 
@@ -236,6 +251,7 @@ class LengthReward(StrictModel):
 RewardConfig = Annotated[
     ExactReward
     | NumericReward
+    | ToolCallReward
     | RegexReward
     | MathReward
     | JsonSchemaReward

@@ -113,6 +113,8 @@ def test_bad_rows_are_named_with_the_line_of_the_recipe(hpcrl: Hpcrl, tmp_path: 
         ({"curriculum": "{min_pass_rate: 0.5, max_pass_rate: 0.2}"}, "0.5 is more than max_pass_rate 0.2"),
         ({"rewards": "[{kind: length, penalty: 1}]"}, "one of limit_tokens and limit_characters is given"),
         ({"rewards": "[{kind: format, pattern: '.*'}]"}, "no checker of the answer has a weight above 0"),
+        ({"rewards": "[{kind: tool_call}]"}, "columns.tools names no column, so no reply calls a tool"),
+        ({"kind": "harness", "command": "[x]", "columns": "{tools: t}"}, "a program offers its own tools"),
         ({"rewards": "[{kind: regex, pattern: '('}]"}, "is not a regular expression"),
         ({"columns": "{prompt: text}"}, "column 'text' does not exist"),
         ({"revision": "main"}, "a revision is of a data set of the hub"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hpcrl.config.cluster import ClusterProfile
 from hpcrl.config.environments import HarnessEnv, TaskFileEnv
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rewards import FormatReward, LengthReward
+from hpcrl.config.rewards import FormatReward, LengthReward, ToolCallReward
 from hpcrl.config.row_template import template_columns
 from hpcrl.config.rules.rule import Conflicts, Rule
 
@@ -47,6 +47,8 @@ def _prompts_and_curriculum(recipe: Recipe, _: ClusterProfile) -> Conflicts:
             yield f"{key}.template", "columns.messages has the whole prompt"
         if config.template is not None and not template_columns(config.template):
             yield f"{key}.template", "it names no column, so all prompts would be equal"
+        if columns.tools is not None and isinstance(config, HarnessEnv):
+            yield f"{key}.columns.tools", "a program offers its own tools to the policy"
         if curriculum.weights and columns.difficulty is None:
             yield f"{key}.curriculum.weights", "columns.difficulty names no column"
         if (curriculum.min_pass_rate > 0 or curriculum.max_pass_rate < 1) and columns.pass_rate is None:
@@ -67,6 +69,8 @@ def _parts_of_the_reward(recipe: Recipe, _: ClusterProfile) -> Conflicts:
                 yield f"{key}.rewards.{number}.name", f"another part is called {name!r}"
             if isinstance(reward, LengthReward) and (reward.limit_tokens is None) == (reward.limit_characters is None):
                 yield f"{key}.rewards.{number}.limit_tokens", "one of limit_tokens and limit_characters is given"
+            if isinstance(reward, ToolCallReward) and config.columns.tools is None:
+                yield f"{key}.rewards.{number}.kind", "columns.tools names no column, so no reply calls a tool"
         if not config.rewards:
             continue  # the program says its reward
         judges = [each for each in config.rewards if not isinstance(each, FormatReward | LengthReward)]

@@ -17,6 +17,7 @@ import msgspec
 from hpcrl.config.environments import (
     CalculatorEnv,
     CustomEnv,
+    EnvironmentConfig,
     HarnessEnv,
     ReasoningGymEnv,
     SweEnv,
@@ -101,19 +102,19 @@ class _Trial:
         except ValueError as error:
             self.find(key, f"no conversation can begin: {error}", _OTHER_TEMPLATE)
             return []
-        calling = [each.name for each in environments if isinstance(each, SweEnv)]
+        calling = [each.name for each in environments if _calls_tools(each)]
         if calling and renderer.format is None:
             what = f"no format of tool calls is known of this model, and environment {calling[0]!r} needs calls"
             self.find(_FORMAT, what, "choose a model of a known format, or name its format")
             return ids
-        for what, kind, attempt in _ATTEMPTS:
-            names = [each.name for each in environments if isinstance(each, kind)]
+        for what, uses, needed, attempt in _ATTEMPTS:
+            names = [each.name for each in environments if uses(each)]
             if not names:
                 continue
             try:
                 ids += attempt(renderer)
             except ValueError as error:
-                if kind in (CalculatorEnv, SweEnv):
+                if needed:
                     self.find(key, f"{what}, as environment {names[0]!r} needs it: {error}", _OTHER_TEMPLATE)
                 elif renderer.format is not None:
                     # custom environments may use calls; a model without calls cannot
@@ -175,17 +176,27 @@ def _use_tool(renderer: Renderer) -> list[int]:
     return renderer.opening([_QUESTION], tools=[_TOOL]) + _after(renderer, tool_message(_CALL, "4"), [_TOOL], [_CALL])
 
 
-_ATTEMPTS: tuple[tuple[str, type, Callable[[Renderer], list[int]]], ...] = (
+def _calls_tools(config: EnvironmentConfig) -> bool:
+    return isinstance(config, SweEnv) or (isinstance(config, TaskFileEnv) and config.columns.tools is not None)
+
+
+_ATTEMPTS: tuple[tuple[str, Callable[[EnvironmentConfig], bool], bool, Callable[[Renderer], list[int]]], ...] = (
     (
         "a tool's result cannot follow a reply without a call",
-        CalculatorEnv,
+        lambda config: isinstance(config, CalculatorEnv),
+        True,
         lambda renderer: _after(renderer, {"role": "tool", "content": "4"}),
     ),
-    ("a user's message cannot follow a reply", CustomEnv, lambda renderer: _after(renderer, _QUESTION)),
-    ("tools cannot be used", CustomEnv, _use_tool),
-    ("tools cannot be used", SweEnv, _use_tool),
+    (
+        "a user's message cannot follow a reply",
+        lambda config: isinstance(config, CustomEnv),
+        False,
+        lambda renderer: _after(renderer, _QUESTION),
+    ),
+    ("tools cannot be used", lambda config: isinstance(config, CustomEnv), False, _use_tool),
+    ("tools cannot be used", _calls_tools, True, _use_tool),
 )
-"""Unsupported feature, the environments that use it or may use it, and the attempt to use it."""
+"""Unsupported feature, the environments that use it, whether they do or may, and the attempt to use it."""
 
 
 def main() -> None:

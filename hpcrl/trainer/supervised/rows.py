@@ -13,7 +13,8 @@ from hpcrl.config.sft import SftConfig
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, Problems, shown
 from hpcrl.rollouts.environments.dataset.reading import RawRow, RowSource, read_rows
-from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
+from hpcrl.rollouts.environments.dataset.row_messages import read_tools
+from hpcrl.rollouts.environments.messages import plain_messages
 
 SECTION = "sft"
 """Section of a recipe that error messages name."""
@@ -159,7 +160,7 @@ class ConversationReader:
         tools = raw.values.get(columns.tools) if columns.tools is not None else None
         try:
             messages = plain_messages(given)
-            found = plain_tools(_list(tools, columns.tools) if tools else ())
+            found = read_tools(tools, columns.tools) if columns.tools is not None else []
         except (TypeError, ValueError) as error:
             raise BadRowError(str(error), "write messages as {role, content}, and tools as JSON schemas") from None
         _check_assistant(messages)

@@ -93,6 +93,24 @@ def test_a_tool_turn_is_asked_of_those_who_have_tools(tmp_path: Path) -> None:
     assert note.startswith("tools cannot be used; rollouts of environment 'mine' fail where they need it")
 
 
+def test_rows_with_tools_need_a_template_and_a_format_for_them(tmp_path: Path) -> None:
+    tooled = [
+        {
+            "name": "asked",
+            "kind": "dataset",
+            "path": "q.jsonl",
+            "columns": {"tools": "functions"},
+            "rewards": [{"kind": "tool_call"}],
+        }
+    ]
+    model = write_model(tmp_path / "model", NO_TOOLS + IM, eos_token="<|im_end|>")
+    configure(model)
+    wrong, _ = found(model, environments=tooled)
+    assert "tools cannot be used, as environment 'asked' needs it" in wrong["model.path"]
+    wrong, _ = found(model, environments=tooled, chat={"format": "text"})
+    assert "environment 'asked' needs calls" in wrong["model.chat.format"]
+
+
 def test_turns_that_end_with_no_token_of_ends_cannot_be_followed(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", IM, eos_token="<|end|>")
     configure(model)

@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence
 
 from hpcrl.config.environments import DatasetEnv
-from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Split
+from hpcrl.config.rewards import ToolCallReward
+from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Reply, Split, ToolCall
 from hpcrl.rollouts.environments.dataset.task_file import TaskFile
+from hpcrl.rollouts.environments.rewards.tool_calls import read_calls
 
 
 class DatasetEnvironment:
@@ -30,6 +32,7 @@ class DatasetEnvironment:
         self.name = config.name
         self._tasks = TaskFile(config)
         self._judge, self.notes = self._tasks.judge, self._tasks.notes
+        self._judges_calls = any(isinstance(reward, ToolCallReward) for reward in config.rewards)
 
     def prompt(self, split: Split, index: int) -> Prompt:
         return self._tasks.prompt(split, index)
@@ -44,14 +47,27 @@ class DatasetEnvironment:
         Raises
         ------
         NotImplementedError
-            The rows have no answer.
+            The rows have no answer, or tools: `hpcrl sft` reads conversations with calls.
         """
+        if prompt.tools:
+            raise NotImplementedError("demonstrations have no tools")
         said = prompt.data.demonstration
         if not said:
             raise NotImplementedError("rows have no answer, and there is no demonstration")
         if not correct:
             said = self._tasks.other(rng).demonstration
         return (*prompt.messages, {"role": "assistant", "content": said})
+
+    def solution(self, prompt: Prompt) -> list[Reply] | None:
+        """Return the right reply, with its calls where tools are judged; None where it is not known."""
+        task = prompt.data
+        if not prompt.tools:
+            return [Reply(task.demonstration, finished=True)] if task.demonstration else None
+        calls = read_calls(task.answer) if self._judges_calls else ""
+        if isinstance(calls, str):
+            return None
+        said = (ToolCall(name, arguments, f"call_0_{number}") for number, (name, arguments) in enumerate(calls))
+        return [Reply("", finished=True, calls=tuple(said))]
 
     def close(self) -> None:
         """End the processes of checkers."""

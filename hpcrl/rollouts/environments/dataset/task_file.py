@@ -61,8 +61,7 @@ class TaskFile:
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return the prompt of a task; its ``data`` is the `Task`."""
         task = self._decoder.decode(self._encoded(split, index))
-        messages = tuple({"role": role, "content": content} for role, content in task.messages)
-        return Prompt(split=split, index=index, messages=messages, data=task)
+        return Prompt(split=split, index=index, messages=tuple(task.messages), data=task, tools=tuple(task.tools))
 
     def other(self, rng: random.Random) -> Task:
         """Return some training task."""

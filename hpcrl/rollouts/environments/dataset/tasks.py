@@ -15,13 +15,13 @@ from hpcrl.config.environments import TaskFileEnv
 from hpcrl.config.row_template import fill_template, template_columns
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, shown
 from hpcrl.rollouts.environments.dataset.reading import RawRow
+from hpcrl.rollouts.environments.dataset.row_messages import normal_text, question_of, read_conversation, read_tools
 from hpcrl.rollouts.environments.rewards.answers import AnswerCheck
 
 _MAX_BITS = 4096
 """Maximum size of an integer in bits; Python refuses to print much larger ones."""
 _MAX_ANSWERS = 32
 """Maximum number of right answers of a row; each is compared."""
-_ROLES = ("system", "user", "assistant", "tool")
 _LOOSE = re.compile(r"[;:?¿¡\"“”‘’'…«»]|(?<!\d)!|[.,](?!\w)")
 """Punctuation of sentences; that of formulas says what is asked."""
 _TEXT_HINT = "every row has text there; remove the row, or name another column in {key}"
@@ -33,7 +33,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     Attributes
     ----------
     messages:
-        Role and content of each message of the prompt.
+        Messages of the prompt.
     answer:
         The right answer; empty where none is read.
     demonstration:
@@ -42,13 +42,16 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
         All columns, where rollouts need them; else empty.
     others:
         Further right answers, where the row has a list of them.
+    tools:
+        Tools that the policy may call.
     """
 
-    messages: list[tuple[str, str]]
+    messages: list[dict[str, Any]]
     answer: str
     demonstration: str
     row: dict[str, Any]
     others: list[str] = []
+    tools: list[dict[str, Any]] = []
 
 
 class CheckedRow(msgspec.Struct, frozen=True):
@@ -95,15 +98,24 @@ class RowChecker:
     def check(self, raw: RawRow) -> CheckedRow:
         """Check a row (`BadRowError` with the first thing that is wrong)."""
         columns, values = self._config.columns, raw.values
-        messages, question = self._messages(values) if columns.messages is not None else self._prompt(values)
+        tools = (
+            [] if columns.tools is None else read_tools(_given(values, columns.tools, "columns.tools"), columns.tools)
+        )
+        if columns.messages is not None:
+            messages = read_conversation(_present(values, columns.messages, "columns.messages"), columns.messages)
+            question = question_of(messages, tools)
+        else:
+            text, question = self._prompt(values)
+            messages = [{"role": "user", "content": text}]
+            question = "\0".join((question, question_of([], tools))) if tools else question
         if self._config.system is not None:
-            if messages[0][0] == "system":
+            if messages[0]["role"] in ("system", "developer"):
                 raise BadRowError(f"column {columns.messages!r} begins with a system message", "remove system")
-            messages = [("system", self._config.system), *messages]
+            messages = [{"role": "system", "content": self._config.system}, *messages]
         answer, *others = self._all_answers(values)
         if problem := self._answers.tests_problem(values):
             raise BadRowError(problem, "correct the row, or see the columns of the reward: tests, entry_point, setup")
-        task = Task(messages, answer, self._demonstration(values, answer), self._row(values), others)
+        task = Task(messages, answer, self._demonstration(values, answer), self._row(values), others, tools)
         return CheckedRow(
             task=task,
             question=question,
@@ -114,40 +126,22 @@ class RowChecker:
             note=self._answers.note(answer),
         )
 
-    def _prompt(self, values: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-        """Return the prompt of a row, and its question: the columns of a template, without the surrounding text."""
+    def _prompt(self, values: dict[str, Any]) -> tuple[str, str]:
+        """Return the text of a prompt, and its question: the columns of a template, without the surrounding text."""
         template = self._config.template
         if template is None:
             text = _text(values, self._config.columns.prompt, "columns.prompt", numbers=False)
-            return [("user", text)], _normal(text)
+            return text, normal_text(text)
         parts = {column: _text(values, column, "template") for column in template_columns(template)}
-        question = "\0".join(_normal(parts[column]) for column in sorted(parts))
-        return [("user", fill_template(template, parts))], question
-
-    def _messages(self, values: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-        """Return the conversation of a row, and its question: all of its messages."""
-        column = self._config.columns.messages
-        assert column is not None
-        found = _present(values, column, "columns.messages")
-        if isinstance(found, str):
-            try:
-                found = msgspec.json.decode(found)
-            except (msgspec.DecodeError, RecursionError):
-                raise BadRowError(f"column {column!r} is text, and no JSON list", "give a list of messages") from None
-        if not isinstance(found, list | tuple) or not found:
-            raise BadRowError(
-                f"column {column!r} is not a list of messages", 'give [{"role": "user", "content": "..."}]'
-            )
-        messages = [_message(each, f"message {n} of column {column!r}") for n, each in enumerate(found, 1)]
-        if messages[-1][0] != "user":
-            what = f"the last message of column {column!r} is of {messages[-1][0]!r}"
-            raise BadRowError(what, "end with the question of the user; the answer has a column of its own")
-        return messages, "\0".join(f"{role}\0{_normal(content)}" for role, content in messages)
+        question = "\0".join(normal_text(parts[column]) for column in sorted(parts))
+        return fill_template(template, parts), question
 
     def _all_answers(self, values: dict[str, Any]) -> list[str]:
         """Return the right answers of a row: one, or those of a list."""
         column = self._config.columns.answer
         given = values.get(column)
+        if self._answers.reads_calls and _are_calls(given):
+            return [self._answer({**values, column: msgspec.json.encode(given, enc_hook=str).decode()})]
         if not self._config.rewards or not isinstance(given, list | tuple):
             return [self._answer(values)]
         if not self._answers.alternatives:
@@ -200,12 +194,17 @@ class RowChecker:
         return rate
 
 
-def _present(values: dict[str, Any], column: str, key: str) -> Any:
-    """Return the value of a column."""
+def _given(values: dict[str, Any], column: str, key: str) -> Any:
+    """Return the value of a column that exists; None where the row has nothing there."""
     if column not in values:
         hint = f"name a column in {key}: there are {', '.join(shown(each) for each in list(values)[:12]) or 'none'}"
         raise BadRowError(f"column {column!r} does not exist", hint)
-    value = values[column]
+    return values[column]
+
+
+def _present(values: dict[str, Any], column: str, key: str) -> Any:
+    """Return the value of a column, which has one."""
+    value = _given(values, column, key)
     if value is None or (isinstance(value, str) and not value.strip()):
         raise BadRowError(f"column {column!r} is empty", _TEXT_HINT.format(key=key))
     return value
@@ -228,19 +227,10 @@ def _text(values: dict[str, Any], column: str, key: str, *, numbers: bool = True
     raise BadRowError(f"column {column!r} is {wanted}: {shown(value)}", _TEXT_HINT.format(key=key))
 
 
-def _message(value: Any, where: str) -> tuple[str, str]:
-    """Check one message of a conversation."""
-    if not isinstance(value, dict):
-        raise BadRowError(f"{where} is not a mapping: {shown(value)}", "give role and content")
-    role, content = value.get("role"), value.get("content")
-    if role not in _ROLES:
-        raise BadRowError(f"{where} has the role {shown(role)}", f"roles are {', '.join(_ROLES)}")
-    if not isinstance(content, str) or not content.strip():
-        raise BadRowError(f"{where} has no text: {shown(content)}", "content is text")
-    # tables contain null for keys that a message does not have
-    if more := [key for key, each in value.items() if key not in ("role", "content") and each is not None]:
-        raise BadRowError(f"{where} has {shown(more[0])}", "only role and content are read; remove the others")
-    return role, content
+def _are_calls(value: Any) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list | tuple) and all(isinstance(each, dict) for each in value)
+    )
 
 
 def _plain(value: Any, column: str) -> Any:
@@ -262,12 +252,8 @@ def _plain(value: Any, column: str) -> Any:
     raise BadRowError(what, "keep text, finite numbers, lists and mappings; functions get every column of a row")
 
 
-def _normal(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFC", text).split())
-
-
 def loose_question(question: str) -> str:
     """Return a question so that those are equal which differ only in case, punctuation or invisible characters."""
     text = unicodedata.normalize("NFKC", question).casefold()
     text = "".join(each for each in text if unicodedata.category(each) != "Cf")
-    return "\0".join(_normal(_LOOSE.sub(" ", part)) for part in text.split("\0"))
+    return "\0".join(normal_text(_LOOSE.sub(" ", part)) for part in text.split("\0"))

@@ -14,12 +14,25 @@ from hpcrl.config.rewards import (
     NumericReward,
     RegexReward,
     RewardConfig,
+    ToolCallReward,
 )
 from hpcrl.rollouts.environments.rewards.code_tests import CodeTestsError, read_code_tests
 from hpcrl.rollouts.environments.rewards.quick import ExactCheck, NumericCheck, QuickCheck
+from hpcrl.rollouts.environments.rewards.tool_calls import ToolCallCheck
 
-_ALTERNATIVES = ("exact", "numeric", "regex", "math", "json_schema", "format", "length")
+_ALTERNATIVES = ("exact", "numeric", "regex", "math", "json_schema", "format", "length", "tool_call")
 """Checkers for which a row may have several right answers, or which read none."""
+
+
+def quick_check(reward: ExactReward | NumericReward | ToolCallReward) -> QuickCheck:
+    """Return the checker of a part of the reward."""
+    match reward:
+        case ExactReward():
+            return ExactCheck(reward)
+        case NumericReward():
+            return NumericCheck(reward)
+        case ToolCallReward():
+            return ToolCallCheck(reward)
 
 
 class AnswerCheck:
@@ -31,19 +44,20 @@ class AnswerCheck:
         A checker compares with the answer of the row.
     alternatives:
         Every part of the reward that reads the answer can be judged for one of several answers.
+    reads_calls:
+        Answers are tool calls, which may stand in a column as mappings.
     """
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._checks: list[tuple[str, QuickCheck]] = []
         self._tested = [reward for reward in rewards if isinstance(reward, CodeReward)]
         self._is_pattern = self.needed = False
+        self.reads_calls = any(isinstance(reward, ToolCallReward) for reward in rewards)
         self.alternatives = all(reward.kind in _ALTERNATIVES for reward in rewards)
         for reward in rewards:
             match reward:
-                case ExactReward():
-                    self._checks.append((reward.name or reward.kind, ExactCheck(reward)))
-                case NumericReward():
-                    self._checks.append((reward.name or reward.kind, NumericCheck(reward)))
+                case ExactReward() | NumericReward() | ToolCallReward():
+                    self._checks.append((reward.name or reward.kind, quick_check(reward)))
                 case RegexReward(pattern=None):
                     self._is_pattern = True
                 case MathReward() | JsonSchemaReward(definition=None):

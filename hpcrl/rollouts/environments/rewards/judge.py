@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
-from hpcrl.config.rewards import ExactReward, FormatReward, GymReward, LengthReward, RewardConfig
+from hpcrl.config.rewards import FormatReward, GymReward, LengthReward, RewardConfig
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.base import Outcome, Reply
 from hpcrl.rollouts.environments.dataset.problems import shown
 from hpcrl.rollouts.environments.outcomes import OutcomeError
+from hpcrl.rollouts.environments.rewards.answers import quick_check
 from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerProcesses
-from hpcrl.rollouts.environments.rewards.quick import ExactCheck, LengthPenalty, NumericCheck, QuickCheck
+from hpcrl.rollouts.environments.rewards.quick import LengthPenalty, QuickCheck
 from hpcrl.rollouts.environments.rewards.slow import SLOW_REWARDS, SlowReward
 
 
@@ -47,8 +48,7 @@ class Judge:
                 self._slow.append((part, reward))
                 self._numbers.append(number)
             else:
-                check = ExactCheck(reward) if isinstance(reward, ExactReward) else NumericCheck(reward)
-                self._quick.append((part, reward.weight, check))
+                self._quick.append((part, reward.weight, quick_check(reward)))
         key = f"environments.{name}.rewards"
         try:
             self._processes = CheckerProcesses([reward for _, reward in self._slow], limit=processes)
@@ -97,7 +97,7 @@ class Judge:
         parts: dict[str, float] = {}
         reward, earns = 0.0, True
         for name, weight, check in self._quick:
-            parts[name] = max(check.score(reply.text, each) for each in (answer, *others))
+            parts[name] = max(check.score(reply, each) for each in (answer, *others))
             reward += weight * parts[name]
         for number, (name, config) in enumerate(self._slow):
             try:

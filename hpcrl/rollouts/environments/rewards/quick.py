@@ -19,7 +19,7 @@ _SHORT = 60
 class QuickCheck(Protocol):
     """Checker that computes for less than a millisecond."""
 
-    def score(self, reply: str, answer: str) -> float:
+    def score(self, reply: Reply, answer: str) -> float:
         """Judge a reply: 0 to 1."""
         ...
 
@@ -34,8 +34,8 @@ class ExactCheck:
     def __init__(self, config: ExactReward) -> None:
         self._config = config
 
-    def score(self, reply: str, answer: str) -> float:
-        said = extract(reply, self._config.extract)
+    def score(self, reply: Reply, answer: str) -> float:
+        said = extract(reply.text, self._config.extract)
         truth = extract(answer, self._config.extract_answer)
         return float(said is not None and truth is not None and self._normal(said) == self._normal(truth))
 
@@ -61,8 +61,8 @@ class NumericCheck:
     def __init__(self, config: NumericReward) -> None:
         self._config = config
 
-    def score(self, reply: str, answer: str) -> float:
-        part = extract(reply, self._config.extract)
+    def score(self, reply: Reply, answer: str) -> float:
+        part = extract(reply.text, self._config.extract)
         said = None if part is None else number_of(part)
         truth = number_of(extract(answer, self._config.extract_answer) or "")
         if said is None or truth is None:
