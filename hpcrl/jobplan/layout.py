@@ -4,71 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import NamedTuple
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus
-from hpcrl.config.layout import JobComponent, Layout, LayoutKind
+from hpcrl.config.layout import JobComponent, Layout
+from hpcrl.config.node_demands import choose_layout, demands
 from hpcrl.config.plan import NodeShare, Role, RoleGroup
 from hpcrl.config.recipe import Recipe
-
-
-class Demand(NamedTuple):
-    """Nodes that one role requests."""
-
-    role: Role
-    replicas: int
-    nodes: int
-    """Nodes of one replica."""
-    partition: str
-
-
-def demands(recipe: Recipe, cluster: SlurmCluster) -> list[Demand]:
-    """Return the nodes by role, the trainer first, because the supervisor runs on its first node.
-
-    An evaluation has no trainer, and the engines come first.
-    """
-    engine = recipe.engine
-    wanted = [] if recipe.job.payload == "evaluation" else [(Role.TRAINER, 1, recipe.trainer.nodes)]
-    if recipe.sft is not None:
-        return [Demand(role, replicas, nodes, cluster.partition_name(role)) for role, replicas, nodes in wanted]
-    if engine.prefill is None and engine.decode is None and engine.placement == "apart":
-        wanted.append((Role.ENGINE, engine.replicas, engine.nodes))
-    for role, group in ((Role.PREFILL, engine.prefill), (Role.DECODE, engine.decode)):
-        if group is not None:
-            wanted.append((role, group.replicas, group.nodes))
-    if cluster.orchestrator_apart:
-        wanted.append((Role.ORCHESTRATOR, 1, 1))
-    if recipe.environment_workers is not None and recipe.environment_workers.apart:
-        wanted.append((Role.ENV, recipe.environment_workers.nodes, 1))
-    return [Demand(role, replicas, nodes, cluster.partition_name(role)) for role, replicas, nodes in wanted]
-
-
-def choose_layout(recipe: Recipe, cluster: SlurmCluster) -> tuple[LayoutKind, str]:
-    """Return the layout and the reason for it."""
-    if recipe.job.layout != "auto":
-        return recipe.job.layout, "the recipe says so"
-    wanted = demands(recipe, cluster)
-    if len(wanted) == 1 and (recipe.sft is not None or recipe.engine.shares_node):
-        alone = recipe.sft is not None
-        return "single", "a supervised run has a trainer alone" if alone else "trainer and engines share one node"
-    if reason := _apart_reason(recipe, cluster, wanted):
-        return "hetjob", reason
-    if len({demand.replicas * demand.nodes for demand in wanted}) == 1:
-        return "single", "all roles have as many nodes, of one partition"
-    if not cluster.capabilities.hetjob:
-        return "single", "the site has no heterogeneous jobs"
-    return "hetjob", "roles differ in the number of nodes"
-
-
-def _apart_reason(recipe: Recipe, cluster: SlurmCluster, wanted: Sequence[Demand]) -> str:
-    """Return why roles cannot have nodes of one allocation; empty where they can."""
-    if len({demand.partition for demand in wanted}) > 1:
-        return "roles have different partitions"
-    workers = recipe.environment_workers
-    if workers is not None and workers.apart and workers.shares_nodes and cluster.capabilities.hetjob:
-        return "workers of environments ask for parts of nodes"
-    return ""
 
 
 def place_groups(groups: Sequence[RoleGroup], recipe: Recipe, cluster: SlurmCluster) -> tuple[Layout, list[RoleGroup]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
 from hpcrl.config.cluster_slurm import SIGNAL_EARLY_S
+from hpcrl.config.node_demands import demands, engine_groups
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.config.rules.engine import PAYLOAD_RULE
-from hpcrl.config.rules.placed import engine_groups, placed_groups
 from hpcrl.config.rules.rule import Conflicts, Rule, on_slurm
 from hpcrl.config.rules.spare_rules import SPARE_RULES
 from hpcrl.config.rules.worker_rules import WORKER_RULES
@@ -74,9 +74,9 @@ def _local_is_one_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 @on_slurm
 def _nodes_available(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
     wanted: dict[str, list[tuple[str, int]]] = {}
-    for key, role, replicas, nodes in placed_groups(recipe, cluster):
-        counts = wanted.setdefault(cluster.partition_name(role), [])
-        counts.append((key, replicas * nodes))
+    for demand in demands(recipe, cluster):
+        counts, role = wanted.setdefault(demand.partition, []), demand.role.value
+        counts.append((demand.key, demand.replicas * demand.nodes))
         # engines of the layout elastic are jobs of their own, without spare nodes
         if (spares := recipe.job.spares_of(role)) and (recipe.job.layout != "elastic" or role == "trainer"):
             counts.append((f"job.spare_nodes.{role}", spares))
@@ -89,8 +89,7 @@ def _nodes_available(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
 
 @on_slurm
 def _layout_possible(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
-    roles = [role for _, role, _, _ in placed_groups(recipe, cluster)]
-    names = {role: cluster.partition_name(role) for role in roles}
+    names = {demand.role.value: demand.partition for demand in demands(recipe, cluster)}
     differ = len(set(names.values())) > 1
     if recipe.job.layout == "single" and differ:
         shown = ", ".join(f"{role} in {name}" for role, name in names.items())
@@ -119,11 +118,11 @@ def _requeue_possible(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
 def _time_fits(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
     own = recipe.job.time_limit_h
     hours, key = (cluster.limits.time_limit_h, "cluster.limits") if own is None else (own, "job")
-    for _, role, _, _ in placed_groups(recipe, cluster):
-        partition = cluster.partition_name(role)
-        most = cluster.partitions[partition].max_time_h
+    for demand in demands(recipe, cluster):
+        most = cluster.partitions[demand.partition].max_time_h
         if most is not None and hours > most:
-            yield f"{key}.time_limit_h", f"{hours:g} h, but partition {partition!r} ({role}) ends jobs after {most:g} h"
+            where = f"partition {demand.partition!r} ({demand.role.value})"
+            yield f"{key}.time_limit_h", f"{hours:g} h, but {where} ends jobs after {most:g} h"
             return
     warned_s = cluster.limits.signal_lead_s + SIGNAL_EARLY_S
     if hours * 3600 <= warned_s:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
+from hpcrl.config.node_demands import choose_layout, demands
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rules.placed import placed_groups
 from hpcrl.config.rules.rule import Conflicts, Rule, on_slurm
 
 _KEY = "job.spare_nodes"
@@ -19,7 +19,7 @@ def _only_with_slurm(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 
 @on_slurm
 def _for_roles_with_nodes(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
-    placed = {role for _, role, _, _ in placed_groups(recipe, cluster)}
+    placed = {demand.role.value for demand in demands(recipe, cluster)}
     placed |= {"engine"} if placed & {"prefill", "decode"} else set()
     for role, count in recipe.job.spare_nodes.items():
         if count and role not in placed:
@@ -36,27 +36,13 @@ def _lost_nodes_are_known(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
 
 @on_slurm
 def _components_survive(recipe: Recipe, cluster: SlurmCluster) -> Conflicts:
-    if not any(recipe.job.spare_nodes.values()) or not _is_hetjob(recipe, cluster):
+    if not any(recipe.job.spare_nodes.values()) or choose_layout(recipe, cluster)[0] != "hetjob":
         return
-    for key, role, replicas, nodes in placed_groups(recipe, cluster):
-        asked = replicas * nodes + recipe.job.spares_of(role)
+    for demand in demands(recipe, cluster):
+        asked = demand.replicas * demand.nodes + recipe.job.spares_of(demand.role.value)
         if asked < _LEAST:
-            what = f"the component of {key} has {asked} node: Slurm ends the whole job when any node goes down"
-            yield f"{_KEY}.{role}", what
-
-
-def _is_hetjob(recipe: Recipe, cluster: SlurmCluster) -> bool:
-    """Return whether the run is a heterogeneous job (`hpcrl.jobplan.layout.choose_layout` decides)."""
-    if recipe.job.layout != "auto":
-        return recipe.job.layout == "hetjob"
-    placed = placed_groups(recipe, cluster)
-    if len(placed) == 1 or recipe.engine.shares_node:
-        return False
-    partitions = {cluster.partition_name(role) for _, role, _, _ in placed}
-    workers = recipe.environment_workers
-    parts = workers is not None and workers.apart and workers.shares_nodes
-    equal = len({replicas * nodes for _, _, replicas, nodes in placed}) == 1
-    return len(partitions) > 1 or (cluster.capabilities.hetjob and (parts or not equal))
+            what = f"the component of {demand.key} has {asked} node: Slurm ends the whole job when any node goes down"
+            yield f"{_KEY}.{demand.role.value}", what
 
 
 SPARE_RULES: tuple[Rule, ...] = (

@@ -10,9 +10,9 @@ from typing import Any
 from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.engine_shape import engine_side, step_limits
+from hpcrl.config.node_demands import demands
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
-from hpcrl.jobplan.layout import demands
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report

@@ -308,6 +308,19 @@ def test_held_out_tasks_of_their_own_are_not_trained_on() -> None:
     assert found.left_out == 2
 
 
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
+def test_few_questions_are_in_both_splits(share: float) -> None:
+    """A share of three questions by a hash may be none of them, or all."""
+    tasks = questions("a", "b", "c", "a", "b", "c")
+    found = splits_of(tasks, share=share)
+    train, held_out = ({found.task(split, i)["prompt"] for i in range(9)} for split in ("train", "heldout"))
+    assert {len(train), len(held_out)} == {1, 2}
+    assert train | held_out == {"a", "b", "c"}
+    assert sorted(found.counts().values()) == [2, 4]
+    again = splits_of(list(reversed(tasks)), share=share)
+    assert {again.task("heldout", i)["prompt"] for i in range(9)} == held_out
+
+
 @pytest.mark.parametrize(("tasks", "key"), [([], "held_out_share"), (questions("a"), "held_out_share")])
 def test_a_split_without_a_task(tasks: list[Any], key: str) -> None:
     with pytest.raises(Exception, match=r"there is no (training|held-out) task") as error:

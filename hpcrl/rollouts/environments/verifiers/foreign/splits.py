@@ -84,6 +84,8 @@ class TaskSplits:
             for task in self._stream:
                 self._put(task)
             self._ended = True
+            if held_out is None:
+                self._fill_empty()
         for split, found in self._found.items():
             if not found and (self._ended or self._pull(split, 1) is None):
                 key = "held_out_args" if held_out is not None and split == "heldout" else "held_out_share"
@@ -112,6 +114,16 @@ class TaskSplits:
             return
         fraction = int.from_bytes(digest[:8], "big") / 2**64
         self._found["heldout" if fraction < self._share else "train"].append(task)
+
+    def _fill_empty(self) -> None:
+        """Give a split without a task, as a share of few questions may be, the question that is nearest to it."""
+        for split, other, nearest in (("heldout", "train", min), ("train", "heldout", max)):
+            digests = [self._identity(task) for task in self._found[other]]
+            if not self._found[split] and len(set(digests)) > 1:
+                moved = nearest(digests)
+                both = list(zip(self._found[other], digests, strict=True))
+                self._found[split] = [task for task, digest in both if digest == moved]
+                self._found[other] = [task for task, digest in both if digest != moved]
 
     def _pull(self, split: str, count: int) -> Any | None:
         """Read on until a split has ``count`` tasks; None where the stream ends before that."""

@@ -279,16 +279,22 @@ class V1Backend:
         if not episode.ok:
             said = "; ".join(f"{error.type}: {error.message}" for error in errors[-3:])
             raise RolloutFailedError(said or "the episode is not ok, and has no error")
-        rewards, parts = [], {"truncated": float(too_long or any(trace.is_truncated for trace in traces))}
+        rewards: list[float] = []
+        named: dict[str, list[float]] = {}
         for trace in traces:
             if not trace.rewards or any(each is None for each in trace.rewards.values()):
                 raise RolloutFailedError(f"there is no reward: {sorted(trace.rewards or {})}")
             rewards.append(float(trace.reward))
             prefix = f"{trace.agent.name}/" if len(self._agents) > 1 else ""
-            parts |= {f"{prefix}{name}": float(each.score) for name, each in trace.rewards.items()}
-            parts |= {f"{prefix}{name}": value for name, value in (trace.metrics or {}).items() if value is not None}
+            found = {name: each.score for name, each in trace.rewards.items()}
+            found |= {name: value for name, value in (trace.metrics or {}).items() if value is not None}
+            for name, value in found.items():
+                named.setdefault(f"{prefix}{name}", []).append(float(value))
         if not rewards:
             raise RolloutFailedError(f"no agent of {', '.join(self._agents)} has played")
+        # an agent may have played several times
+        parts = {name: sum(values) / len(values) for name, values in named.items()}
+        parts["truncated"] = float(too_long or any(trace.is_truncated for trace in traces))
         return {"reward": sum(rewards) / len(rewards), "parts": parts}
 
 
