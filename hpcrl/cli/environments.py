@@ -159,6 +159,8 @@ def _print(name: str, task: int, found: dict[str, Any], console: Console) -> Non
     if "prompt" in found:
         tell("prompt", "dim")
         show(found["prompt"])
+    if found.get("tools"):
+        tell(f"tools\n  {', '.join(found['tools'])}", "dim")
     if "demonstration" in found:
         tell("demonstration", "dim")
         if found["demonstration"] is None:

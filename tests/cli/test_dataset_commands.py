@@ -86,6 +86,20 @@ def test_a_question_is_tried_with_its_answer(hpcrl: Hpcrl) -> None:
     assert "brief_reward.py:3 in score" in out
 
 
+def test_tools_of_a_row_are_shown_before_a_run(hpcrl: Hpcrl, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    rows = [{"question": f"{i} plus 2?", "t": tools, "answer": {"name": "add"}} for i in range(40)]
+    (tmp_path / "questions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    changes = {"columns": "{prompt: question, tools: t}", "rewards": "[{kind: tool_call}]"}
+    code, out = hpcrl("env", "try", "recipe.yaml", **changes)
+    assert code == 0, out
+    assert "tools\n  add\n" in out
+    assert "none: the environment has no demonstrations" in out
+    code, out = hpcrl("env", "check", "recipe.yaml", "--tasks", "2", **changes)
+    assert code == 0, out
+    assert "right" in out
+
+
 def test_bad_rows_are_named_with_the_line_of_the_recipe(hpcrl: Hpcrl, tmp_path: Path) -> None:
     with (tmp_path / "questions.jsonl").open("a") as stream:
         stream.write('{"question": "\x07", "answer": "1"}\n{"question": "What?", "answer": "1"}\n')

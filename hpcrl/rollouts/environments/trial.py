@@ -22,6 +22,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.processes.daemon_threads import run_process
 from hpcrl.rollouts.environments.base import Environment, Message, PolicyEndpoint, Reply, prompt_of
 from hpcrl.rollouts.environments.dataset.partition import trained_elsewhere
+from hpcrl.rollouts.environments.messages import plain_tools
 from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.environments.registry import build_environments, hosted
 from hpcrl.rollouts.environments.scripted_endpoint import scripted_endpoint
@@ -117,8 +118,9 @@ def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``prompt`` and ``demonstration`` (messages; null where there is none); ``conversation``, ``reward`` and
-        ``parts`` of the rollout with a policy whose turns are empty; ``demonstrated``: the same with a policy that
+        ``prompt`` and ``demonstration`` (messages; null where there is none); ``tools``: names of tools of the prompt;
+        ``conversation``, ``reward`` and ``parts`` of the rollout with a policy whose turns are empty;
+        ``demonstrated``: the same with a policy that
         gives the turns of the demonstration, and ``notes``. ``errors``: ``stage`` and ``error`` of each stage that
         failed, whose results are missing; ``failed`` and ``error`` are those of the first. ``refused``: parts of
         rewards that are not finite numbers, by name.
@@ -141,7 +143,9 @@ def try_environment(recipe: Recipe, name: str, task: int) -> dict[str, Any]:
     try:
         # the blocking calls come first: then the event loop has the process
         try:
-            found["prompt"] = [dict(message) for message in environment.prompt("train", task).messages]
+            prompt = environment.prompt("train", task)
+            found["prompt"] = [dict(message) for message in prompt.messages]
+            found["tools"] = [tool["function"]["name"] for tool in plain_tools(prompt.tools)]
         except Exception as error:  # noqa: BLE001 - custom code: its error is part of the result
             failed("prompt", error)
             return found
