@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from outlets_lab import EventBoard, outlets, until, write_steps
 from supervisor_testing import create
 
@@ -66,7 +71,7 @@ curve = lambda name: [[row[axis(name)], round(row[name], 3)] for row in rows if 
 """,
     "mlflow": """
 from mlflow.tracking import MlflowClient
-client = MlflowClient(tracking_uri="sqlite:///" + directory + "/mlflow.db")
+client = MlflowClient(tracking_uri=server or "sqlite:///" + directory + "/mlflow.db")
 (experiment,) = [each for each in client.search_experiments() if each.name == "hpcrl"]
 (run,) = client.search_runs([experiment.experiment_id])
 config = {"recipe": {"trainer": {"optimizer": {
@@ -91,9 +96,37 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
-def read_back(kind: str, run: RunDir) -> dict[str, Any]:
+#: the program ``mlflow`` of an environment with all of MLflow, whose server mlflow-skinny does not have
+MLFLOW = os.environ.get("HPCRL_TEST_MLFLOW")
+
+
+@contextlib.contextmanager
+def mlflow_server(directory: Path) -> Iterator[str]:
+    """A real MLflow server on loopback; its address."""
+    assert MLFLOW is not None
+    port = free_port()
+    command = [MLFLOW, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{directory}/server.db"]
+    command += ["--artifacts-destination", str(directory / "artifacts")]
+    with (directory / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120.0
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            assert process.poll() is None, (directory / "server.log").read_text()
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read_back(kind: str, run: RunDir, server: str = "") -> dict[str, Any]:
     """Return the curves and the learning rate that the library's reader finds."""
-    code = f"import json\ndirectory = {str(run.sinks_dir)!r}\n" + READERS[kind]
+    code = f"import json\ndirectory, server = {str(run.sinks_dir)!r}, {server!r}\n" + READERS[kind]
     code += """
 print("FOUND", json.dumps({
     "reward": sorted(curve("reward/mean")), "heldout": sorted(curve("heldout/reward")), "config": config}, default=str))
@@ -138,12 +171,28 @@ print("STORED", *sink.open(info))
 
 
 @needs_libraries
+@pytest.mark.slow
+@pytest.mark.skipif(MLFLOW is None, reason="HPCRL_TEST_MLFLOW names no program")
+async def test_one_curve_in_a_server_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "server").mkdir()
+    with mlflow_server(tmp_path / "server") as url:
+        await check_one_curve("mlflow", {"tracking_uri": url}, tmp_path, monkeypatch, server=url)
+
+
+@needs_libraries
 @pytest.mark.parametrize("kind", READERS)
 async def test_one_curve_over_kills_and_a_requeue(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await check_one_curve(kind, PARAMETERS[kind], tmp_path, monkeypatch)
+
+
+async def check_one_curve(
+    kind: str, given_parameters: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str = ""
+) -> None:
+    """Log steps through kills of the sink and an attempt that computes a step again; read them back."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))
     run, board = create(tmp_path / "runs"), EventBoard()
-    parameters = json.loads(json.dumps(PARAMETERS[kind]).replace("DIRECTORY", str(run.sinks_dir)))
+    parameters = json.loads(json.dumps(given_parameters).replace("DIRECTORY", str(run.sinks_dir)))
     config = SinkConfig(name="curves", sink=kind, parameters=parameters, python=str(PYTHON), close_timeout_s=120)
     assert find_problems([config], []) == []
 
@@ -175,7 +224,7 @@ async def test_one_curve_over_kills_and_a_requeue(kind: str, tmp_path: Path, mon
     await second.end_sinks(left_s=None, requeued=False)
 
     assert [kind for kind, _ in board.events] == ["sink.failed", "sink.failed"]
-    found = read_back(kind, run)
+    found = read_back(kind, run, server)
     assert found["reward"] == [[step, 0.25 if step < 6 else 0.75] for step in range(1, 8)]
     assert found["heldout"] == [[0, 0.1], [4, 0.2], [6, 0.5]]
     assert (
