@@ -30,7 +30,7 @@ HEAD = (
     *("export", "embedded engine", "vLLM"),
 )
 #: which versions a real vLLM has loaded and computed (tests/inference/vllm, which few machines run)
-SERVED_BY_VLLM = {"deepseek_v3", "glm4_moe", "gpt_oss", "mistral", "qwen3", "qwen3_moe", "qwen3_next"}
+SERVED_BY_VLLM = {"deepseek_v3", "glm4_moe", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"}
 #: which vLLM for processors refuses or cannot compute; docs/training.md has its words
 NOT_ON_CPUS = {"glm_moe_dsa", "minimax_m2", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text"}
 #: what all other tests of vLLM start

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, needs_published, needs_templates]
 
 def moves(prompt: str) -> str:
     """Bet wherever that is legal; else call."""
-    legal = prompt.rpartition("Your legal actions: ")[2].partition("<|im_end|>")[0]
+    legal = prompt.rpartition("Your legal actions: ")[2].partition("\nassistant")[0]
     return "I take [bet]." if "[bet]" in legal else "I take [call]."
 
 
@@ -37,8 +37,9 @@ def golf_once() -> Callable[[str], str]:
 
 
 def writes(prompt: str) -> str:
+    """Call the tool, and say its result. Control tokens are not in the text of a prompt."""
     word = re.findall(r'word="(\w+)"', prompt)[-1]
-    if "<tool_response>" in prompt.rpartition("<|im_start|>user")[2]:
+    if re.search(rf"</tool_call>\s+user\s+{word}\s+assistant", prompt):
         return word
     call = f'{{"name": "scratchpad_roundtrip", "arguments": {{"word": "{word}"}}}}'
     return f"<tool_call>\n{call}\n</tool_call>"
