@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, Finding
 
 #: what the numbers in a checkpoint mean: with another value they would mean something else
-_FIXED = ("name", "seed", "model", "environments", "rollouts.group_size", "sft")
+_FIXED = ("name", "seed", "model", "rollouts.group_size", "sft")
 #: settings of `sft` that no number in a checkpoint depends on
 _FREE_OF_SFT = ("epochs", "evaluate_every_steps", "check_before_submit", "check_timeout_s")
 #: what the recipe's job says instead of the site (`hpcrl.config.joined`)
@@ -23,6 +23,7 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
     """Return the recipe of a run with ``overrides``, and a line for each value that differs.
 
     The number of trainer ranks, engines, staleness, learning rate, hand-offs, checkpoints and so on may change.
+    Environments may be added, and get other weights.
 
     Raises
     ------
@@ -34,6 +35,8 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
     if wrong:
         hint = "submit a new run; hpcrl checkpoint export gives it the weights of this one"
         raise ConfigError([Finding("--set", key, "cannot change in a run that has checkpoints", hint) for key in wrong])
+    if found := list(_changed_environments(old.value, new.value)):
+        raise ConfigError(found)
     if gone := [key for key in _CHARGES if _taken_back(_value(old.value, key), _value(new.value, key))]:
         what, hint = "cannot be undone: the run keeps it in its profile", "give the value that you want"
         raise ConfigError([Finding("--set", key, what, hint) for key in gone])
@@ -44,6 +47,21 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
         if before.get(path) != after.get(path)
     ]
     return new, changes
+
+
+def _changed_environments(old: Recipe, new: Recipe) -> Iterator[Finding]:
+    """Yield environments that are gone, or that differ by more than their weight: groups of them may have started."""
+    there = {each.name: each for each in new.environments}
+    for each in old.environments:
+        key, other = f"environments.{each.name}", there.get(each.name)
+        if other is None:
+            hint = (
+                "keep it with a very small weight (1e-9): groups that were started are trained, and hardly any starts"
+            )
+            yield Finding("--set", key, "cannot be removed from a run that has checkpoints", hint)
+        elif each.model_dump(exclude={"weight"}) != other.model_dump(exclude={"weight"}):
+            hint = "change its weight alone, add another environment, or submit a new run"
+            yield Finding("--set", key, "cannot change in a run that has checkpoints, except for its weight", hint)
 
 
 def _taken_back(old: Any, new: Any) -> bool:

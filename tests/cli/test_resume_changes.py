@@ -37,6 +37,23 @@ def test_what_gives_checkpoints_their_meaning_may_not(recipe_path: Path, overrid
         change_recipe(recipe_path, ["trainer.ranks=4", override])
 
 
+def test_environments_may_be_added_and_weighed(recipe_path: Path) -> None:
+    recipe = yaml.safe_load(recipe_path.read_text())
+    first, *others = recipe["environments"]
+    assert change_recipe(recipe_path, ["environments.0.weight=0.25"])[1] == ["environments.0.weight: 1.0 -> 0.25"]
+    second = {"name": "sums", "kind": "calculator", "weight": 3.0}
+    both = [f"environments={yaml.safe_dump([second, first, *others], default_flow_style=True, width=10_000).strip()}"]
+    loaded, changes = change_recipe(recipe_path, both)
+    assert [each.name for each in loaded.value.environments][:2] == ["sums", first["name"]]
+    assert changes
+    one = [f"environments={yaml.safe_dump([second, *others], default_flow_style=True, width=10_000).strip()}"]
+    with pytest.raises(ConfigError, match=rf"environments.{first['name']}: cannot be removed .*\n.*very small weight"):
+        change_recipe(recipe_path, one)
+    other = [f"environments.0={yaml.safe_dump({**first, 'latency': {'median_s': 1.0}}, default_flow_style=True)}"]
+    with pytest.raises(ConfigError, match="cannot change in a run that has checkpoints, except for its weight"):
+        change_recipe(recipe_path, other)
+
+
 def test_a_wrong_override_is_refused(recipe_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.rank"):
         change_recipe(recipe_path, ["trainer.rank=4"])

@@ -163,7 +163,7 @@ class OrchestratorState(msgspec.Struct, frozen=True, kw_only=True):
                 f"the checkpoint of step {self.step} holds groups that were started and not yet trained, "
                 f"of environments that the recipe no longer has: {what}\n"
                 "    hint: keep them in the recipe with a very small weight (1e-9): groups that were started are "
-                "trained, and hardly any new one starts; a later resume can leave the environments out"
+                "trained, and hardly any new one starts"
             )
         done = found.over | found.finished.keys()
         return [task for index, task in sorted(tasks.items()) if index not in done]
