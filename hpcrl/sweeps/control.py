@@ -83,7 +83,8 @@ def resume_sweep(sweep: SweepDir, say: Say, *, failed: bool = False) -> None:
     targets = dict(sweep.queue().targets)
     for view in view_members(sweep, record):
         if view.record is None or view.view is None:
-            say(f"{view.member.name} was removed, and is left out")
+            why = "cannot be read" if view.unreadable else "was removed"
+            say(f"{view.member.name} {why}, and is left out")
         elif view.record.withdrawn is not None:
             # one that was cancelled by itself stays so
             if cancelled_at_s is not None and view.record.withdrawn.time_s >= cancelled_at_s:
@@ -131,6 +132,8 @@ def cancel_sweep(sweep: SweepDir, say: Say) -> None:
                 say(f"{view.member.name}: {cancel_run(view.run, user=user).state}")
         except HpcrlError as error:
             failures.append(f"  {view.member.name}: {error}")
+        if view.unreadable:
+            failures.append(f"  {view.member.name}: {view.run.path} cannot be read, and it may run")
     if failures:
         raise RunDirError(f"{len(failures)} members of {sweep.name} were not cancelled:\n" + "\n".join(failures))
 
