@@ -21,6 +21,8 @@ MAX_MEMBERS = 256
 """Maximum number of runs of one sweep: each is a directory, and on Slurm a job."""
 SEED = "seed"
 """Key of the recipe that replicates differ in."""
+_MAX_REPEATS = 10_000
+"""Maximum draws in a row that give points which were drawn before."""
 _DIGITS = 4
 """Significant digits of sampled numbers, so that a person can read and type them."""
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
@@ -50,7 +52,7 @@ def sweep_points(
     samples:
         ``KEY=loguniform(LOW,HIGH)``, ``uniform``, ``int_uniform`` or ``choice(V1,V2,...)`` each.
     count:
-        Number of points that are drawn from ``samples``.
+        Number of points that are drawn from ``samples``; they differ.
     sample_seed:
         Another one draws other points.
     seeds:
@@ -79,11 +81,25 @@ def sweep_points(
     source = random.Random(sample_seed)
     points: list[dict[str, Any]] = [{}]
     if draws:
-        points = [{key: draw(source) for key, draw in draws.items()} for _ in range(count or 1)]
+        points = _drawn_points(draws, source, count or 1)
     cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     replicates = [{SEED: first_seed + number} for number in range(seeds)] if seeds > 1 else [{}]
     every = itertools.product(points, cells, replicates)
     return [{key: json.dumps(value) for part in parts for key, value in part.items()} for parts in every]
+
+
+def _drawn_points(draws: Mapping[str, Draw], source: random.Random, count: int) -> list[dict[str, Any]]:
+    """Draw points, each once: a second run of one would be the same run, and no replicate of it."""
+    found: dict[str, dict[str, Any]] = {}
+    repeats = 0
+    while len(found) < count:
+        point = {key: draw(source) for key, draw in draws.items()}
+        before = found.setdefault(json.dumps(point), point)
+        repeats = repeats + 1 if before is not point else 0
+        if repeats > _MAX_REPEATS:
+            what = f"asks for {count} points, and {len(found)} different ones were found"
+            raise ConfigError([Finding("--random", "", what, "ask for fewer; for replicates of a point: --seeds N")])
+    return list(found.values())
 
 
 def overrides_of(values: Mapping[str, str]) -> list[str]:
