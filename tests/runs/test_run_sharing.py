@@ -78,6 +78,19 @@ def test_a_bundle_explains_a_run_and_opens_nothing(run: RunDir, tmp_path: Path) 
         write_run_bundle(run, made.path, max_bytes=1 << 20)
 
 
+def test_the_end_of_a_log_does_not_begin_within_a_key(run: RunDir, tmp_path: Path) -> None:
+    """Lines of a private key do not look like one."""
+    lines = "\n".join("Q1w2E3r4" * 8 for _ in range(40))
+    key = f"-----BEGIN PRIVATE KEY-----\n{lines}\n-----END PRIVATE KEY-----\n"
+    rest = 262_144 - len(key) // 2
+    run.log_path(1, "trainer", 0).write_text("before\n" * 100 + key + "an ordinary line\n" * (rest // 17 + 1))
+    files = contents(write_run_bundle(run, tmp_path / "b.tar.gz", max_bytes=1 << 20).path)
+    (log,) = [data for name, data in files.items() if "trainer" in name and name.endswith(".log")]
+    assert b"Q1w2E3r4" not in log
+    assert b"PRIVATE KEY" not in log
+    assert log.startswith(b"an ordinary line\n")
+
+
 def test_a_bundle_has_changes_of_the_code_that_are_not_committed(run: RunDir, tmp_path: Path) -> None:
     place = run.snapshots_dir / "0001"
     place.mkdir(parents=True)

@@ -137,6 +137,11 @@ class SecretScan:
         for kind, form in self._forms:
             yield from ((kind, match.start()) for match in form.finditer(data))
 
+    def first_behind(self, data: bytes, at: int) -> int:
+        """Return the first offset from ``at`` on that lies in no secret which begins before it."""
+        spans = (match.span() for _, form in self._forms for match in form.finditer(data))
+        return max((end for begin, end in spans if begin < at < end), default=at)
+
     def redacted(self, data: bytes) -> tuple[bytes, list[str]]:
         """Return ``data`` with ``[secret]`` in place of each secret, and the kinds that there were."""
         found = []
