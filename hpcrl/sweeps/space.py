@@ -94,7 +94,7 @@ def _drawn_points(draws: Mapping[str, Draw], source: random.Random, count: int) 
     repeats = 0
     while len(found) < count:
         point = {key: draw(source) for key, draw in draws.items()}
-        before = found.setdefault(json.dumps(point), point)
+        before = found.setdefault(json.dumps({key: _told_apart_by(value) for key, value in point.items()}), point)
         repeats = repeats + 1 if before is not point else 0
         if repeats > _MAX_REPEATS:
             what = f"asks for {count} points, and {len(found)} different ones were found"
@@ -126,6 +126,10 @@ def _read_all(texts: Sequence[str], option: str, read: Callable[[str], Any], fin
 def _misused(axes: Mapping[str, Any], draws: Mapping[str, Any], fixed: Sequence[str], seeds: int) -> list[Finding]:
     """Return what is wrong with the options together."""
     findings = []
+    for key, other in itertools.combinations((*axes, *draws), 2):
+        if key != other and (f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")):
+            what = f"would set again what the sweep sets as {key}"
+            findings.append(Finding("--sample" if other in draws else "--grid", other, what, "leave one of them out"))
     for key in (*axes, *draws):
         if key in axes and key in draws:
             findings.append(Finding("--sample", key, "is in --grid as well", "leave one of them out"))
@@ -163,10 +167,16 @@ def _grid_values(text: str) -> list[Any]:
 
 
 def _distinct(values: list[Any]) -> list[Any]:
-    texts = [json.dumps(value) for value in values]
+    texts = [_told_apart_by(value) for value in values]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise ValueError(f"has the value {twice[0]} twice\nfor replicates of a setting: --seeds N")
     return values
+
+
+def _told_apart_by(value: Any) -> str:
+    """Return a text that equal values have in common: 1 is 1.0."""
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value)
 
 
 def _listed(text: str) -> list[Any]:
