@@ -62,7 +62,7 @@ class SweepQueue:
         """
         if self._sweep.cancelled_by:
             return False
-        targets = self._sweep.queue().targets
+        targets = self._sweep.stored_queue().targets
         before = [RunDir(Path(path)) for path in self._record.after]
         jobs, self.waits_for = jobs_to_wait_for(before, by_slurm=self._record.executor == "slurm")
         views = view_members(self._sweep, self._record)
@@ -144,7 +144,7 @@ class SweepQueue:
     def report(self, state: QueueState) -> None:
         """Write what the queue did, keeping what others asked of it; a full disk is only logged."""
         try:
-            targets = self._sweep.queue().targets
+            targets = self._sweep.stored_queue().targets
             problems = dict(self.problems)
             self._sweep.write_queue(
                 msgspec.structs.replace(state, targets=targets, problems=problems, waits_for=self.waits_for)

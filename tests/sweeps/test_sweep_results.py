@@ -25,7 +25,7 @@ from hpcrl.sweeps.control import cancel_sweep
 from hpcrl.sweeps.predecessors import jobs_to_wait_for
 from hpcrl.sweeps.queue import SweepQueue
 from hpcrl.sweeps.results import read_sweep_result
-from hpcrl.sweeps.sweep_files import PlannedMember, SweepDir, SweepRecord
+from hpcrl.sweeps.sweep_files import PlannedMember, QueueState, SweepDir, SweepRecord
 from hpcrl.sweeps.sweep_table import result_lines
 
 GONE = ProcessId(host=procfs.hostname(), boot_id=procfs.boot_id(), pid=2**22 + 1, start_ticks=1)
@@ -184,6 +184,26 @@ def test_a_member_that_cannot_be_read_may_run(tmp_path: Path, monkeypatch: pytes
     assert "cannot be read" in queue.problems[1]
     assert jobs_to_wait_for([RunDir(tmp_path / "s-01")], by_slurm=False)[1] != ""
     assert jobs_to_wait_for([RunDir(tmp_path / "s-02"), RunDir(tmp_path / "gone")], by_slurm=False) == ([], "")
+
+
+def test_what_was_asked_of_a_queue_outlives_a_file_that_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = make(tmp_path, {(1e-3, 0): 0.2})
+    sweep.write_queue(QueueState(targets={1: 2}))
+    queue, read = SweepQueue(sweep), Path.read_bytes
+
+    def stale(path: Path) -> bytes:
+        if path == sweep.queue_path:
+            raise OSError(116, "Stale file handle")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", stale)
+        queue.report(QueueState(heartbeat_s=1.0))
+        with pytest.raises(OSError, match="Stale"):
+            queue.advance()
+    assert sweep.queue().targets == {1: 2}
 
 
 def test_the_newest_evaluation_is_read_from_the_end(tmp_path: Path) -> None:
