@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import json
 import os
 import stat
+import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,29 @@ def test_a_shared_run_is_readable_but_for_its_token(run: RunDir) -> None:
     assert close_to_group(run) > 10
     assert all(mode & 0o077 == 0 for mode in modes(run).values())
     assert shared_group(run) is None
+
+
+def test_a_closed_run_stays_closed_for_what_is_written_later(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is closed, there may be no setfacl."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    # user, group, the group by its number, mask, others
+    entries = [(1, 7, -1), (4, 5, -1), (8, 5, os.getegid()), (16, 5, -1), (32, 0, -1)]
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(run.events_dir, "system.posix_acl_default", acl)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        pytest.skip("the filesystem has no access lists")
+    close_to_group(run)
+    with pytest.raises(OSError, match="No data available"):
+        os.getxattr(run.events_dir, "system.posix_acl_default")
+    previous = os.umask(0o077)
+    try:
+        (run.events_dir / "0010.jsonl").write_text("")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((run.events_dir / "0010.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_run_with_secrets_is_not_shared(run: RunDir) -> None:
