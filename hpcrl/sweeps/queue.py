@@ -94,7 +94,7 @@ class SweepQueue:
         return started < len(due) or unread
 
     def _unread(self, views: Sequence[MemberView]) -> bool:
-        """Note members that cannot be read; return whether one of them is looked at again."""
+        """Note members that cannot be read; return whether one of them will be checked again."""
         for view in views:
             number, now = view.member.number, time.time()
             if view.unreadable and self._retry_at_s.get(number, 0.0) <= now:

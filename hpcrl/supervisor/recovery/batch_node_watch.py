@@ -217,7 +217,7 @@ def main() -> None:
     os.umask(umask_of(run.path))
     client = client_of(RunRecord.read(run).submissions[-1])
     lost, asked_at = LostBatchNode(run, client, job_id, node), float("-inf")
-    # last: one that ends before it is started again, and later nobody sees its end
+    # last: a task that ends before this is started again; its end after this is not seen
     sys.stdout.buffer.write(_RUNS)
     sys.stdout.buffer.flush()
     _write_to_file(run.path / "submitit" / "batch_node_watch.log")

@@ -263,9 +263,7 @@ def fading_environment(directory: Path, monkeypatch: pytest.MonkeyPatch, flag: P
     return {**MINE, "factory": "fading_environment:Fading", "args": {"flag": str(flag)}}
 
 
-async def test_a_worker_makes_an_environment_again_though_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_makes_an_environment_again_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one it refuses the orchestrator, which then asks for none."""
     flag = tmp_path / "broken"
     async with WorkerLab(tmp_path, 1, [fading_environment(tmp_path, monkeypatch, flag)]) as lab:

@@ -176,7 +176,7 @@ async def test_what_json_cannot_hold_is_an_error_and_no_silence(start: Start) ->
     assert worker.ask({"split": "train", "index": 0}, timeout_s=20.0 * patience())["messages"]
 
 
-async def test_servers_that_never_run_end_it_though_nobody_waits(start: Start) -> None:
+async def test_servers_that_never_run_end_the_process(start: Start) -> None:
     worker = start(answer_timeout_s=1.0, SLOW="1")
     first = asyncio.create_task(worker.run(asked(""), timeout_s=60.0))
     await asyncio.sleep(0.3)

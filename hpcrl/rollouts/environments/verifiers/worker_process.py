@@ -274,7 +274,7 @@ class WorkerProcess:
 
     async def _watch(self, ready: asyncio.Future[_Answered]) -> None:
         """End a worker whose event loop does not run, or that does not end what was cancelled."""
-        # whoever began it may have gone
+        # the rollout that began it may have ended
         with contextlib.suppress(WorkerLostError):
             await self._wait_ready(ready)
         while not self.lost:
