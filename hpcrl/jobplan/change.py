@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcrl.config.load import Loaded, leaves, load_recipe
 from hpcrl.config.recipe import Recipe
+from hpcrl.config.sampling import SamplingConfig
 from hpcrl.errors import ConfigError, Finding
 
 #: what the numbers in a checkpoint mean: with another value they would mean something else
@@ -28,15 +29,21 @@ def change_recipe(recipe_path: Path, overrides: Sequence[str]) -> tuple[Loaded[R
     Raises
     ------
     ConfigError
-        An override is wrong, or changes a value that the checkpoints of the run depend on.
+        An override is wrong, or changes a value that the checkpoints of the run, or the samples of an evaluation,
+        depend on.
     """
     old, new = load_recipe(str(recipe_path)), load_recipe(str(recipe_path), overrides)
-    wrong = [key for key in _FIXED if _value(old.value, key) != _value(new.value, key)]
+    # the prompts of an evaluation are divided among its environments
+    fixed = (*_FIXED, "environments") if new.value.job.payload == "evaluation" else _FIXED
+    wrong = [key for key in fixed if _value(old.value, key) != _value(new.value, key)]
     if wrong:
         hint = "submit a new run; hpcrl checkpoint export gives it the weights of this one"
         raise ConfigError([Finding("--set", key, "cannot change in a run that has checkpoints", hint) for key in wrong])
     if found := list(_changed_environments(old.value, new.value)):
         raise ConfigError(found)
+    if new.value.job.payload == "evaluation" and _drawn(old.value) != _drawn(new.value):
+        what = "cannot change in an evaluation: samples that are done were drawn as it was"
+        raise ConfigError([Finding("--set", "evaluation.sampling", what, "start another one: hpcrl eval")])
     if gone := [key for key in _CHARGES if _taken_back(_value(old.value, key), _value(new.value, key))]:
         what, hint = "cannot be undone: the run keeps it in its profile", "give the value that you want"
         raise ConfigError([Finding("--set", key, what, hint) for key in gone])
@@ -55,13 +62,17 @@ def _changed_environments(old: Recipe, new: Recipe) -> Iterator[Finding]:
     for each in old.environments:
         key, other = f"environments.{each.name}", there.get(each.name)
         if other is None:
-            hint = (
-                "keep it with a very small weight (1e-9): groups that were started are trained, and hardly any starts"
-            )
+            hint = "keep it with a very small weight (1e-9): started groups are trained, and hardly any new one starts"
             yield Finding("--set", key, "cannot be removed from a run that has checkpoints", hint)
         elif each.model_dump(exclude={"weight"}) != other.model_dump(exclude={"weight"}):
             hint = "change its weight alone, add another environment, or submit a new run"
             yield Finding("--set", key, "cannot change in a run that has checkpoints, except for its weight", hint)
+
+
+def _drawn(recipe: Recipe) -> list[SamplingConfig]:
+    """Return how tokens of each set of held-out prompts are drawn."""
+    evaluation = recipe.evaluation
+    return [each.sampled(evaluation.sampling).beside(recipe.rollouts.sampling) for each in evaluation.sets]
 
 
 def _taken_back(old: Any, new: Any) -> bool:

@@ -80,10 +80,11 @@ def resume_sweep(sweep: SweepDir, say: Say, *, failed: bool = False) -> None:
     if record.executor == "slurm":
         reachable_slurm()
     cancelled_at_s = None if (cancelled := sweep.cancelled) is None else cancelled.time_s
-    targets = dict(sweep.queue().targets)
+    targets = dict(sweep.stored_queue().targets)
     for view in view_members(sweep, record):
         if view.record is None or view.view is None:
-            say(f"{view.member.name} was removed, and is left out")
+            why = "cannot be read" if view.unreadable else "was removed"
+            say(f"{view.member.name} {why}, and is left out")
         elif view.record.withdrawn is not None:
             # one that was cancelled by itself stays so
             if cancelled_at_s is not None and view.record.withdrawn.time_s >= cancelled_at_s:
@@ -92,8 +93,8 @@ def resume_sweep(sweep: SweepDir, say: Say, *, failed: bool = False) -> None:
             targets[view.member.number] = view.submissions + 1
             say(f"{view.member.name} ({view.view.state}) gets another attempt")
     if queue_process(sweep) is None:
-        sweep.write_queue(msgspec.structs.replace(sweep.queue(), targets=targets, problems={}, process=None))
-    elif targets != sweep.queue().targets:
+        sweep.write_queue(msgspec.structs.replace(sweep.stored_queue(), targets=targets, problems={}, process=None))
+    elif targets != sweep.stored_queue().targets:
         raise RunDirError(
             f"the queue of {sweep.name} is at work; it starts what was not started yet\n"
             "    hint: resume members that have ended by their names: hpcrl resume RUN"
@@ -131,6 +132,8 @@ def cancel_sweep(sweep: SweepDir, say: Say) -> None:
                 say(f"{view.member.name}: {cancel_run(view.run, user=user).state}")
         except HpcrlError as error:
             failures.append(f"  {view.member.name}: {error}")
+        if view.unreadable:
+            failures.append(f"  {view.member.name}: {view.run.path} cannot be read, and it may run")
     if failures:
         raise RunDirError(f"{len(failures)} members of {sweep.name} were not cancelled:\n" + "\n".join(failures))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 from hpcrl.runs.observe import RunView, observe_all
@@ -20,12 +22,15 @@ class MemberView(NamedTuple):
         Its run directory.
     record, view:
         None where the run was removed, or cannot be read.
+    unreadable:
+        It is there and cannot be read now: it may run.
     """
 
     member: PlannedMember
     run: RunDir
     record: RunRecord | None = None
     view: RunView | None = None
+    unreadable: bool = False
 
     @property
     def submissions(self) -> int:
@@ -65,14 +70,25 @@ class MemberView(NamedTuple):
 def view_members(sweep: SweepDir, record: SweepRecord) -> list[MemberView]:
     """Return all members in their order; Slurm is asked about all of them at once."""
     runs = [sweep.run_of(member) for member in record.members]
-    found = {
-        run.path: (run_record, view)
-        for run, run_record, view in observe_all(runs)
-        # another run may have the name of one that was removed
-        if run_record.sweep is not None and run_record.sweep.sweep_id == record.sweep_id
-    }
+    found = {run.path: (run_record, view) for run, run_record, view in observe_all(runs)}
     views = []
     for member, run in zip(record.members, runs, strict=True):
-        run_record, view = found.get(run.path, (None, None))
-        views.append(MemberView(member, run, run_record, view))
+        if run.path not in found:
+            views.append(MemberView(member, run, unreadable=not is_gone(run.path)))
+            continue
+        run_record, view = found[run.path]
+        # another run may have the name of one that was removed
+        own = run_record.sweep is not None and run_record.sweep.sweep_id == record.sweep_id
+        views.append(MemberView(member, run, run_record, view) if own else MemberView(member, run))
     return views
+
+
+def is_gone(path: Path) -> bool:
+    """Return whether a directory is certainly not there; a filesystem that refuses to answer does not say so."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False

@@ -8,6 +8,7 @@ from hpcrl.errors import RunDirError
 from hpcrl.runs.observe import observe
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.sweeps.member_views import is_gone
 
 
 def jobs_to_wait_for(runs: Iterable[RunDir], *, by_slurm: bool) -> tuple[list[int], str]:
@@ -16,7 +17,7 @@ def jobs_to_wait_for(runs: Iterable[RunDir], *, by_slurm: bool) -> tuple[list[in
     Parameters
     ----------
     runs:
-        Those that have ended, and those that were removed, are left out.
+        Those that have ended, and those that were removed, are left out; one that cannot be read may run.
     by_slurm:
         The new run is a job, which can depend on others.
     """
@@ -24,8 +25,10 @@ def jobs_to_wait_for(runs: Iterable[RunDir], *, by_slurm: bool) -> tuple[list[in
     for run in runs:
         try:
             view, record = observe(run), RunRecord.read(run)
-        except RunDirError:
-            continue
+        except (RunDirError, OSError):
+            if is_gone(run.path):
+                continue
+            return [], f"the end of {run.name} (its directory cannot be read)"
         if view.state.ended:
             continue
         newest = record.submissions[-1] if record.submissions else None

@@ -62,7 +62,7 @@ class SweepQueue:
         """
         if self._sweep.cancelled_by:
             return False
-        targets = self._sweep.queue().targets
+        targets = self._sweep.stored_queue().targets
         before = [RunDir(Path(path)) for path in self._record.after]
         jobs, self.waits_for = jobs_to_wait_for(before, by_slurm=self._record.executor == "slurm")
         views = view_members(self._sweep, self._record)
@@ -73,11 +73,12 @@ class SweepQueue:
         due = [
             view for view in views if view.is_due(targets.get(view.member.number, 1)) and not self._is_given_up(view)
         ]
+        unread = self._unread(views)
         if self.waits_for or not due:
-            return bool(due)
+            return bool(due) or unread
         by_slurm = self._record.executor == "slurm"
         chains = _Chains(self._record.max_running if by_slurm else None, views, jobs)
-        running = sum(view.alive for view in views)
+        running = sum(view.alive or view.unreadable for view in views)
         started = 0
         # a member that is refused again and again comes behind those that were not tried
         for view in sorted(due, key=lambda each: self._retry_at_s.get(each.member.number, 0.0)):
@@ -90,7 +91,17 @@ class SweepQueue:
             elif not by_slurm:
                 # it may run all the same, without a record: the next round looks before it starts another one
                 break
-        return started < len(due)
+        return started < len(due) or unread
+
+    def _unread(self, views: Sequence[MemberView]) -> bool:
+        """Note members that cannot be read; return whether one of them will be checked again."""
+        for view in views:
+            number, now = view.member.number, time.time()
+            if view.unreadable and self._retry_at_s.get(number, 0.0) <= now:
+                self._tries[number], self._retry_at_s[number] = self._tries.get(number, 0) + 1, now + _RETRY_S
+                self.problems[number] = f"{view.run.path} cannot be read"
+                _log.warning("%s: %s", view.member.name, self.problems[number])
+        return any(view.unreadable and not self._is_given_up(view) for view in views)
 
     def _notice_starts(self, views: Sequence[MemberView]) -> bool:
         """Record starts that a killed queue could not record; return whether that could be done.
@@ -133,7 +144,7 @@ class SweepQueue:
     def report(self, state: QueueState) -> None:
         """Write what the queue did, keeping what others asked of it; a full disk is only logged."""
         try:
-            targets = self._sweep.queue().targets
+            targets = self._sweep.stored_queue().targets
             problems = dict(self.problems)
             self._sweep.write_queue(
                 msgspec.structs.replace(state, targets=targets, problems=problems, waits_for=self.waits_for)

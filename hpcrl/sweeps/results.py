@@ -18,6 +18,7 @@ from hpcrl.analysis.comparison.noise import (
 from hpcrl.analysis.student import student_quantile
 from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.newest_evaluation import read_newest_evaluation
+from hpcrl.runs.status import RunState
 from hpcrl.sweeps.member_views import MemberView, view_members
 from hpcrl.sweeps.queue_process import queue_process
 from hpcrl.sweeps.space import SEED
@@ -26,6 +27,8 @@ from hpcrl.sweeps.sweep_files import SweepDir, SweepRecord
 RESULT_SCHEMA = "hpcrl.sweep/1"
 REMOVED = "REMOVED"
 """State of a member whose run directory is gone."""
+UNREADABLE = "UNREADABLE"
+"""State of a member whose run directory is there and cannot be read: it may run."""
 
 
 class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +37,7 @@ class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     state:
-        That of `hpcrl.runs.status.RunState`, or `REMOVED`.
+        That of `hpcrl.runs.status.RunState`, `REMOVED` or `UNREADABLE`.
     values:
         Swept values by dotted key, as JSON.
     step, reward:
@@ -95,7 +98,7 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     ended:
-        No member is left to start or to end.
+        No member is left to start or to end, as far as all of them can be read.
     queue:
         Process of the queue that starts members; empty where there is none.
     waits_for:
@@ -129,6 +132,12 @@ class SweepResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.settings[0] if self.settings else None
 
     @property
+    def waits_for_unreadable(self) -> bool:
+        """Return whether nothing but members that cannot be read keeps the sweep from its end."""
+        others = self.counts.keys() - {UNREADABLE, REMOVED}
+        return UNREADABLE in self.counts and all(RunState(each).ended for each in others)
+
+    @property
     def keys(self) -> list[str]:
         """Return the swept keys."""
         return list(dict.fromkeys(key for row in self.members for key in row.values))
@@ -157,7 +166,7 @@ def read_sweep_result(sweep: SweepDir) -> SweepResult:
         executor=record.executor,
         max_running=record.max_running,
         cancelled_by=cancelled_by,
-        ended=not waits and not any(view.alive for view in views),
+        ended=not waits and not any(view.alive or view.unreadable for view in views),
         counts=dict(Counter(row.state for row in rows)),
         members=rows,
         settings=settings,
@@ -170,14 +179,19 @@ def read_sweep_result(sweep: SweepDir) -> SweepResult:
 
 def sweep_counts(sweep: SweepDir, record: SweepRecord) -> dict[str, int]:
     """Return the number of members by state."""
-    views = [each.view for each in view_members(sweep, record)]
-    return dict(Counter(REMOVED if view is None else view.state.value for view in views))
+    return dict(Counter(_state(view) for view in view_members(sweep, record)))
+
+
+def _state(view: MemberView) -> str:
+    if view.view is None:
+        return UNREADABLE if view.unreadable else REMOVED
+    return view.view.state.value
 
 
 def _row(view: MemberView, problem: str) -> MemberRow:
     member = view.member
     if view.view is None:
-        return MemberRow(number=member.number, run=member.name, state=REMOVED, values=member.values)
+        return MemberRow(number=member.number, run=member.name, state=_state(view), values=member.values)
     last, heldout = read_newest(view.run), read_newest_evaluation(view.run)
     ends = None if heldout is None else wilson_interval(heldout.reward, heldout.count)
     cause = "" if view.view.cause is None else view.view.cause.message

@@ -21,6 +21,8 @@ MAX_MEMBERS = 256
 """Maximum number of runs of one sweep: each is a directory, and on Slurm a job."""
 SEED = "seed"
 """Key of the recipe that replicates differ in."""
+_MAX_REPEATS = 10_000
+"""Maximum draws in a row that give points which were drawn before."""
 _DIGITS = 4
 """Significant digits of sampled numbers, so that a person can read and type them."""
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*", re.DOTALL)
@@ -50,7 +52,7 @@ def sweep_points(
     samples:
         ``KEY=loguniform(LOW,HIGH)``, ``uniform``, ``int_uniform`` or ``choice(V1,V2,...)`` each.
     count:
-        Number of points that are drawn from ``samples``.
+        Number of points that are drawn from ``samples``; they differ.
     sample_seed:
         Another one draws other points.
     seeds:
@@ -79,11 +81,25 @@ def sweep_points(
     source = random.Random(sample_seed)
     points: list[dict[str, Any]] = [{}]
     if draws:
-        points = [{key: draw(source) for key, draw in draws.items()} for _ in range(count or 1)]
+        points = _drawn_points(draws, source, count or 1)
     cells = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     replicates = [{SEED: first_seed + number} for number in range(seeds)] if seeds > 1 else [{}]
     every = itertools.product(points, cells, replicates)
     return [{key: json.dumps(value) for part in parts for key, value in part.items()} for parts in every]
+
+
+def _drawn_points(draws: Mapping[str, Draw], source: random.Random, count: int) -> list[dict[str, Any]]:
+    """Draw points, each once: a second run of one would be the same run, and no replicate of it."""
+    found: dict[str, dict[str, Any]] = {}
+    repeats = 0
+    while len(found) < count:
+        point = {key: draw(source) for key, draw in draws.items()}
+        before = found.setdefault(json.dumps({key: _told_apart_by(value) for key, value in point.items()}), point)
+        repeats = repeats + 1 if before is not point else 0
+        if repeats > _MAX_REPEATS:
+            what = f"asks for {count} points, and {len(found)} different ones were found"
+            raise ConfigError([Finding("--random", "", what, "ask for fewer; for replicates of a point: --seeds N")])
+    return list(found.values())
 
 
 def overrides_of(values: Mapping[str, str]) -> list[str]:
@@ -110,6 +126,10 @@ def _read_all(texts: Sequence[str], option: str, read: Callable[[str], Any], fin
 def _misused(axes: Mapping[str, Any], draws: Mapping[str, Any], fixed: Sequence[str], seeds: int) -> list[Finding]:
     """Return what is wrong with the options together."""
     findings = []
+    for key, other in itertools.combinations((*axes, *draws), 2):
+        if key != other and (f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")):
+            what = f"would set again what the sweep sets as {key}"
+            findings.append(Finding("--sample" if other in draws else "--grid", other, what, "leave one of them out"))
     for key in (*axes, *draws):
         if key in axes and key in draws:
             findings.append(Finding("--sample", key, "is in --grid as well", "leave one of them out"))
@@ -147,10 +167,16 @@ def _grid_values(text: str) -> list[Any]:
 
 
 def _distinct(values: list[Any]) -> list[Any]:
-    texts = [json.dumps(value) for value in values]
+    texts = [_told_apart_by(value) for value in values]
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise ValueError(f"has the value {twice[0]} twice\nfor replicates of a setting: --seeds N")
     return values
+
+
+def _told_apart_by(value: Any) -> str:
+    """Return a text that equal values have in common: 1 is 1.0."""
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value)
 
 
 def _listed(text: str) -> list[Any]:

@@ -215,10 +215,20 @@ class SweepDir:
             raise RunDirError(f"{self.record_path} cannot be read: {error}") from error
 
     def queue(self) -> QueueState:
-        """Return what the queue last reported; an empty state where there is none, or its file is damaged."""
+        """Return what the queue last reported, for people; an empty state where that cannot be read."""
+        try:
+            return self.stored_queue()
+        except OSError:
+            return QueueState()
+
+    def stored_queue(self) -> QueueState:
+        """Return what the queue last reported, and what was asked of it, to be written again.
+
+        The state is empty where there is none, or its file is damaged (OSError where it cannot be read now).
+        """
         try:
             return decode_versioned(self.queue_path.read_bytes(), QueueState, FORMAT_VERSION)
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return QueueState()
 
     def write_queue(self, state: QueueState) -> None:

@@ -17,6 +17,8 @@ from hpcrl.sweeps.results import SweepResult, read_sweep_result
 from hpcrl.sweeps.sweep_files import SweepDir, find_sweep
 
 _POLL_S = 2.0
+_UNREADABLE_S = 60.0
+"""Maximum seconds for which only members that cannot be read are waited for."""
 
 
 class Sweep:
@@ -62,7 +64,8 @@ class Sweep:
     def wait(self, timeout_s: float | None = None) -> SweepResult:
         """Wait until all members have ended, or nothing starts those that are left (``idle``); return the result.
 
-        It raises nothing for members that failed: look at ``counts``.
+        It raises nothing for members that failed: look at ``counts``. Members that cannot be read may run; when all
+        others have ended, it waits a minute for them, and then returns a result that has not ``ended``.
 
         Parameters
         ----------
@@ -75,9 +78,14 @@ class Sweep:
             After ``timeout_s``; the sweep is not changed.
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        unreadable_s = 0.0
         while True:
             found = self.result()
             if found.ended or found.idle:
+                return found
+            # nothing else lives, and a damaged record does not mend itself
+            unreadable_s = unreadable_s or time.monotonic() if found.waits_for_unreadable else 0.0
+            if unreadable_s and time.monotonic() - unreadable_s > _UNREADABLE_S:
                 return found
             left_s = deadline - time.monotonic()
             if left_s <= 0:

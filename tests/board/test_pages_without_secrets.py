@@ -83,6 +83,17 @@ def test_parts_of_a_secret_are_removed_wherever_it_is_divided() -> None:
     assert scan.cleaned_parts(["no", "", "\ud800"]) == ["no", "", "\ud800"]
 
 
+def test_a_key_in_the_lines_of_a_log_is_found_as_a_whole() -> None:
+    key = ["-----BEGIN PRIVATE KEY-----", "Q1w2E3r4" * 8, "A1s2" * 3, "-----END PRIVATE KEY-----"]
+    assert SecretScan().cleaned(["before", *key, "after"]) == ["before", "[secret]", "", "", "", "after"]
+    # the lines that are shown begin within it
+    for begin in (1, 2):
+        assert SecretScan().cleaned(("\n".join(key[begin:]),)) == ("[secret]",)
+        assert SecretScan().cleaned([*key[begin:], "after"])[0] == "[secret]"
+        assert not {*SecretScan().cleaned([*key[begin:], "after"])} & {*key}
+    assert SecretScan().cleaned(["a line\n", f"x {HUB}", ""]) == ["a line\n", "x [secret]", ""]
+
+
 def test_plain_values_are_cleaned_and_the_same_object_without_a_secret() -> None:
     value = {"a": [1.0, (f"x {HUB}", None)], "b": {HUB: "kept"}}
     assert SecretScan().cleaned(value) == {"a": [1.0, ("x [secret]", None)], "b": {HUB: "kept"}}

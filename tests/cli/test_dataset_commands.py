@@ -129,6 +129,10 @@ def test_bad_rows_are_named_with_the_line_of_the_recipe(hpcrl: Hpcrl, tmp_path: 
         ({"rewards": "[{kind: format, pattern: '.*'}]"}, "no checker of the answer has a weight above 0"),
         ({"rewards": "[{kind: tool_call}]"}, "columns.tools names no column, so no reply calls a tool"),
         ({"kind": "harness", "command": "[x]", "columns": "{tools: t}"}, "a program offers its own tools"),
+        (
+            {"kind": "harness", "command": "[x]", "rewards": "[{kind: exact, name: timed_out}]"},
+            "another part is called 'timed_out'",
+        ),
         ({"rewards": "[{kind: regex, pattern: '('}]"}, "is not a regular expression"),
         ({"columns": "{prompt: text}"}, "column 'text' does not exist"),
         ({"revision": "main"}, "a revision is of a data set of the hub"),

@@ -54,6 +54,20 @@ def test_environments_may_be_added_and_weighed(recipe_path: Path) -> None:
         change_recipe(recipe_path, other)
 
 
+def test_how_an_evaluation_draws_may_not_change(recipe_path: Path) -> None:
+    """Samples of earlier attempts are not drawn again."""
+    recipe = yaml.safe_load(recipe_path.read_text())
+    recipe["job"]["payload"] = "evaluation"
+    recipe["evaluation"]["sets"] = [{"name": "all", "samples": 2, "sampling": {"temperature": 1.0}}]
+    recipe_path.write_text(yaml.safe_dump(recipe))
+    assert change_recipe(recipe_path, ["evaluation.failures=exclude"])[1] == ["evaluation.failures: zero -> exclude"]
+    with pytest.raises(ConfigError, match="environments: cannot change"):
+        change_recipe(recipe_path, ["environments.0.weight=0.25"])
+    for override in ("rollouts.sampling.max_new_tokens=4", "evaluation.sampling.top_p=0.5"):
+        with pytest.raises(ConfigError, match=r"cannot change in an evaluation.*\n.*hpcrl eval"):
+            change_recipe(recipe_path, [override])
+
+
 def test_a_wrong_override_is_refused(recipe_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.rank"):
         change_recipe(recipe_path, ["trainer.rank=4"])

@@ -83,3 +83,32 @@ async def test_a_sample_whose_columns_are_gone_is_made_again(tmp_path: Path) -> 
     third = opened(run.rollouts_dir, 3)
     assert found(third) == {0: (0.5, False)}
     third.close()
+
+
+async def test_a_resumed_sample_is_cut_where_it_was(tmp_path: Path) -> None:
+    """A stop of the recipe ends a reply with another token than the model's, and a full context begins no reply."""
+    run = RunDir(tmp_path)
+    first = opened(run.rollouts_dir, 1)
+    await first.finished(TASKS[0], HeldOutRollout(result(0, 1.0, cut=True).rollout, truncated=False))
+    await first.finished(TASKS[1], HeldOutRollout(result(1, 0.5).rollout, truncated=True))
+    await asyncio.to_thread(first.close)
+    second = opened(run.rollouts_dir, 2)
+    assert found(second) == {0: (1.0, False), 1: (0.5, True)}
+    second.close()
+
+
+async def test_more_prompts_keep_the_samples_of_their_own(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    first = opened(run.rollouts_dir, 1)
+    await first.finished(TASKS[4], result(0, 0.75))
+    await asyncio.to_thread(first.close)
+    more = [HeldOutTask(task.environment, index, task.sample) for task in (TASKS[0], TASKS[4]) for index in range(3)]
+    second = SampleLedger(run.rollouts_dir, more, attempt=2, limit_s=5.0)
+    done = second.done(more, stop_token_ids=(END,))
+    assert [(more[position].environment.name, more[position].index) for position in done] == [("b", 0)]
+    await second.finished(more[2], result(0, 0.25))
+    await asyncio.to_thread(second.close)
+    third = SampleLedger(run.rollouts_dir, more, attempt=3, limit_s=5.0)
+    again = third.done(more, stop_token_ids=(END,))
+    assert {position: each.rollout.reward for position, each in again.items()} == {2: 0.25, 3: 0.75}
+    third.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import json
 import os
 import stat
+import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,19 @@ def test_a_bundle_explains_a_run_and_opens_nothing(run: RunDir, tmp_path: Path) 
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
     with pytest.raises(UsageError, match="exists"):
         write_run_bundle(run, made.path, max_bytes=1 << 20)
+
+
+def test_the_end_of_a_log_does_not_begin_within_a_key(run: RunDir, tmp_path: Path) -> None:
+    """Lines of a private key do not look like one."""
+    lines = "\n".join("Q1w2E3r4" * 8 for _ in range(40))
+    key = f"-----BEGIN PRIVATE KEY-----\n{lines}\n-----END PRIVATE KEY-----\n"
+    rest = 262_144 - len(key) // 2
+    run.log_path(1, "trainer", 0).write_text("before\n" * 100 + key + "an ordinary line\n" * (rest // 17 + 1))
+    files = contents(write_run_bundle(run, tmp_path / "b.tar.gz", max_bytes=1 << 20).path)
+    (log,) = [data for name, data in files.items() if "trainer" in name and name.endswith(".log")]
+    assert b"Q1w2E3r4" not in log
+    assert b"PRIVATE KEY" not in log
+    assert log.startswith(b"an ordinary line\n")
 
 
 def test_a_bundle_has_changes_of_the_code_that_are_not_committed(run: RunDir, tmp_path: Path) -> None:
@@ -150,6 +165,29 @@ def test_a_shared_run_is_readable_but_for_its_token(run: RunDir) -> None:
     assert close_to_group(run) > 10
     assert all(mode & 0o077 == 0 for mode in modes(run).values())
     assert shared_group(run) is None
+
+
+def test_a_closed_run_stays_closed_for_what_is_written_later(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is closed, there may be no setfacl."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    # user, group, the group by its number, mask, others
+    entries = [(1, 7, -1), (4, 5, -1), (8, 5, os.getegid()), (16, 5, -1), (32, 0, -1)]
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(run.events_dir, "system.posix_acl_default", acl)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        pytest.skip("the filesystem has no access lists")
+    close_to_group(run)
+    with pytest.raises(OSError, match="No data available"):
+        os.getxattr(run.events_dir, "system.posix_acl_default")
+    previous = os.umask(0o077)
+    try:
+        (run.events_dir / "0010.jsonl").write_text("")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((run.events_dir / "0010.jsonl").stat().st_mode) == 0o600
 
 
 def test_a_run_with_secrets_is_not_shared(run: RunDir) -> None:

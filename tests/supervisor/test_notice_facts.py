@@ -45,6 +45,16 @@ def test_the_best_held_out_reward_is_one_above_all_before() -> None:
     assert facts[1].evidence == "the best before was 0.6 at version 20"
 
 
+def test_the_best_reward_says_what_it_is_the_mean_of() -> None:
+    """One of few rollouts that were left is no better than one of all."""
+    finder = FactFinder()
+    finder.take(event("evaluation", version=0, reward=0.5, counted=64, failed=0))
+    (whole,) = finder.take(event("evaluation", version=10, reward=0.6, prompts=64, failed=0))
+    (rest,) = finder.take(event("evaluation", version=20, reward=0.9, prompts=2, counted=2, failed=62))
+    assert whole.evidence == "the best before was 0.5 at version 0; this is the mean of 64 rollouts"
+    assert rest.evidence == "the best before was 0.6 at version 10; this is the mean of 2 rollouts, and 62 failed"
+
+
 def test_drops_are_found_once_until_they_are_over() -> None:
     finder = FactFinder([0.3, 0.5])
     shares = [0.0] * 12 + [6.0] * 20 + [0.0] * 12 + [6.0] * 12

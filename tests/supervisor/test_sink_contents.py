@@ -20,7 +20,7 @@ from hpcrl.runs.consumed import step_name
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.outlets.derived import DerivedMetrics, mean_lengths, staleness_percentiles
-from hpcrl.runs.outlets.feed import SinkFeed
+from hpcrl.runs.outlets.feed import SinkFeed, given_position
 from hpcrl.runs.outlets.interface import RunInfo
 from hpcrl.runs.outlets.samples import SAMPLE_COLUMNS, sample_rows
 from hpcrl.runs.outlets.shipped.library import run_config
@@ -154,6 +154,18 @@ def test_tables_come_every_few_steps_and_never_hinder_curves(refuses: bool, tmp_
     SinkFeed(run, 1, "kept", silent, rollouts_every=0).open()  # type: ignore[arg-type]
     assert len(silent.steps) == 6
     assert silent.tables == {}
+
+
+def test_a_damaged_position_does_not_end_a_sink_for_good(tmp_path: Path) -> None:
+    """A node that ends may leave an empty file."""
+    run = create(tmp_path)
+    run.sinks_dir.mkdir()
+    write_steps(run, range(1, 4))
+    (run.sinks_dir / "kept.json").write_bytes(b"")
+    sink = Kept()
+    SinkFeed(run, 1, "kept", sink).open()  # type: ignore[arg-type]
+    assert list(sink.steps) == [1, 2, 3]
+    assert given_position(run, "kept") == 3
 
 
 def test_the_configuration_has_plan_and_software(tmp_path: Path) -> None:

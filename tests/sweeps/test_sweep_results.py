@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.errors import RunDirError
 from hpcrl.jobplan import make_plan
 from hpcrl.processes import procfs
 from hpcrl.runs.events import Event
@@ -19,8 +20,12 @@ from hpcrl.runs.record import Labels, RunRecord, Submission, SweepMember
 from hpcrl.runs.run_progress import read_evaluations
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState, RunStatus
+from hpcrl.sweeps import sweep_handle
+from hpcrl.sweeps.control import cancel_sweep
+from hpcrl.sweeps.predecessors import jobs_to_wait_for
+from hpcrl.sweeps.queue import SweepQueue
 from hpcrl.sweeps.results import read_sweep_result
-from hpcrl.sweeps.sweep_files import PlannedMember, SweepDir, SweepRecord
+from hpcrl.sweeps.sweep_files import PlannedMember, QueueState, SweepDir, SweepRecord
 from hpcrl.sweeps.sweep_table import result_lines
 
 GONE = ProcessId(host=procfs.hostname(), boot_id=procfs.boot_id(), pid=2**22 + 1, start_ticks=1)
@@ -161,6 +166,44 @@ def test_a_member_that_was_removed_is_shown_as_removed(tmp_path: Path) -> None:
     result = read_sweep_result(sweep)
     assert [row.state for row in result.members] == ["REMOVED", "COMPLETED"]
     assert result.counts == {"REMOVED": 1, "COMPLETED": 1}
+
+
+def test_a_member_that_cannot_be_read_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = make(tmp_path, {(1e-3, 0): 0.2, (2e-3, 0): 0.3})
+    (tmp_path / "s-01" / "run.json").write_text("{")
+    result = read_sweep_result(sweep)
+    assert (result.counts, result.ended) == ({"UNREADABLE": 1, "COMPLETED": 1}, False)
+    monkeypatch.setattr(sweep_handle, "_UNREADABLE_S", 0.0)
+    assert not sweep_handle.Sweep(sweep.path).wait(timeout_s=60.0).ended
+    # it is not forgotten in silence: neither by who cancels, nor by the queue, nor by runs that wait for it
+    with pytest.raises(RunDirError, match=r"1 members of s were not cancelled:\n  s-01: .* cannot be read"):
+        cancel_sweep(sweep, lambda words: None)
+    sweep.cancelled_path.unlink()
+    queue = SweepQueue(sweep)
+    assert queue.advance()
+    assert "cannot be read" in queue.problems[1]
+    assert jobs_to_wait_for([RunDir(tmp_path / "s-01")], by_slurm=False)[1] != ""
+    assert jobs_to_wait_for([RunDir(tmp_path / "s-02"), RunDir(tmp_path / "gone")], by_slurm=False) == ([], "")
+
+
+def test_what_was_asked_of_a_queue_outlives_a_file_that_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = make(tmp_path, {(1e-3, 0): 0.2})
+    sweep.write_queue(QueueState(targets={1: 2}))
+    queue, read = SweepQueue(sweep), Path.read_bytes
+
+    def stale(path: Path) -> bytes:
+        if path == sweep.queue_path:
+            raise OSError(116, "Stale file handle")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", stale)
+        queue.report(QueueState(heartbeat_s=1.0))
+        with pytest.raises(OSError, match="Stale"):
+            queue.advance()
+    assert sweep.queue().targets == {1: 2}
 
 
 def test_the_newest_evaluation_is_read_from_the_end(tmp_path: Path) -> None:

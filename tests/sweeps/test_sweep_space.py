@@ -61,6 +61,12 @@ def test_samples_are_the_same_each_time_and_inside_their_bounds() -> None:
     assert sweep_points(samples=samples, count=200, sample_seed=1) != points
 
 
+def test_no_point_is_drawn_twice() -> None:
+    """Another run of it would have the same seed, and its results would count as those of another seed."""
+    points = sweep_points(samples=["a=choice(1,2)", "b=int_uniform(1,3)"], count=6)
+    assert sorted((point["a"], point["b"]) for point in points) == [(a, b) for a in "12" for b in "123"]
+
+
 def test_each_sample_is_combined_with_the_grid() -> None:
     points = sweep_points(grid=["a=1,2"], samples=["b=uniform(0,1)"], count=3)
     assert [point["a"] for point in points] == ["1", "2"] * 3
@@ -76,6 +82,9 @@ def test_each_sample_is_combined_with_the_grid() -> None:
         ({"grid": ["a=[1,2,3]"]}, "separate values by commas"),
         ({"grid": ["a=1,2", "a=3,4"]}, "is given twice"),
         ({"grid": ["a=1,1"]}, "--seeds N"),
+        ({"grid": ["a=1,1.0"]}, "--seeds N"),
+        ({"grid": ["a={b: 1},{b: 2}", "a.b=3,4"]}, "would set again what the sweep sets as a"),
+        ({"grid": ["a.b=3,4"], "samples": ["a=choice({b: 1},{b: 2})"], "count": 2}, "would set again"),
         ({"grid": ["a=1,.nan"]}, "not a finite number"),
         ({"grid": ["a={,1"]}, "not a YAML value"),
         ({"grid": ["a=1,2"], "samples": ["a=uniform(1,2)"], "count": 2}, "is in --grid as well"),
@@ -90,6 +99,7 @@ def test_each_sample_is_combined_with_the_grid() -> None:
         ({"samples": ["a=loguniform(0,1)"], "count": 2}, "must be positive"),
         ({"samples": ["a=int_uniform(0.5,2)"], "count": 2}, "whole numbers"),
         ({"samples": ["a=choice(1)"], "count": 2}, "two values or more"),
+        ({"samples": ["a=choice(1,2)", "b=int_uniform(1,3)"], "count": 7}, "6 different ones were found"),
     ],
 )
 def test_what_is_wrong_is_named_with_a_hint(options: dict[str, object], words: str) -> None:

@@ -12,8 +12,10 @@ from hpcrl.config.rewards import FormatReward, LengthReward, ToolCallReward
 from hpcrl.config.row_template import template_columns
 from hpcrl.config.rules.rule import Conflicts, Rule
 
-_COUNTED = "unfinished"
-"""A part that each rollout of such an environment has."""
+_COUNTED = ("unfinished",)
+"""Parts that each rollout of such an environment has."""
+_OF_PROGRAMS = ("timed_out",)
+"""Further ones, of environments with programs."""
 
 
 def _datasets(recipe: Recipe) -> Iterator[tuple[str, TaskFileEnv]]:
@@ -63,9 +65,10 @@ def _prompts_and_curriculum(recipe: Recipe, _: ClusterProfile) -> Conflicts:
 def _parts_of_the_reward(recipe: Recipe, _: ClusterProfile) -> Conflicts:
     for key, config in _datasets(recipe):
         names = Counter(reward.name or reward.kind for reward in config.rewards)
+        own = (*_COUNTED, *(_OF_PROGRAMS if isinstance(config, HarnessEnv) else ()))
         for number, reward in enumerate(config.rewards):
             name = reward.name or reward.kind
-            if names[name] > 1 or name == _COUNTED:
+            if names[name] > 1 or name in own:
                 yield f"{key}.rewards.{number}.name", f"another part is called {name!r}"
             if isinstance(reward, LengthReward) and (reward.limit_tokens is None) == (reward.limit_characters is None):
                 yield f"{key}.rewards.{number}.limit_tokens", "one of limit_tokens and limit_characters is given"

@@ -71,6 +71,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
         Seconds since the epoch.
     sequences:
         How many there are; one more than branches. Earlier versions had one.
+    truncated:
+        Whether its last reply was cut at a limit; None where that was not recorded.
     """
 
     group: int
@@ -85,6 +87,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
     ended_s: float
     payload: PayloadPlace
     sequences: int = 1
+    truncated: bool | None = None
 
 
 class TurnSaved(msgspec.Struct, frozen=True, kw_only=True, tag="turn", tag_field="entry"):

@@ -259,7 +259,14 @@ class _About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def finished_entry(
-    rollout: Rollout, payload: PayloadPlace, *, group: int, member: int, environment: str, prompt_index: int
+    rollout: Rollout,
+    payload: PayloadPlace,
+    *,
+    group: int,
+    member: int,
+    environment: str,
+    prompt_index: int,
+    truncated: bool | None = None,
 ) -> Finished:
     """Return the ledger's entry of a finished rollout whose columns lie in ``payload``."""
     return Finished(
@@ -275,6 +282,7 @@ def finished_entry(
         ended_s=rollout.ended_s,
         payload=payload,
         sequences=len(rollout.lengths),
+        truncated=truncated,
     )
 
 

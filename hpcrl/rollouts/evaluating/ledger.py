@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hpcrl.dock.ledger.entries import Dropped, Entry, Kept, PayloadPlace, read_entries
@@ -38,17 +39,24 @@ class SampleLedger:
         OSError
             The filesystem refused.
         """
-        prompts = list(dict.fromkeys((task.environment.name, task.index) for task in tasks))
-        self._groups = {prompt: number for number, prompt in enumerate(prompts)}
         self._log = RolloutLog(rollouts_dir, attempt=attempt, restored=0, limit_s=limit_s)
-        self._left = dict.fromkeys(self._groups.values(), 0)
-        for task in tasks:
-            self._left[self._group(task)] += 1
         try:
             self._replay = Replay(read_entries(self._log.ledger_dir))
         except ValueError as error:
             self._log.close()
             raise CheckpointError(f"the ledger of rollouts cannot be read: {error}") from error
+        self._groups = self._numbered((task.environment.name, task.index) for task in tasks)
+        self._left = dict.fromkeys(self._groups.values(), 0)
+        for task in tasks:
+            self._left[self._group(task)] += 1
+
+    def _numbered(self, prompts: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """Return the number of each prompt's group: that of an earlier attempt, which may have had other prompts."""
+        entries = [held.entry for held in self._replay.rollouts]
+        known = {(entry.environment, entry.prompt_index): entry.group for entry in entries}
+        taken = {entry.group for entry in entries}
+        free = (number for number in itertools.count() if number not in taken)
+        return {prompt: known[prompt] if prompt in known else next(free) for prompt in dict.fromkeys(prompts)}
 
     def _group(self, task: HeldOutTask) -> int:
         return self._groups[task.environment.name, task.index]
@@ -68,7 +76,9 @@ class SampleLedger:
                 again = Dropped(group=group, members=[task.sample], why="its columns cannot be read", again=True)
                 self._log.append(again)
                 continue
-            cut = rollout.last_token not in stop_token_ids
+            # entries of earlier versions do not say it
+            cut = held.entry.truncated
+            cut = rollout.last_token not in stop_token_ids if cut is None else cut
             found[position] = HeldOutRollout(rollout, cut)
             self._left[group] -= 1
         return found
@@ -87,6 +97,7 @@ class SampleLedger:
                     member=task.sample,
                     environment=task.environment.name,
                     prompt_index=task.index,
+                    truncated=result.truncated,
                 )
 
             await asyncio.wrap_future(self._log.finish(*encode_rollout(rollout), entry))

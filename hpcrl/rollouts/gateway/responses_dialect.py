@@ -124,6 +124,8 @@ class ResponsesDialect:
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("type") != "function" or not isinstance(given.get("name"), str):
         raise bad_request(f"tools of the type {given.get('type')!r} are not served, only functions", "tools")
+    if not isinstance(given.get("parameters") or {}, Mapping):
+        raise bad_request("parameters of a tool must be an object", "tools")
     return function_tool(given["name"], given.get("description"), given.get("parameters"))
 
 

@@ -171,6 +171,7 @@ class HeldOutSet:
         self._at_once = recipe.rollouts.max_in_flight if at_once is None else at_once
         every = evaluation.every_steps if config.every_steps is None else config.every_steps
         self._due, self._last = DueVersions(every, begun), max(begun, default=-1)
+        self._exact: set[int] = set()
 
     def take(self, version: int, *, last: bool = False) -> int | None:
         """Return the version that is due (see `DueVersions.take`); of the last version of a run an evaluation is."""
@@ -181,7 +182,13 @@ class HeldOutSet:
         return due
 
     async def evaluate(self, version: int, *, due: int, events: EventWriter) -> None:
-        """Evaluate the set, and report it as an event; parameters as for `result`."""
+        """Evaluate the set, and report it as an event; parameters as for `result`.
+
+        Nothing is done where all tokens of an earlier evaluation are of this version: it was made in place of one that
+        engines skipped.
+        """
+        if version in self._exact:
+            return
         events.emit("evaluation.set", **await self.result(version, due=due))
 
     async def result(self, version: int, *, due: int) -> dict[str, Any]:
@@ -203,10 +210,14 @@ class HeldOutSet:
             if isinstance(result, Exception)
         ]
         samples = [scored(task, result) for task, result in zip(self.tasks, results, strict=True)]
+        first = min((rollout.first_version for rollout in finished), default=version)
+        last = max((rollout.last_version for rollout in finished), default=version)
+        if finished and first == last:
+            self._exact.add(first)
         return {
             "set": self.name,
-            "version": min((rollout.first_version for rollout in finished), default=version),
-            "last_version": max((rollout.last_version for rollout in finished), default=version),
+            "version": first,
+            "last_version": last,
             "due": due,
             "samples_per_prompt": self.config.samples,
             **drawn(self._sampler),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningR
 from hpcrl.rollouts.sampling.policy import GroupAdmission, GroupOutcome
 from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 
+_log = logging.getLogger(__name__)
 _TOO_OLD = "too old"
 
 
@@ -287,6 +289,10 @@ class Scheduler:
     def _ended(self, running: _Running) -> Callable[[asyncio.Task[None]], None]:
         def callback(work: asyncio.Task[None]) -> None:
             running.members.discard(work)
+            if not work.cancelled() and (error := work.exception()) is not None:
+                # our own code failed behind the reward: the rollout is lost, and nothing has counted it
+                self._error = self._error or HpcrlError(f"a rollout was lost: {type(error).__name__}: {error}")
+                _log.error("a rollout of group %d was lost", running.task.index, exc_info=error)
             running.session.leave()
             self.in_flight -= 1
             # `_cancel` has removed a cancelled group from the table already, and freed its place

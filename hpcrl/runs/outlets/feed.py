@@ -98,7 +98,11 @@ class SinkFeed:
         self._file, self._offset = run.metrics_dir / f"{attempt:04d}.jsonl", 0
         self._given = _Position(0)
         if self._position.is_file():
-            self._given = msgspec.json.decode(self._position.read_bytes(), type=_Position)
+            # written without a sync: the end of a node may leave an empty one
+            try:
+                self._given = msgspec.json.decode(self._position.read_bytes(), type=_Position)
+            except msgspec.DecodeError as error:
+                _log.warning("%s is damaged, so that all steps are given: %s", self._position, error)
         # a sink of another package may have no such method
         self._evaluated: Callable[[int, dict[str, float]], None] | None = getattr(sink, "evaluated", None)
         self._evaluations, self._looked_s = EventTail(run, "evaluation"), 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import shutil
@@ -23,6 +24,8 @@ _SHARED = "shared.json"
 _UNSCANNED = frozenset({"weights", "checkpoints", "start-model"})
 """Directories of tensors."""
 _PAYLOAD = ("rollouts", "payload")
+_NO_ACL = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOENT)
+"""Errors that say that there is no list."""
 _CLOSED = frozenset({TOKEN_FILE, "submitit"})
 """Entries of a run that stay its user's alone: the token, and pickles that the user's jobs execute."""
 
@@ -89,6 +92,10 @@ def close_to_group(run: RunDir) -> int:
     (run.path / _SHARED).unlink(missing_ok=True)
     _default_acl(run.path, ["-b"])
     found = [*_entries(run, closed=True), (run.path, run.path.lstat())]
+    for path, status in found:
+        # this machine may lack the program of the one that has opened it
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            _remove_acl(path)
     return sum(_set(path, status, status.st_gid, opened=False) for path, status in found)
 
 
@@ -137,6 +144,16 @@ def _default_acl(path: Path, change: list[str]) -> bool:
     kept = [each for each in directories if not any(each == c or each.startswith(f"{c}/") for c in closed)]
     command = [setfacl, *change, "--", *kept]
     return subprocess.run(command, capture_output=True, check=False, env={"LC_ALL": "C"}).returncode == 0
+
+
+def _remove_acl(directory: Path) -> None:
+    """Remove the access lists of a directory, which files that are made in it later would inherit."""
+    for name in ("system.posix_acl_default", "system.posix_acl_access"):
+        try:
+            os.removexattr(directory, name, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_ACL:
+                raise
 
 
 def _gid(group: str) -> int:

@@ -22,6 +22,8 @@ BUNDLE_SCHEMA = "hpcrl.bundle/1"
 _FIRST = ("recipe.yaml", "cluster.yaml", "plan.json", "run.json", "status.json", "restart.json", "job.sbatch")
 _LOG_BYTES = 256 << 10
 """Maximum bytes of the end of each log."""
+_BEFORE_BYTES = 64 << 10
+"""Maximum length in bytes of a secret that lies on both sides of its begin."""
 _ROLLOUT_FILES = 5
 """Maximum number of the newest files of rollouts."""
 _ROLLOUT_BYTES = 2 << 20
@@ -98,7 +100,7 @@ def write_run_bundle(
             gzip.GzipFile(fileobj=raw, mode="wb", filename="") as packed,
             tarfile.open(fileobj=packed, mode="w") as tar,
         ):
-            for name, data in _contents(run, rollouts, more or {}):
+            for name, data in _contents(run, scan, rollouts, more or {}):
                 clean, kinds = scan.redacted(data)
                 if total + len(clean) > max_bytes:
                     left_out.append(name)
@@ -124,7 +126,7 @@ def write_run_bundle(
     return Bundled(output, len(written) + 1, output.stat().st_size, left_out, redacted)
 
 
-def _contents(run: RunDir, rollouts: int, more: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+def _contents(run: RunDir, scan: SecretScan, rollouts: int, more: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """Yield name and data of each file, the most important first."""
     try:
         yield "why.json", diagnosis_document(diagnose(run)).encode()
@@ -133,7 +135,7 @@ def _contents(run: RunDir, rollouts: int, more: Mapping[str, bytes]) -> Iterator
     yield from more.items()
     for part in _parts(run, rollouts):
         try:
-            data = _read(part)
+            data = _read(part, scan)
         except OSError:
             continue  # it has gone meanwhile, or is not readable: the run may be alive
         yield str(part.path.relative_to(run.path)), data
@@ -161,7 +163,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in found if path.suffix in _SUFFIXES and path.is_file() and not path.is_symlink())
 
 
-def _read(part: _Part) -> bytes:
+def _read(part: _Part, scan: SecretScan) -> bytes:
     with part.path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if not part.limit or size <= part.limit:
@@ -169,8 +171,11 @@ def _read(part: _Part) -> bytes:
         if not part.tail:
             data = stream.read(part.limit)
             return data[: data.rfind(b"\n") + 1]
-        stream.seek(size - part.limit)
-        return stream.read().partition(b"\n")[2]
+        # the rest of a secret that begins before it would not look like one
+        begin = max(0, size - part.limit - _BEFORE_BYTES)
+        stream.seek(begin)
+        data = stream.read()
+        return data[scan.first_behind(data, size - part.limit - begin) :].partition(b"\n")[2]
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:

@@ -22,6 +22,8 @@ _FORMS: dict[str, re.Pattern[bytes]] = {
     "a private key": re.compile(
         rb"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----(?:(?:\s|\\[rn])*[A-Za-z0-9+/=]{16,})*"
         rb"(?:(?:\s|\\[rn])*[A-Za-z0-9+/=]{0,16}(?:\s|\\[rn])*-----END (?:[A-Z]+ )*PRIVATE KEY-----)?"
+        # the end of a log may begin within one
+        rb"|\A(?:[A-Za-z0-9+/=]+(?:\s|\\[rn])+)+-----END (?:[A-Z]+ )*PRIVATE KEY-----"
     ),
     "a token of the Hugging Face hub": re.compile(rb"\bhf_[A-Za-z0-9]{30,}\b"),
     "a key of an AI service": re.compile(rb"\bsk-(?:proj-|ant-[a-z0-9]+-)?[A-Za-z0-9_-]{20,}"),
@@ -99,7 +101,7 @@ class SecretScan:
     def cleaned(self, value: Any) -> Any:
         """Return plain values with ``[secret]`` in place of each secret in their texts; keys of mappings stay.
 
-        Texts that are already markup stay, too.
+        Texts that are already markup stay, too. Texts of one list are lines: a secret may lie in several.
         """
         texts = b"\n".join(map(_bytes, _texts(value)))
         return self._cleaned(value) if next(self.kinds(texts), None) else value
@@ -127,15 +129,27 @@ class SecretScan:
             return value if _is_markup(value) else _text(self.redacted(_bytes(value))[0])
         if isinstance(value, Mapping):
             return {key: self._cleaned(each) for key, each in value.items()}
+        if isinstance(value, list) or type(value) is tuple:
+            return type(value)(self._cleaned_items(value))
         if isinstance(value, tuple):
             items = [self._cleaned(each) for each in value]
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return [self._cleaned(each) for each in value] if isinstance(value, list) else value
+        return value
+
+    def _cleaned_items(self, items: Sequence[Any]) -> Sequence[Any]:
+        if all(type(each) is str for each in items):
+            return [each.removesuffix("\n") for each in self.cleaned_parts([f"{each}\n" for each in items])]
+        return [self._cleaned(each) for each in items]
 
     def kinds(self, data: bytes) -> Iterator[tuple[str, int]]:
         """Yield the kind and the offset of each secret in ``data``."""
         for kind, form in self._forms:
             yield from ((kind, match.start()) for match in form.finditer(data))
+
+    def first_behind(self, data: bytes, at: int) -> int:
+        """Return the first offset from ``at`` on that lies in no secret which begins before it."""
+        spans = (match.span() for _, form in self._forms for match in form.finditer(data))
+        return max((end for begin, end in spans if begin < at < end), default=at)
 
     def redacted(self, data: bytes) -> tuple[bytes, list[str]]:
         """Return ``data`` with ``[secret]`` in place of each secret, and the kinds that there were."""

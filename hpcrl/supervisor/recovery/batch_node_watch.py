@@ -80,6 +80,7 @@ class BatchNodeWatch:
         self._here = environ.get("SLURMD_NODENAME", "")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="watch of the batch node", daemon=True)
+        self._srun: subprocess.Popen[bytes] | None = None
         self.node = ""
 
     def __enter__(self) -> BatchNodeWatch:
@@ -90,6 +91,8 @@ class BatchNodeWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
+        if (srun := self._srun) is not None:  # its step does not begin
+            _kill_all(srun)
         self._thread.join(_END_S)
 
     def _keep(self) -> None:
@@ -116,13 +119,18 @@ class BatchNodeWatch:
         except OSError as error:
             _log.warning("no task watches the supervisor's node: %s", error)
             return False
+        self._srun = srun
+        if self._closing.is_set():
+            _kill_all(srun)
         self._nodes.own_pids.add(srun.pid)
         late = threading.Timer(_START_S, _kill_all, [srun])
+        late.daemon = True  # the supervisor does not wait for it
         late.start()
         assert srun.stdout is not None
         with srun.stdout as output:
             runs = output.readline() == _RUNS
         late.cancel()
+        self._srun = None
         _kill_all(srun)
         srun.wait()
         self._nodes.own_pids.discard(srun.pid)
@@ -182,7 +190,11 @@ def requeue_without_supervisor(run: RunDir, client: SlurmClient, job_id: int) ->
         Slurm refuses, or does not answer.
     """
     plan = run.plan()
-    record_lost_nodes(run, plan, RunStatus.read(run), client, job_id, writer="batch-node-watch")
+    try:
+        record_lost_nodes(run, plan, RunStatus.read(run), client, job_id, writer="batch-node-watch")
+    except OSError as error:
+        # a full disk must not let the job hold its nodes; the next attempt finds lost nodes itself
+        _log.warning("the lost node could not be recorded: %s", error)
     if not plan.attempts.requeue:
         client.cancel(job_id)
         return
@@ -203,11 +215,12 @@ def main() -> None:
     start_logging("%(levelname)s batch node watch: %(message)s")
     run, job_id, node = RunDir(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     os.umask(umask_of(run.path))
+    client = client_of(RunRecord.read(run).submissions[-1])
+    lost, asked_at = LostBatchNode(run, client, job_id, node), float("-inf")
+    # last: a task that ends before this is started again; its end after this is not seen
     sys.stdout.buffer.write(_RUNS)
     sys.stdout.buffer.flush()
     _write_to_file(run.path / "submitit" / "batch_node_watch.log")
-    client = client_of(RunRecord.read(run).submissions[-1])
-    lost, asked_at = LostBatchNode(run, client, job_id, node), float("-inf")
     while True:
         time.sleep(_LOOK_S)
         now = time.monotonic()
@@ -222,7 +235,7 @@ def main() -> None:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 requeue_without_supervisor(run, client, job_id)
                 return
-        except (HpcrlError, OSError) as error:
+        except (HpcrlError, OSError, ValueError) as error:
             _log.warning("Slurm was not asked about the supervisor's node: %s", error)
 
 

@@ -155,6 +155,8 @@ def test_documents(reply: str, score: float) -> None:
         ('```json\n{"a": 1}\n```', 1),
         ('First\n```\n[]\n```\nthen\n```json\n{"a": 1}\n```\nDone.', 1),
         ('```{"a": 1}```', 1),
+        ('```json\n{"a": 1}\n```\nThe key ```a``` is set.', 1),
+        ('```json\n[]\n```\nthen\n```json\n{"a": 1}```', 1),
         ('```json\n{"a": 1}', 0),
         ('{"a": 1}', 0),
     ],

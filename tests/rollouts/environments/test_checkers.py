@@ -13,11 +13,13 @@ import pytest
 from dataset_testing import OneReply, make_dataset, write_jsonl
 from patience import patience
 
+from hpcrl.config.rewards import RegexReward
 from hpcrl.errors import ConfigError
-from hpcrl.rollouts.environments.base import Outcome
+from hpcrl.rollouts.environments.base import Outcome, Reply
 from hpcrl.rollouts.environments.dataset.environment import DatasetEnvironment
 from hpcrl.rollouts.environments.outcomes import OutcomeError
 from hpcrl.rollouts.environments.rewards.extraction import extract
+from hpcrl.rollouts.environments.rewards.judge import Judge
 from hpcrl.rollouts.environments.rewards.numbers import not_one_number, number_of
 from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerTimeoutError
 
@@ -109,6 +111,11 @@ def test_extraction(part: Any, text: str, found: str | None) -> None:
         (r"$1\frac{1}{2}$", "1.5"),
         (r"-3\frac34", "-3.75"),
         ("- $3 3/4", "-3.75"),
+        ("The answer:\n- 42", "42"),
+        ("Both:\n\n  - 7\n  - $8", "8"),
+        ("10 - 20", "20"),
+        ("a = 7\n-3", "-3"),
+        ("Question 2\n1/2", "0.5"),
         ("takes 12 1/2 hours", "12.5"),
         ("of 10 20/5", "4"),
         (r"\frac12", "0.5"),
@@ -346,3 +353,15 @@ def test_a_function_that_is_not_there(judged: Judged, function: str, what: str) 
         judged.make("4", {"kind": "exact"}, {"kind": "function", "function": function})
     assert "environments.asked.rewards.1" in str(caught.value)
     assert what in str(caught.value)
+
+
+async def test_an_answer_that_fails_leaves_the_others() -> None:
+    """Of several right answers one is enough, whatever the checker does with another."""
+    judge = Judge("words", [RegexReward(kind="regex")], processes=1)
+    try:
+        right = await judge.judge(Reply("abc", finished=True), "(", {}, ["abc"])
+        assert right.reward == 1.0
+        with pytest.raises(CheckerError, match=r"part 'regex' of the reward: .*unterminated"):
+            await judge.judge(Reply("xyz", finished=True), "(", {}, ["abc"])
+    finally:
+        judge.close()

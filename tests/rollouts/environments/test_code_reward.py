@@ -251,6 +251,7 @@ def test_wrong_tests(value: Any, what: str) -> None:
         ("```py\na\n```\ntext\n```\nb\n```", "b"),
         ("1. so\n   ```python\n   a\n     b\n   ```", "a\n  b"),
         ("```py\na\n```\nand\n```py\nb", "a"),
+        ("```f(1)``` is 2:\n```py\na\n```\nDone.", "a"),
         ("a", ""),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     both = {"train": questions(30), "test": questions(40)[30:]}
 
+    def torn() -> Iterator[dict[str, Any]]:
+        yield from questions(3)
+        raise OSError("cannot identify image file\x1b[1m")
+
     def load_dataset(name: str, subset: str | None, *, revision: str | None) -> dict[str, Any]:
         calls.append((name, subset, revision))
+        if name == "org/torn":
+            return {"train": torn()}
         if name == "nobody/nothing":
             raise ConnectionError("Couldn't reach the Hub\x1b[1m in offline mode")
         return both
@@ -41,6 +48,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def sets(environment: Any) -> tuple[set[str], set[str]]:
     return {*asked(environment, "train", 90)}, {*asked(environment, "heldout", 90)}
+
+
+def test_rows_that_the_library_cannot_decode(library: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"datasets cannot read org/torn behind row 3: OSError: cannot .*\\x1b"):
+        make_dataset(tmp_path, path=None, hub="org/torn")
 
 
 def test_a_data_set_of_the_hub(library: list[tuple[Any, ...]], tmp_path: Path) -> None:

@@ -196,6 +196,22 @@ async def test_answers_of_the_example_earn_the_best_reward() -> None:
     environment.close()
 
 
+def test_a_wrong_demonstration_is_wrong(tmp_path: Path) -> None:
+    """Of two answers each is right for half of the questions: a share of right demonstrations would be much more."""
+    rows = [{"prompt": f"Is {i} even?", "answer": "no" if i % 2 else "yes"} for i in range(40)]
+    environment = make_dataset(write_jsonl(tmp_path / "q.jsonl", rows))
+    rng = random.Random(0)
+    for index in range(20):
+        prompt = environment.prompt("train", index)
+        said = environment.demonstration(prompt, correct=False, rng=rng)[-1]["content"]
+        assert {said, prompt.data.answer} == {"yes", "no"}
+    environment.close()
+    same = make_dataset(write_jsonl(tmp_path / "s.jsonl", [{**row, "answer": "yes"} for row in rows]))
+    with pytest.raises(NotImplementedError, match="all rows have the same answer"):
+        same.demonstration(same.prompt("train", 0), correct=False, rng=rng)
+    same.close()
+
+
 def test_a_benchmark_that_another_environment_trains_on_is_named(tmp_path: Path) -> None:
     rows = questions(30)
     again = {"prompt": " What is  3 plus\n1?", "answer": "4"}

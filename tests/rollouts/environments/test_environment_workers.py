@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from harness import CALCULATOR, WORDS
 from patience import patience
 from worker_lab import WorkerLab
 
+from hpcrl.config.environments import CustomEnv
 from hpcrl.rollouts.environments import (
     Environment,
     EnvironmentLostError,
@@ -25,6 +27,8 @@ from hpcrl.rollouts.environments import (
     prompt_of,
 )
 from hpcrl.rollouts.environments.base import PolicyEndpoint
+from hpcrl.rollouts.environments.workers import hosting
+from hpcrl.rollouts.environments.workers.hosting import EnvironmentHost
 
 MINE = {"name": "mine", "kind": "custom", "factory": "my_environment:Obedient"}
 
@@ -248,17 +252,75 @@ async def test_endpoints_of_the_policy_are_handed_on(tmp_path: Path, monkeypatch
         assert closed == [True]
 
 
-async def test_a_worker_that_cannot_make_an_environment_again_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flag = tmp_path / "broken"
-    (tmp_path / "fading_environment.py").write_text(
+def fading_environment(directory: Path, monkeypatch: pytest.MonkeyPatch, flag: Path) -> dict[str, Any]:
+    """An environment that cannot be made while ``flag`` is there."""
+    (directory / "fading_environment.py").write_text(
         "import os\nfrom my_environment import Obedient\nclass Fading(Obedient):\n    def __init__(self, flag):\n"
         "        super().__init__()\n        if os.path.exists(flag):\n"
         "            raise OSError('the license is gone')\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    fading = {**MINE, "factory": "fading_environment:Fading", "args": {"flag": str(flag)}}
+    monkeypatch.syspath_prepend(directory)
+    return {**MINE, "factory": "fading_environment:Fading", "args": {"flag": str(flag)}}
+
+
+async def test_a_worker_makes_an_environment_again_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one it refuses the orchestrator, which then asks for none."""
+    flag = tmp_path / "broken"
+    async with WorkerLab(tmp_path, 1, [fading_environment(tmp_path, monkeypatch, flag)]) as lab:
+        await lab.until_up(0)
+        flag.touch()
+        with pytest.raises(EnvironmentLostError, match="SIGKILL"):
+            await roll_out(lab.environments[0], "die")
+        await lab.until(lambda: "the license is gone" in lab.log.read_text())
+        flag.unlink()
+        async with asyncio.timeout(30.0 * patience()):
+            while True:
+                async with lab.http.get(f"{lab.urls[0]}/watch") as response:
+                    if response.status == 200:
+                        break
+                await asyncio.sleep(0.1)
+
+
+async def test_a_connection_that_cannot_be_had_keeps_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Child:
+        killed, running = 0, True
+
+        async def connect(self) -> Any:
+            raise OSError("too many open files")
+
+        def kill(self) -> None:
+            self.killed += 1
+
+    made: list[Child] = []
+
+    async def make() -> Any:
+        made.append(Child())
+        return made[-1]
+
+    host = EnvironmentHost(CustomEnv.model_validate(MINE))
+    monkeypatch.setattr(host, "_made", make)
+    await host.prepare()
+    await host.serve(SimpleNamespace())  # type: ignore[arg-type]
+    await host.prepare()
+    assert [child.killed for child in made] == [1, 0]
+    assert host.ready
+
+
+async def test_a_client_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hung:
+        async def send_str(self, why: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(hosting, "_SAY_S", 0.05)
+    async with asyncio.timeout(10.0 * patience()):
+        await hosting._say(Hung(), "its process belongs to another connection now")  # type: ignore[arg-type]
+
+
+async def test_a_worker_that_cannot_make_an_environment_again_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = tmp_path / "broken"
+    fading = fading_environment(tmp_path, monkeypatch, flag)
     async with WorkerLab(tmp_path, 1, [fading, WORDS]) as lab:
         mine = lab.environments[0]
         await lab.until_up(0)

@@ -115,6 +115,10 @@ async def test_a_program_that_fails_says_why(code: str, said: str) -> None:
 async def test_a_program_that_is_not_there() -> None:
     with pytest.raises(HarnessProgramError, match="/no/such/program: No such file"):
         await run_program(["/no/such/program"], task=b"", environ={}, words={}, time_limit_s=9, max_bytes=1024)
+    with pytest.raises(HarnessProgramError, match="cannot be started: echo: embedded null byte"):
+        await run_program(
+            ["echo", "{prompt}"], task=b"", environ={}, words={"prompt": "a\0b"}, time_limit_s=9, max_bytes=1024
+        )
 
 
 FORKS = """

@@ -112,6 +112,14 @@ async def test_questions_are_stable_and_the_two_sets_never_meet(build: Build) ->
     assert (said(again, "train", 400), said(again, "heldout", 60)) == (train, held_out)
 
 
+async def test_a_wrong_demonstration_has_another_answer(build: Build) -> None:
+    environment = build({"sums": {"parameters": {"largest": 1}}})
+    for index in range(12):
+        prompt = environment.prompt("train", index)
+        right, wrong = (environment.demonstration(prompt, correct=correct, rng=RNG) for correct in (True, False))
+        assert right[-1]["content"] != wrong[-1]["content"]
+
+
 async def test_rewards_are_the_scores_of_the_library(build: Build) -> None:
     environment = build({"sums": {}}, extract="answer_tag", system="Use <answer>.", rewards=[LENGTH])
     prompt = environment.prompt("train", 3)

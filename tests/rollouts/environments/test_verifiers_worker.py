@@ -42,6 +42,8 @@ class Backend:
     notes = ["it is a stand-in"]
 
     def task(self, split, index):
+        if index == 8:
+            return {{"messages": {{1, 2}}}}
         if index == 7:
             sys.stderr.write("hung")
             time.sleep(3600)
@@ -62,6 +64,10 @@ class Backend:
                     await asyncio.sleep(3600)
                 except asyncio.CancelledError:
                     pass
+        if what == "set":
+            return {{"reward": {{1}}, "parts": {{}}}}
+        if what == "wordless":
+            raise Wordless
         if what == "exit":
             sys.exit(3)
         if what == "die":
@@ -75,9 +81,15 @@ class Backend:
         return {{"reward": float("nan") if what == "nan" else 1.0, "parts": {{}}}}
 
 
+class Wordless(Exception):
+    def __str__(self):
+        raise ValueError
+
+
 class _Serving:
     async def __aenter__(self):
-        return None
+        if "SLOW" in os.environ:
+            await asyncio.sleep(3600)
 
     async def __aexit__(self, *_):
         return None
@@ -152,6 +164,25 @@ async def test_runs_do_not_disturb_each_other(start: Start) -> None:
         await asyncio.sleep(0.01)
     assert not worker._cancelled
     assert not worker.lost
+
+
+async def test_what_json_cannot_hold_is_an_error_and_no_silence(start: Start) -> None:
+    worker = start()
+    for what, why in (("set", "set is not JSON serializable"), ("wordless", "its message cannot be shown")):
+        with pytest.raises(worker_process.WorkerAnsweredError, match=why):
+            await worker.run(asked(what), timeout_s=20.0 * patience())
+    with pytest.raises(worker_process.WorkerAnsweredError, match="set is not JSON serializable"):
+        worker.ask({"split": "train", "index": 8}, timeout_s=20.0 * patience())
+    assert worker.ask({"split": "train", "index": 0}, timeout_s=20.0 * patience())["messages"]
+
+
+async def test_servers_that_never_run_end_the_process(start: Start) -> None:
+    worker = start(answer_timeout_s=1.0, SLOW="1")
+    first = asyncio.create_task(worker.run(asked(""), timeout_s=60.0))
+    await asyncio.sleep(0.3)
+    first.cancel()
+    with pytest.raises(WorkerLostError, match="its tool servers were not ready"):
+        await worker.run(asked(""), timeout_s=20.0 * patience())
 
 
 @pytest.mark.parametrize(
@@ -299,6 +330,19 @@ def test_a_stream_without_an_end_is_read_as_far_as_needed() -> None:
     assert len(set(tasks)) == 100
     assert 200 < len(read) < 600
     assert not set(tasks) & {found.task("train", index)["prompt"] for index in range(200)}
+
+
+def test_a_stream_that_has_raised_does_not_begin_anew() -> None:
+    def stream() -> Iterator[dict[str, Any]]:
+        yield from questions(*map(str, range(100)))
+        raise OSError("the network is away")
+
+    found = splits_of(stream(), finite=False)
+    with pytest.raises(OSError, match="the network is away"):
+        found.task("train", 99)
+    with pytest.raises(RuntimeError, match="cannot be read on: OSError: the network is away"):
+        found.task("train", 99)
+    assert found.task("train", 3)
 
 
 def test_held_out_tasks_of_their_own_are_not_trained_on() -> None:

@@ -83,6 +83,9 @@ async def test_what_responses_cannot_do_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match="not served"):
                 await created(bench, False, **{"input": "Hello.", **given})
+        for parameters in ("abc", [1, 2]):
+            with pytest.raises(openai.BadRequestError, match="must be an object"):
+                await created(bench, False, input="Hello.", tools=[{**TOOL, "parameters": parameters}])
         with pytest.raises(openai.BadRequestError) as error:
             await created(bench, False, input="x" * 500)
         assert error.value.code == "context_length_exceeded"

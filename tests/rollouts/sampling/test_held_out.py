@@ -190,6 +190,18 @@ def test_each_set_has_its_interval(run: RunDir) -> None:
     assert due(6, last=True) == {}
 
 
+async def test_the_last_version_is_not_evaluated_twice(run: RunDir) -> None:
+    scene = SetScene(run, [Plays("a", [1.0])], [{"name": "more", "prompts": 1, "every_steps": 3}])
+    (more,) = scene.sets()
+    due = more.take(4)
+    assert due == 3
+    last = more.take(4, last=True)
+    assert last == 4
+    await more.evaluate(4, due=due, events=scene.events)
+    await more.evaluate(4, due=last, events=scene.events)
+    assert [(said["version"], said["due"]) for said in scene.said()] == [(4, 3)]
+
+
 async def test_sets_are_evaluated_with_the_others_while_updates_are_held(run: RunDir) -> None:
     scene = SetScene(run, [Plays("a", [1.0, 1.0])], [{"name": "more", "prompts": 2}])
     evaluator = scene.evaluator()

@@ -16,6 +16,7 @@ from hpcrl.errors import HpcrlError, RunDirError
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments.data_order import GroupTask
 from hpcrl.rollouts.ledger.state import OrchestratorState
+from hpcrl.rollouts.sampling.conversation import Conversation
 from hpcrl.rollouts.sampling.failures import FailureCount
 from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 
@@ -251,6 +252,20 @@ async def test_a_finished_rollout_that_cannot_be_kept_ends_the_run(
         await settled()
         await answer(life, count=1)
         with pytest.raises(RunDirError, match=r"a finished rollout cannot be kept: .*No space left"):
+            await until_it_raises(life)
+
+
+async def test_a_rollout_that_is_lost_behind_its_reward_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_memory(conversation: Conversation, *given: Any, **named: Any) -> Any:
+        raise MemoryError("its experts")
+
+    monkeypatch.setattr(Conversation, "rollout", no_memory)
+    async with began(recipe_of(tmp_path)) as life:
+        await settled()
+        await answer(life, count=1)
+        with pytest.raises(HpcrlError, match="a rollout was lost: MemoryError: its experts"):
             await until_it_raises(life)
 
 

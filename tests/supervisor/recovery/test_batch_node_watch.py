@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from supervisor_testing import make_plan, make_recipe
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.layout import AttemptPolicy, JobComponent, Layout
 from hpcrl.config.load import load_cluster
+from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.exclusions import read_exclusions
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
@@ -22,6 +24,8 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.job_nodes import JobNodes
 from hpcrl.submit.submission import create_run
+from hpcrl.supervisor.recovery import batch_node_watch
+from hpcrl.supervisor.recovery import nodes as nodes_module
 from hpcrl.supervisor.recovery.batch_node_watch import BatchNodeWatch, LostBatchNode, requeue_without_supervisor
 
 THREE = JobComponent(
@@ -124,6 +128,27 @@ def test_a_job_that_may_not_be_requeued_gives_its_nodes_back(tmp_path: Path) -> 
     assert slurm.told == [["scancel", "7"]]
 
 
+def test_a_full_disk_does_not_keep_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = spared_run(tmp_path)
+    write_status(run, 100.0)
+    slurm = SlurmOfOneJob("n[2-3]", down=["n1"])
+    monkeypatch.setattr(nodes_module, "exclude", full)
+    requeue_without_supervisor(run, slurm, 7)
+    assert slurm.told == [["scontrol", "requeue", "7"]]
+
+
+def test_a_task_that_cannot_watch_does_not_say_that_it_does(tmp_path: Path) -> None:
+    run = spared_run(tmp_path)
+    run.record_path.unlink()
+    command = module_command(sys.executable, batch_node_watch.__name__, str(run.path), "7", "n1")
+    ended = subprocess.run(command, capture_output=True, timeout=60.0, check=False)
+    assert ended.returncode != 0
+    assert ended.stdout == b""
+
+
 SRUN = """#!{python}
 import os, sys, time
 parent = os.getpid()
@@ -177,3 +202,20 @@ def test_a_task_that_does_not_start_is_tried_again(tmp_path: Path) -> None:
     with BatchNodeWatch(run, plan, JobNodes(plan, environ, SlurmOfOneJob()), environ) as watch:
         wait_for(lambda: said.exists() and said.read_text().count("x") > 1, 20.0, "a second try")
         assert watch.node == ""
+
+
+def test_a_task_that_has_not_begun_keeps_no_supervisor(tmp_path: Path) -> None:
+    """Slurm may hold back a new step for minutes."""
+    run, said = spared_run(tmp_path), tmp_path / "said"
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(f"#!/bin/sh\necho $$ > {said}\nexec sleep 600\n")
+    srun.chmod(0o755)
+    path = f"{srun.parent}:{os.environ['PATH']}"
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1", "PATH": path}
+    plan = run.plan().model_copy(update={"layout": Layout(kind="single", components=(THREE,))})
+    nodes = JobNodes(plan, environ, SlurmOfOneJob())
+    with BatchNodeWatch(run, plan, nodes, environ):
+        wait_for(lambda: said.exists() and said.read_text().strip() != "", 20.0, "srun")
+    assert nodes.own_pids == set()
+    assert not Path(f"/proc/{said.read_text().strip()}").exists()

@@ -9,7 +9,11 @@ from hpcrl.config.environments import DatasetEnv
 from hpcrl.config.rewards import ToolCallReward
 from hpcrl.rollouts.environments.base import Message, Outcome, Policy, Prompt, Reply, Split, ToolCall
 from hpcrl.rollouts.environments.dataset.task_file import TaskFile
+from hpcrl.rollouts.environments.dataset.tasks import Task
 from hpcrl.rollouts.environments.rewards.tool_calls import read_calls
+
+_MAX_DRAWS = 1000
+"""Maximum number of questions that are drawn to find one with another answer."""
 
 
 class DatasetEnvironment:
@@ -47,7 +51,7 @@ class DatasetEnvironment:
         Raises
         ------
         NotImplementedError
-            The rows have no answer, or tools: `hpcrl sft` reads conversations with calls.
+            The rows have no answer, or all the same one, or tools: `hpcrl sft` reads conversations with calls.
         """
         if prompt.tools:
             raise NotImplementedError("demonstrations have no tools")
@@ -55,8 +59,17 @@ class DatasetEnvironment:
         if not said:
             raise NotImplementedError("rows have no answer, and there is no demonstration")
         if not correct:
-            said = self._tasks.other(rng).demonstration
+            said = self._wrong(prompt.data, rng)
         return (*prompt.messages, {"role": "assistant", "content": said})
+
+    def _wrong(self, task: Task, rng: random.Random) -> str:
+        """Return the reply to another training question; of few different answers many are right for this one, too."""
+        right = {each.strip() for each in (task.demonstration, task.answer, *task.others)}
+        for _ in range(_MAX_DRAWS):
+            other = self._tasks.other(rng)
+            if not right & {other.demonstration.strip(), other.answer.strip()}:
+                return other.demonstration
+        raise NotImplementedError("all rows have the same answer, so there is no wrong demonstration")
 
     def solution(self, prompt: Prompt) -> list[Reply] | None:
         """Return the right reply, with its calls where tools are judged; None where it is not known."""

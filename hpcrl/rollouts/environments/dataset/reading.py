@@ -284,10 +284,14 @@ def _library_rows(source: RowSource, config: RowSettings, problems: Problems) ->
         what = f"{source.shown} has the splits {', '.join(splits)}"
         _refuse(source, problems, what, "set split_column: split, with train_values and held_out_values")
     number = 0
-    for split, rows in splits.items():
-        for values in rows:
-            number += 1
-            yield RawRow(f"row {number}", {SPLIT: split, **values})
+    try:
+        for split, rows in splits.items():
+            for values in rows:
+                number += 1
+                yield RawRow(f"row {number}", {SPLIT: split, **values})
+    except Exception as error:  # noqa: BLE001 - it decodes rows when they are asked for
+        what = f"datasets cannot read {source.shown} behind row {number}: {type(error).__name__}: {shown(str(error))}"
+        _refuse(source, problems, what, "try it in Python: datasets.load_dataset(...)")
 
 
 def _refuse(source: RowSource, problems: Problems, what: str, hint: str) -> NoReturn:

@@ -19,6 +19,8 @@ from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
 
 _MAX_BLOCKS = 50
 """Maximum number of seeds that are tried for one question of a split; the task then has too few questions."""
+_MAX_DRAWS = 100
+"""Maximum number of questions that are drawn to find one with another answer."""
 _SEEDS = 1 << 31
 _SPLITS: tuple[Split, ...] = ("train", "heldout")
 _ANSWER = {
@@ -130,15 +132,24 @@ class ReasoningGymEnvironment:
         Raises
         ------
         NotImplementedError
-            The library has no answers of this task.
+            The library has no answers of this task, or the same one to each question.
         """
         question: GymQuestion = prompt.data
-        if not correct:
-            question = self._question(question.row["task"], "train", rng.randrange(_SEEDS))
         if not question.answer:
             raise NotImplementedError(f"reasoning_gym has no answers of {question.row['task']}")
+        if not correct:
+            question = self._with_another_answer(question, rng)
         said = _ANSWER[self._config.extract].format(question.answer)
         return (*prompt.messages, {"role": "assistant", "content": said})
+
+    def _with_another_answer(self, question: GymQuestion, rng: random.Random) -> GymQuestion:
+        """Draw a question of the same task whose answer is not that of ``question``, too."""
+        task = question.row["task"]
+        for _ in range(_MAX_DRAWS):
+            other = self._question(task, "train", rng.randrange(_SEEDS))
+            if other.answer and str(other.answer).strip() != str(question.answer).strip():
+                return other
+        raise NotImplementedError(f"no other answer was found in {_MAX_DRAWS} questions of {task}")
 
     def close(self) -> None:
         """End the processes of scorers."""

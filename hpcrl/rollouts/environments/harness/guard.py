@@ -92,6 +92,8 @@ def _run(connection: socket.socket, told: dict[str, Any]) -> dict[str, Any] | No
             )
         except OSError as error:
             return {"error": f"{told['command'][0]}: {error.strerror or error}"}
+        except ValueError as error:  # a null character, which a prompt may have
+            return {"error": f"{told['command'][0]}: {error}"}
     assert program.stdout is not None
     assert program.stderr is not None
     out, err = (_Tail(stream, told["max_bytes"]) for stream in (program.stdout, program.stderr))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.rewards import CodeReward
+from hpcrl.rollouts.environments.rewards.extraction import last_fenced_block
 
-_FENCE = "```"
 _FORMS = "assert lines, or mappings with input and output"
 
 
@@ -67,17 +67,7 @@ def program_of(reply: str, part: str) -> str:
     """Return the program of a reply: its last closed block between fences, or all of it; empty where there is none."""
     if part == "all":
         return reply
-    found = ""
-    inside: list[str] | None = None
-    for line in reply.split("\n"):
-        if not line.lstrip().startswith(_FENCE):
-            if inside is not None:
-                inside.append(line)
-        elif inside is None:
-            inside = []
-        else:
-            found, inside = "\n".join(inside), None
-    return textwrap.dedent(found)
+    return textwrap.dedent(last_fenced_block(reply)[0] or "")
 
 
 def same_output(said: str, expected: str) -> bool:

@@ -7,9 +7,8 @@ from typing import Any, NoReturn
 
 from hpcrl.config.rewards import JsonSchemaReward
 from hpcrl.installing import install_command
+from hpcrl.rollouts.environments.rewards.extraction import FENCE, last_fenced_block
 from hpcrl.rollouts.environments.rewards.made import CheckerNotMadeError
-
-_FENCE = "```"
 
 
 class JsonSchemaCheck:
@@ -74,9 +73,15 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _last_fenced(text: str) -> str:
-    """Return the text between the last two fences; a word after the first one names the language."""
-    before, fence, _ = text.rpartition(_FENCE)
-    _, begin, inside = before.rpartition(_FENCE)
+    """Return the last block between lines with fences, or else the text between the last two fences.
+
+    A word after the first one names the language.
+    """
+    block, is_open = last_fenced_block(text)
+    if block is not None and not is_open:
+        return block
+    before, fence, _ = text.rpartition(FENCE)
+    _, begin, inside = before.rpartition(FENCE)
     if not fence or not begin:
         return ""
     language, line_end, rest = inside.partition("\n")

@@ -14,6 +14,7 @@ from hpcrl.config.rewards import Extraction
 from hpcrl.rollouts.environments.rewards.numbers import last_number_text
 
 _HASHES, _OPEN, _CLOSE = "####", "<answer>", "</answer>"
+FENCE = "```"
 _BOXED = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,4}(?:\{|(-?\d+(?:[.,/]\d+)*|[A-Za-z](?!\w)))")
 """Beginning of a box, or a box of a number or a letter without braces."""
 
@@ -38,6 +39,25 @@ def extract(text: str, part: Extraction) -> str | None:
             begin = text.rfind(_OPEN, 0, max(end, 0))
             found = None if begin < 0 else text[begin + len(_OPEN) : end]
     return (found or "").strip() or None
+
+
+def last_fenced_block(text: str) -> tuple[str | None, bool]:
+    """Return the last closed block between lines with fences, or None, and whether one is open at the end.
+
+    A line that has a fence at its begin and another one behind it is code within a line, as in Markdown.
+    """
+    found: str | None = None
+    inside: list[str] | None = None
+    for line in text.split("\n"):
+        begin = line.lstrip()
+        if not begin.startswith(FENCE):
+            if inside is not None:
+                inside.append(line)
+        elif inside is not None:
+            found, inside = "\n".join(inside), None
+        elif "`" not in begin.lstrip("`"):
+            inside = []
+    return found, inside is not None
 
 
 def _last_boxed(text: str) -> str | None:

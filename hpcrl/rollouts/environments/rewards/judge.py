@@ -114,11 +114,18 @@ class Judge:
         return Outcome(reward=reward, parts={**parts, "unfinished": float(not reply.finished)})
 
     async def _slow_score(self, number: int, text: str, answers: Sequence[str], row: dict[str, Any]) -> float:
-        best = -math.inf
+        """Return the highest score; an answer that cannot be compared is an error where no other one is right."""
+        best, failed = -math.inf, None
         for answer in answers:
-            best = max(best, await self._processes.score(number, text, answer, row))
+            try:
+                best = max(best, await self._processes.score(number, text, answer, row))
+            except (CheckerError, OutcomeError) as error:
+                failed = failed or error
+                continue
             if best == 1.0 or isinstance(self._slow[number][1], FormatReward):
-                break
+                return best
+        if failed is not None:
+            raise failed
         return best
 
     def close(self) -> None:

@@ -17,9 +17,17 @@ _MAX_DIGITS = 1000
 # no ambiguity between the alternatives: the time is linear in the length of the text
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _PLAIN = rf"(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?"
-# a minus after a digit, a letter or a bracket is a subtraction, not a sign
-_SIGN = r"(?:(?<![\w)\]}])[-+]\s?)?[$€£]?(?<![\d.])"
-_NUMBER = re.compile(rf"{_SIGN}(?:\d+\s(?=\d+\s?/\s?\d))?(?:{_PLAIN})(?:\s?/\s?(?:{_PLAIN}))?", re.ASCII)
+_BLANK = r"[^\S\n]"
+"""What may be within a number: its parts are in one line."""
+# a minus after a digit, a letter or a bracket is a subtraction, not a sign; so is one between blanks, and one at the
+# begin of a line that a blank follows is the mark of a list
+_SIGN = (
+    rf"(?:(?<![\w)\]}}])(?:[-+]|(?<![\w)\]}}]\s)(?<!\n)(?<!\n\s)(?<!\n\s\s)(?<!\n\s\s\s)[-+]{_BLANK}))?"
+    r"[$€£]?(?<![\d.])"
+)
+_NUMBER = re.compile(
+    rf"{_SIGN}(?:\d+{_BLANK}(?=\d+{_BLANK}?/{_BLANK}?\d))?(?:{_PLAIN})(?:{_BLANK}?/{_BLANK}?(?:{_PLAIN}))?", re.ASCII
+)
 _MIXED = re.compile(r"([-+]?)(\d+)\s(\d+)\s?/\s?(\d+)", re.ASCII)
 _PART = r"(?:\{(-?[\d.,]+)\}|(\d))"
 _FRACTION = re.compile(rf"(\d?)\s?\\[dt]?frac\s?{_PART}\s?{_PART}", re.ASCII)

@@ -76,12 +76,14 @@ def _is_same_call(said: _Call | None, wanted: _Call) -> bool:
 
 
 def _is_same(said: Any, wanted: Any) -> bool:
-    """Return whether two JSON values are equal: 1 is 1.0, and no truth value."""
+    """Return whether two JSON values are equal: 1 is 1.0, and no truth value. A key without a value is no key."""
     if isinstance(wanted, Mapping):
+        # a table has each key in each row, with null where a row has none
+        keys = _keys_with_values(wanted)
         return (
             isinstance(said, Mapping)
-            and said.keys() == wanted.keys()
-            and all(_is_same(said[key], wanted[key]) for key in wanted)
+            and _keys_with_values(said) == keys
+            and all(_is_same(said[key], wanted[key]) for key in keys)
         )
     if isinstance(wanted, list):
         return (
@@ -90,6 +92,10 @@ def _is_same(said: Any, wanted: Any) -> bool:
             and all(_is_same(*both) for both in zip(said, wanted, strict=True))
         )
     return isinstance(said, bool) == isinstance(wanted, bool) and type(said) in _SCALARS and bool(said == wanted)
+
+
+def _keys_with_values(given: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in given.items() if value is not None}
 
 
 _SCALARS: Final = (bool, int, float, str, type(None))

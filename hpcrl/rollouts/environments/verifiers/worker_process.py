@@ -274,12 +274,14 @@ class WorkerProcess:
 
     async def _watch(self, ready: asyncio.Future[_Answered]) -> None:
         """End a worker whose event loop does not run, or that does not end what was cancelled."""
-        await asyncio.wait([ready])
+        # the rollout that began it may have ended
+        with contextlib.suppress(WorkerLostError):
+            await self._wait_ready(ready)
         while not self.lost:
             await asyncio.sleep(self._answer_timeout_s / _PINGS)
             number = next(self._numbers)
             pong = self._waiting[number] = asyncio.get_running_loop().create_future()
-            await self._send({"id": number, "do": "ping"})
+            self._write({"id": number, "do": "ping"})  # not awaited: a blocked worker reads nothing
             await asyncio.wait([pong], timeout=self._answer_timeout_s)
             del self._waiting[number]
             if not pong.done():

@@ -60,6 +60,8 @@ async def _serve(context: RoleContext) -> None:
                 if len(each.failures) >= _MAX_FAILURES:
                     # another worker may have what this one lacks, and the supervisor counts how often it ends
                     raise EnvironmentFailedError(each.failures[-1])
+                # without one the worker is not there for the orchestrator, which then asks for none
+                each.renew()
             reporter.beat("running", messages=sum(host.messages for host in hosts.values()))
             await asyncio.sleep(_BEAT_S)
 

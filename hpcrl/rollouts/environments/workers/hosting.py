@@ -24,6 +24,8 @@ STACKS = "stacks"
 """Text of the orchestrator that asks for the stacks of the process."""
 _RESTART_S = 1.0
 """Minimum time in seconds between two starts."""
+_SAY_S = 5.0
+"""Maximum time in seconds for the last word to a client, which may be gone."""
 
 
 class EnvironmentHost:
@@ -64,6 +66,11 @@ class EnvironmentHost:
             It cannot be made, or gives no prompt.
         """
         await asyncio.shield(self._make())
+
+    def renew(self) -> None:
+        """Make a process where none was made or the last one has ended, also while no client asks for one."""
+        if self._serving is None:
+            self._make()
 
     def _make(self) -> asyncio.Task[ChildProcess]:
         """Return the task that makes a process, which is done where there is one."""
@@ -144,19 +151,26 @@ class EnvironmentHost:
             await _say(socket, f"could not be started: {error}")
             return
         self._making = None
+        try:
+            await self._pass_both_ways(child, socket)
+        except (OSError, ValueError) as error:
+            _log.info("environment %r: the connection ended: %s", self.name, error)
+        finally:
+            child.kill()
+            # the next client finds one that is ready
+            self._make()
+
+    async def _pass_both_ways(self, child: ChildProcess, socket: web.WebSocketResponse) -> None:
         reader, writer = await child.connect()
         back = asyncio.create_task(self._pass_back(child, reader, socket))
         try:
             await socket.send_bytes(wire.encode_message(wire.Built(child.notes)))
             await self._pass_on(child, writer, socket)
-        except (OSError, ValueError) as error:
-            _log.info("environment %r: the connection ended: %s", self.name, error)
         finally:
             back.cancel()
+            # first: what its own end says would be sent to the client
             child.kill()
             writer.close()
-            # the next client finds one that is ready
-            self._make()
 
     async def _pass_on(self, child: ChildProcess, writer: asyncio.StreamWriter, socket: web.WebSocketResponse) -> None:
         async for message in socket:
@@ -199,6 +213,7 @@ def _lives(making: asyncio.Task[ChildProcess]) -> bool:
 
 async def _say(socket: web.WebSocketResponse, why: str) -> None:
     """Tell the client why its process is gone, and end the connection."""
-    with contextlib.suppress(OSError):
-        await socket.send_str(why)
-        await socket.close()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_SAY_S):
+            await socket.send_str(why)
+            await socket.close()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -169,7 +169,7 @@ class FactFinder:
         self._best = reward, version
         if before is not None:  # the first is the best of one
             what = f"has its best held-out reward: {reward:.4g} at version {version}"
-            evidence = f"the best before was {before[0]:.4g} at version {before[1]}"
+            evidence = f"the best before was {before[0]:.4g} at version {before[1]}{_of(event.data)}"
             yield Fact(f"best-{version:06d}", "best", event.attempt, event.time_s, what, evidence)
 
     def _low(self, event: Event) -> Iterator[Fact]:
@@ -226,6 +226,14 @@ class _DropWatch:
         key = f"drops-{self._threshold:g}-{counts.step:06d}"
         evidence = f"in the last {len(self._window)} steps: {causes}"
         return Fact(key, "drops", counts.attempt, counts.time_s, what, evidence, self._threshold)
+
+
+def _of(evaluation: Mapping[str, Any]) -> str:
+    """Return the number of rollouts that a mean is over, where the evaluation says it."""
+    counted, failed = evaluation.get("counted", evaluation.get("prompts")), evaluation.get("failed")
+    if not isinstance(counted, int):
+        return ""
+    return f"; this is the mean of {counted} rollouts" + (f", and {failed} failed" if failed else "")
 
 
 def _amount(left: float, of: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_LOOKED_AT = 100_000
@@ -70,6 +70,7 @@ class TaskSplits:
         self._stream, self._question, self._share = iter(tasks), question, share
         self._found: dict[str, list[Any]] = {"train": [], "heldout": []}
         self._ended, self._lock = False, threading.Lock()
+        self._broken = ""
         self.left_out = 0
         first = self._first()
         prompts = {json.dumps(question(task).get("prompt"), default=str) for task in first}
@@ -129,15 +130,30 @@ class TaskSplits:
         """Read on until a split has ``count`` tasks; None where the stream ends before that."""
         found = self._found[split]
         looked_at = 0
-        stream: Iterator[Any] = self._stream
         while len(found) < count:
-            task = next(stream, None)
+            task = self._next()
             looked_at += 1
             if task is None or looked_at > MAX_LOOKED_AT:
                 self._ended = task is None
                 return None
             self._put(task)
         return found[count - 1]
+
+    def _next(self) -> Any | None:
+        """Return the next task of the stream, None at its end; a generator that has raised only looks as if it had one.
+
+        Raises
+        ------
+        RuntimeError
+            It raised earlier.
+        """
+        if self._broken:
+            raise RuntimeError(f"the tasks cannot be read on: {self._broken}")
+        try:
+            return next(self._stream, None)
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
 
     def task(self, split: str, index: int) -> Any:
         """Return a task; those of a finite stream repeat."""

@@ -64,9 +64,13 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 def described(error: BaseException) -> dict[str, str]:
     """Return the kind, the message and the frames of an exception, as JSON."""
     frames = [f"{each.filename}:{each.lineno} in {each.name}" for each in traceback.extract_tb(error.__traceback__)]
+    try:
+        message = str(error)
+    except Exception as other:  # noqa: BLE001 - foreign code
+        message = f"(its message cannot be shown: {type(other).__name__})"
     found = {
         "kind": type(error).__name__,
-        "message": str(error)[:_MESSAGE],
+        "message": message[:_MESSAGE],
         "frames": "\n".join(frames[-8:])[:_MESSAGE],
     }
     if isinstance(key := getattr(error, "key", None), str):
@@ -124,10 +128,10 @@ class WorkerServer:
         """Answer until the other side has gone."""
         while (asked := read_blocking(connection)) is not None:
             try:
-                answer = {"ok": self._backend.task(asked["split"], asked["index"])}
-            except Exception as error:  # noqa: BLE001 - foreign code: its errors are answers
-                answer = {"error": described(error)}
-            connection.sendall(frame(answer))
+                answer = frame({"ok": self._backend.task(asked["split"], asked["index"])})
+            except Exception as error:  # noqa: BLE001 - foreign code: its errors are answers, and what JSON cannot hold
+                answer = frame({"error": described(error)})
+            connection.sendall(answer)
 
     async def serve_runs(self, connection: socket.socket) -> None:
         """Answer until the other side has gone."""
@@ -157,15 +161,14 @@ class WorkerServer:
             self._running[number] = asyncio.create_task(self._run(asked, writer))
 
     async def _run(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        number = asked["id"]
         try:
-            answer: dict[str, Any] = {"ok": await self._backend.run(asked)}
-        except asyncio.CancelledError as error:
-            answer = {"error": described(error)}
-        except BaseException as error:  # noqa: BLE001 - sys.exit() in foreign code ends one rollout
-            answer = {"error": described(error)}
+            answer = frame({"id": number, "ok": await self._backend.run(asked)})
+        except BaseException as error:  # noqa: BLE001 - sys.exit() in foreign code ends one rollout, as cancelling does
+            answer = frame({"id": number, "error": described(error)})
         finally:
-            del self._running[asked["id"]]
-        writer.write(frame({"id": asked["id"], **answer}))
+            del self._running[number]
+        writer.write(answer)
 
 
 def main(runs_fd: int, tasks_fd: int) -> None:
