@@ -162,7 +162,8 @@ class RowChecker:
         answer = _text(values, column, "columns.answer")
         if problem := self._answers.problem(answer):
             what = f"column {column!r} {problem}: {shown(answer)}"
-            raise BadRowError(what, "correct the row, or see extract_answer")
+            hint = "correct the row" if self._answers.reads_calls else "correct the row, or see extract_answer"
+            raise BadRowError(what, hint)
         return answer
 
     def _demonstration(self, values: dict[str, Any], answer: str) -> str:
