@@ -99,8 +99,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-#: families that vLLM computes in bfloat16 alone on processors, and the most that log-probabilities are off then
-IN_BFLOAT16 = {"qwen3_next": 0.15}
+#: families that vLLM computes in bfloat16 alone on processors: how far log-probabilities are off then, in the mean and
+#: at most. A router that rounds may choose another expert for a token, and processors round differently
+IN_BFLOAT16 = {"qwen3_next": (0.05, 0.5)}
 #: latent attention is computed in its expanded form
 VARIABLES: dict[str, dict[str, str]] = {"deepseek_v3": {"VLLM_MLA_DISABLE": "1"}}
 
@@ -170,6 +171,9 @@ def test_a_version_is_loaded_and_agrees(family: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 wanted = model(ids, PackedAttention(torch.tensor([0, len(ids)])).context()).log_softmax(-1)
             rows = wanted[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0]
-            assert float((rows - found).abs().max()) < IN_BFLOAT16.get(family, TOLERANCE)
+            mean, most = IN_BFLOAT16.get(family, (TOLERANCE, TOLERANCE))
+            off = (rows - found).abs()
+            assert float(off.mean()) < mean
+            assert float(off.max()) < most
     finally:
         server.stop()
