@@ -176,7 +176,7 @@ def _column(values: Mapping[str, Any], name: str, key: str) -> Any:
     return values[name]
 
 
-def _list(value: Any, column: str | None) -> Sequence[Any]:
+def _list(value: Any, column: str) -> Sequence[Any]:
     """Return a list as it is, or the one that text of a CSV file has as JSON."""
     if isinstance(value, str):
         try:
