@@ -128,10 +128,15 @@ def test_a_setting_is_predicted_as_another_run_has_it(tmp_path: Path) -> None:
     more = play(tmp_path, "more", dataclasses.replace(pace, places=16))
     before, after = (read_windows(each)[0].step_s for each in (run, more))
     assert after < 0.7 * before
-    tried = {each.change: each for each in try_settings(run).tried}
+    settings = try_settings(run)
+    tried = {each.change: each for each in settings.tried}
     assert tried["rollouts.max_in_flight=16"].step_s == pytest.approx(after, rel=0.2)
     assert tried["environment words twice as fast"].effect < -0.2
-    assert "checkpoint.every_steps=40" not in tried
+    # a change of no effect is in the document, and not in the table
+    assert abs(tried["checkpoint.every_steps=40"].effect) < 0.03
+    shown = {each.change for each in settings.noticed()}
+    assert "rollouts.max_in_flight=16" in shown
+    assert "checkpoint.every_steps=40" not in shown
 
 
 def test_what_the_plan_predicts_is_shown(tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ def test_slow_parts_are_named_and_runs_compared(lab: Lab, tmp_path: Path) -> Non
         assert sum(part["seconds"] for part in window["parts"]) == pytest.approx(window["step_s"])
         assert window["attributed"] == window["steps"] == 11
     changes = {each["change"]: each["effect"] for each in late["settings"]["tried"]}
-    # on a machine that is busy with other work the rest of a step takes longer, and the shares are small; engines that
+    # on a machine that is busy with other work the rest of a step takes longer, and the effects are small; engines that
     # compute there may even be slower with more rollouts in flight
+    assert len(changes) == late["settings"]["count"]
     assert changes["environments.0.latency.median_s=0"] < 0
     assert "rollouts.max_in_flight=32" in changes
 
@@ -50,8 +51,10 @@ def test_slow_parts_are_named_and_runs_compared(lab: Lab, tmp_path: Path) -> Non
     assert not any(key.startswith(("code.", "package.")) for key in differing)
     for run in found["runs"]:
         first, middle, last = (point["step"] for point in run["points"])
-        # the trainer of a busy machine may be a step further when an evaluation begins
-        assert (first, middle in (7, 8), last) == (0, True, 14)
+        # rollouts of one latency end together, and the trainer takes steps faster than engines load versions: they may
+        # skip the version that is due
+        assert (first, last) == (0, 14)
+        assert 7 <= middle < 14
     assert found["equal"][0]["at"] == 14
     assert found["equal"][2]["at"] > 0
     assert [point["step"] for point in found["reward"]["points"]] == [0, 0]

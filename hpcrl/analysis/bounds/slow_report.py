@@ -17,7 +17,7 @@ from hpcrl.analysis.bounds.step_bound import (
     part_label,
     read_windows,
 )
-from hpcrl.analysis.bounds.tried_settings import MEASURED_STEPS, TriedSettings, try_settings
+from hpcrl.analysis.bounds.tried_settings import MEASURED_STEPS, NOTICED, TriedSettings, try_settings
 from hpcrl.errors import HpcrlError
 from hpcrl.planning.calibration.file import load_site_calibration
 from hpcrl.planning.report import find_facts, make_outlook
@@ -141,10 +141,10 @@ def slow_lines(report: SlowReport) -> Iterator[str]:
         )
         yield _cut(f"{_row_label(name):<26}{cells}  {of}".rstrip())
     yield f"{'all':<26}{over_run.step_s:>10.3g}{1:>8.1%}{now.step_s:>10.3g}{1:>8.1%}"
-    if report.settings.tried:
+    if report.settings.noticed():
         yield ""
         yield f"{'what would change a step':<58}{'to seconds':>12}{'by':>8}"
-        for each in report.settings.tried:
+        for each in report.settings.noticed():
             mark = "" if each.kind == "setting" else "if: "
             yield _cut(f"{mark + each.change:<58}{each.step_s:>12.3g}{each.effect:>+8.0%}")
     if report.notes:
@@ -210,10 +210,11 @@ def _plan_words(plan: PlannedStep) -> str:
 def _advice(settings: TriedSettings) -> str:
     if settings.because:
         return f"what would help is unknown: {settings.because}"
-    better = [each for each in settings.tried if each.effect < 0 and each.kind == "setting"][:2]
+    shorter = [each for each in settings.noticed() if each.effect < 0]
+    better = [each for each in shorter if each.kind == "setting"][:2]
     if not better:
-        worth = next((f", {each.change} would ({each.effect:+.0%})" for each in settings.tried if each.effect < 0), "")
-        return f"no setting of the {settings.count} changes tried shortens a step by 3 %{worth}"
+        worth = next((f", {each.change} would ({each.effect:+.0%})" for each in shorter), "")
+        return f"no setting of the {settings.count} changes tried shortens a step by {NOTICED:.0%}{worth}"
     words = ", ".join(f"{each.change} ({each.effect:+.0%})" for each in better)
     return f"shorter with {words}"
 
@@ -245,7 +246,7 @@ def _notes(run: RunDir, window: StepWindow, settings: TriedSettings) -> list[str
     if settings.tried:
         notes.append(
             f"{settings.count} changes were simulated with durations of this run's newest steps, {MEASURED_STEPS} at "
-            "most; those of less than 3 % are left out, and 'if' is a supposition, not a setting"
+            "most; the table has those of at least {NOTICED:.0%}, and 'if' is a supposition, not a setting"
         )
     return notes
 

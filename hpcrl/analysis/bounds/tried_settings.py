@@ -25,8 +25,8 @@ _MOST_STEPS = 60
 """Maximum number of simulated steps."""
 _VISITS = 60_000
 """Requests of a simulation, about: each takes seconds at most."""
-_NOTICED = 0.03
-"""Smallest change of a step that is shown, as a share."""
+NOTICED = 0.03
+"""Smallest relative change of a step that counts as an effect."""
 _FAR = 0.25
 """Largest relative difference of a simulated and the measured step without a note."""
 
@@ -57,7 +57,7 @@ class TriedSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     tried:
-        The change that shortens a step most first; those that change less than 3 % are left out.
+        The change that shortens a step most first. A change is left out where its simulation did not reach a step.
     count:
         Number of changes that were tried.
     simulated_s:
@@ -73,6 +73,10 @@ class TriedSettings(msgspec.Struct, frozen=True, kw_only=True):
     simulated_s: float | None
     because: str = ""
     note: str = ""
+
+    def noticed(self) -> list[TriedSetting]:
+        """Return the changes with an effect of at least `NOTICED`, the one that shortens a step most first."""
+        return [each for each in self.tried if abs(each.effect) >= NOTICED]
 
 
 class _Change(NamedTuple):
@@ -109,7 +113,7 @@ def try_settings(run: RunDir, progress: Callable[[float], None] = lambda share: 
     for number, change in enumerate(changes, start=1):
         ratio = _simulated_s(change.recipe, cluster, change.durations) / base_s
         progress(number / len(changes))
-        if ratio and abs(ratio - 1.0) >= _NOTICED:
+        if ratio:
             found.append(TriedSetting(change=change.words, kind=change.kind, step_s=ratio * step_s, effect=ratio - 1.0))
     far = abs(base_s / step_s - 1.0)
     note = f"the simulator gives {base_s:.3g} s for this run, and {step_s:.3g} s were measured: take changes as trends"
