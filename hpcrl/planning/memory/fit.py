@@ -23,8 +23,6 @@ from hpcrl.planning.memory.host import engine_host, environment_terms, orchestra
 from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
-_KV_CACHE = "KV cache"
-"""Term of a KV cache of fixed size on a GPU."""
 HOST_RESERVE = 0.05
 """Share of a node's memory for the system, file handles, the site's daemons."""
 
@@ -57,7 +55,7 @@ class RoleMemory:
     @property
     def kv_takes_rest(self) -> bool:
         """Return whether free memory is KV cache."""
-        return self.kv is not None and all(term.name != _KV_CACHE for term in self.ledger)
+        return self.kv is not None and all(term.name != "KV cache" for term in self.ledger)
 
     @property
     def needed(self) -> int:
@@ -274,7 +272,7 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
             # vLLM refuses a cache without room for one sequence, whatever else is free
             budget = min(budget, ledger.total + cache)
         elif cache is not None:
-            sequence = Term(_KV_CACHE, cache, "engine.kv_cache_gib")
+            sequence = Term("KV cache", cache, "engine.kv_cache_gib")
         held = Ledger.of(ledger.name, (*ledger.terms, sequence))
         places.append(RoleMemory(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
         places.append(engine_host_place(facts, recipe, node, role=role, memory=memory, ledger=ledger))
