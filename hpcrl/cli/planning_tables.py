@@ -66,7 +66,7 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
             bar,
             _gib(place.needed),
             "?" if place.capacity is None else _gib(place.capacity),
-            f"{free} KV" if place.ok and place.kv is not None else free if place.ok else markup("[red]{}[/]", free),
+            f"{free} KV" if place.ok and place.kv_takes_rest else free if place.ok else markup("[red]{}[/]", free),
             *(() if narrow else (place.ledger.name,)),
             f"{largest.name} {_gib(largest.value)}",
         )
@@ -82,12 +82,15 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
 def _kv_line(place: RoleMemory, outlook: Outlook) -> str:
     """Return the KV cache of a role in bytes, tokens and sequences.
 
-    The plan's headroom of an engine's GPU is the KV cache beyond the one sequence that must fit.
+    The plan's headroom of an engine's GPU is the KV cache beyond the one sequence that must fit, where the size of the
+    cache is not fixed.
     """
     assert place.kv is not None
     length = outlook.recipe.engine.max_model_len
     one = place.kv.cache_bytes - (place.headroom or 0.0)
-    beside = f" ({_gib(one)} for one sequence, {_gib(place.headroom)} left)" if place.headroom and one > 0 else ""
+    beside = ""
+    if place.kv_takes_rest and place.headroom and one > 0:
+        beside = f" ({_gib(one)} for one sequence, {_gib(place.headroom)} left)"
     return (
         f"{place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU{beside} hold {place.kv.tokens:,} tokens of a "
         f"rank, {place.kv.sequences:.1f} sequences of {length:,}"

@@ -18,8 +18,8 @@ from hpcrl.runs.probe import ProbeReport, collect, misplaced
 from hpcrl.storage.files import write_json
 
 
-def planned(name: str = "glm5_swe") -> Plan:
-    recipe = load_recipe(name, ["job.payload=probe"]).value
+def planned(name: str = "glm5_swe", *settings: str) -> Plan:
+    recipe = load_recipe(name, ["job.payload=probe", *settings]).value
     return make_plan(recipe, load_cluster("h200-28").value, "r", Path("/r"))
 
 
@@ -91,6 +91,17 @@ def test_parts_of_a_shared_node_are_apart() -> None:
     assert misplaced(plan, hidden) == []
     same = [msgspec.structs.replace(r, node_gpus=r.gpus and tuple("0123")) for r in found]
     assert misplaced(plan, same) == [f"GPU {i} of n0 is shared by engine 0, trainer 0" for i in range(4)]
+    blind = [msgspec.structs.replace(r, gpus=()) if r.role == "engine" else r for r in found]
+    assert misplaced(plan, blind) == [f"engine 0 rank {i} on n0 sees 0 GPUs, the plan says 4" for i in range(4)]
+
+
+def test_the_same_gpus_are_of_both_roles() -> None:
+    plan = planned("qwen3_30b_a3b_node", "engine.placement=shared_gpus")
+    found = [
+        msgspec.structs.replace(r, node_gpus=tuple("01234567")) if r.role in ("engine", "trainer") else r
+        for r in reports(plan)
+    ]
+    assert misplaced(plan, found) == []
     blind = [msgspec.structs.replace(r, gpus=()) if r.role == "engine" else r for r in found]
     assert misplaced(plan, blind) == [f"engine 0 rank {i} on n0 sees 0 GPUs, the plan says 4" for i in range(4)]
 

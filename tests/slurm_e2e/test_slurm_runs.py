@@ -164,6 +164,25 @@ def test_trainer_and_engines_share_a_node(slurm_lab: SlurmLab, taught_model: Pat
 
 
 @pytest.mark.campaign
+def test_trainer_and_engine_have_the_same_gpus(slurm_lab: SlurmLab) -> None:
+    """Steps of both run at the same time, and each is told the GPUs of its ranks."""
+    probe = slurm_lab.submit(
+        "same",
+        "job.payload=probe",
+        "engine.placement=shared_gpus",
+        "engine.replicas=2",
+        recipe="qwen3_30b_a3b_node",
+        small=False,
+    )
+    status = slurm_lab.wait_state(probe, ENDS)
+    assert status["state"] == "COMPLETED", slurm_lab.hpcrl("why", probe.name, "--events").stdout
+    reports = [json.loads(path.read_bytes()) for path in (probe.attempt_dir(1) / "probe").glob("*-*.json")]
+    seen = {(r["role"], r["replica"]): "".join(r["gpus"]) for r in reports}
+    assert (seen["trainer", 0], seen["engine", 0], seen["engine", 1]) == ("0123", "01", "23")
+    assert len({report["host"] for report in reports}) == 1
+
+
+@pytest.mark.campaign
 def test_trainer_and_engine_take_turns_on_a_node(slurm_lab: SlurmLab) -> None:
     """As two steps of one job, of one node; that such a run learns is shown by `tests/e2e/test_colocated.py`."""
     few = ("rollouts.rollouts_per_step=8", "rollouts.group_size=4", "evaluation.every_steps=0", "evaluation.prompts=8")

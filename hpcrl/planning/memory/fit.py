@@ -40,7 +40,7 @@ class RoleMemory:
     capacity:
         Bytes that there are; None: the profile does not say, and nothing is compared.
     kv:
-        KV cache of an engine's GPU; it takes what the ledger leaves.
+        KV cache of an engine's GPU; it takes what the ledger leaves, unless the ledger has it.
     moments:
         All moments, where there are several.
     """
@@ -51,6 +51,11 @@ class RoleMemory:
     capacity: int | None
     kv: KvCapacity | None = None
     moments: tuple[Ledger, ...] = ()
+
+    @property
+    def kv_takes_rest(self) -> bool:
+        """Return whether free memory is KV cache."""
+        return self.kv is not None and all(term.name != "KV cache" for term in self.ledger)
 
     @property
     def needed(self) -> int:
@@ -211,7 +216,10 @@ def _trainer_places(
         return (RoleMemory(Role.TRAINER, "host", Ledger.of(peak.name, (own, *host.terms)), available),)
     moments = trainer_moments(facts, memory)
     peak = max(moments, key=lambda ledger: ledger.total)
-    gpu = RoleMemory(Role.TRAINER, "gpu", peak, node.gpu_bytes, moments=moments)
+    mine = node.gpu_bytes
+    if recipe.engine.shares_gpus and recipe.sft is None:
+        mine -= round(node.gpu_bytes * recipe.engine.memory.gpu_memory_utilization)
+    gpu = RoleMemory(Role.TRAINER, "gpu", peak, mine, moments=moments)
     return gpu, RoleMemory(Role.TRAINER, "host", host, available)
 
 
@@ -232,6 +240,7 @@ def engine_memory(engine: EngineConfig, *, ranks: int, nodes: int, role: Role) -
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         gpu_memory_utilization=saving.gpu_memory_utilization,
+        kv_cache_bytes=round(engine.kv_cache_gib * GIB) if engine.shares_gpus else None,
         prompts_only=role is Role.PREFILL,
         low_latency=all2all_backend(role) == LOW_LATENCY,
     )
@@ -258,6 +267,12 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
             {"max_model_len": length, "KV of a token": token},
         )
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
+        cache = memory.kv_cache_bytes
+        if cache is not None and cache < sequence.value:
+            # vLLM refuses a cache without room for one sequence, whatever else is free
+            budget = min(budget, ledger.total + cache)
+        elif cache is not None:
+            sequence = Term("KV cache", cache, "engine.kv_cache_gib")
         held = Ledger.of(ledger.name, (*ledger.terms, sequence))
         places.append(RoleMemory(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
         places.append(engine_host_place(facts, recipe, node, role=role, memory=memory, ledger=ledger))
