@@ -39,8 +39,9 @@ def engine(run: RunDir, replica: int = 0) -> ComponentStatus:
 def signal_engine(run: RunDir, number: signal.Signals) -> float:
     pid = engine(run).pid
     assert pid is not None
+    fault_s = time.time()
     os.kill(pid, number)
-    return time.time()
+    return fault_s
 
 
 def wait_restarted(run: RunDir, before: ComponentStatus, fault_s: float) -> dict[str, float]:
