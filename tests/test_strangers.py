@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 import re
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from free_ports import free_port
 from patience import patience
 from vllm_environment import VLLM_PYTHON
 
@@ -282,8 +282,7 @@ uvicorn.run(RunAccessBehindRouter(app), lifespan="off", access_log=False, **opti
 @pytest.mark.vllm
 @pytest.mark.parametrize("parser", ["httptools", "h11"])
 async def test_vllms_http_server_has_the_same_limits(parser: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path / "log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
