@@ -257,7 +257,7 @@ def test_slurms_answer_to_the_requeue_comes_after_the_last_words(tmp_path: Path)
         env={**os.environ, "SLURM_JOB_ID": "7"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.stdout.splitlines() == ["asked", "stays away from n1"], done.stderr

@@ -270,7 +270,7 @@ async def test_it_works_in_a_process_of_its_own(environment: SweEnvironment, tas
         assert len(left) > 1
     finally:
         await process.aclose()
-    _, alive = psutil.wait_procs(left, timeout=30)
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 

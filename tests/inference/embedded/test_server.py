@@ -300,7 +300,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpcrl.inference.embedded.server", *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
