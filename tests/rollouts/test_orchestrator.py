@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handoff_lab import model_directory, publish
-from harness import CALCULATOR, WORDS, make_run, running
+from harness import CALCULATOR, WORDS, consumed_dir, make_run, running
 from shards import rollouts_of, same
 from stub_engine import StubEngine, coin, decode
 
@@ -41,7 +41,7 @@ async def test_steps_in_order_with_bounded_staleness(tmp_path: Path) -> None:
                 assert (micro.logprobs[sampled] == (-0.25 - micro.token_ids[sampled] / 1024).astype(np.float32)).all()
         # which of them a single batch holds is decided by who finishes first
         assert seen == {"words", "calculator"}
-        assert (run.rollouts_dir / "step-000006.jsonl").read_bytes().count(b"\n") == 16
+        assert (consumed_dir(run) / "step-000006.jsonl").read_bytes().count(b"\n") == 16
         assert await asyncio.to_thread(lambda: loop.client._request("GET", "/metrics")[1])
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import CALCULATOR, WORDS, Loop, make_run, running
+from harness import CALCULATOR, WORDS, Loop, consumed_dir, make_run, running
 from shards import same
 from stub_engine import StubEngine, coin
 
@@ -131,7 +131,7 @@ async def test_finished_rollouts_survive_in_asynchronous_runs(tmp_path: Path) ->
         assert max(shard.stats.staleness_max for shard in shards) <= 3
         groups: list[int] = []
         for step in range(1, 7):
-            lines = (run.rollouts_dir / f"step-{step:06d}.jsonl").read_text().splitlines()
+            lines = (consumed_dir(run) / f"step-{step:06d}.jsonl").read_text().splitlines()
             groups += {json.loads(line)["group"] for line in lines}
         assert len(groups) == len(set(groups)) == 6 * 4
 
