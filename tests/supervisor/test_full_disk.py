@@ -139,7 +139,7 @@ def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
 def test_a_hand_over_that_cannot_be_recorded_is_distinguished_from_one_that_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "_RECORD_S", 0.3)
+    monkeypatch.setattr(jobs, "_RECORD_S", 2.0)
     run = create(tmp_path / "runs")
     submission = Submission(submitted_at_s=0.0, executor="local", job_id="77", folder="/f", after_attempt=0)
     record, tries = RunRecord.read(run).with_submission(submission), []
