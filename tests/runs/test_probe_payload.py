@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -123,6 +124,7 @@ def test_a_rank_reports_and_stops_on_request(tmp_path: Path) -> None:
         path = tmp_path / "attempts/0001/ready/engine-2.json"
         while not path.exists():
             assert process.poll() is None
+            time.sleep(0.02)
     finally:
         process.terminate()
     assert process.wait(30) == 0

@@ -459,7 +459,7 @@ def test_replicas_listen_on_the_interface_of_the_profile_not_on_slurms_address(t
     # half of a round trip is what is not known of a clock
     for node, ahead_s in (("n007", 0.0), ("n008", 3.1), ("n009", -40.0)):
         clock = launcher.clocks.nodes[node]
-        assert abs(clock.ahead_s - ahead_s) <= clock.uncertain_s < 1.0, node
+        assert abs(clock.ahead_s - ahead_s) <= clock.uncertain_s < 3.0, node
     with pytest.raises(HpcrlError, match="node n007 has no network interface bond0"):
         StepLauncher(with_interface(site, "bond0"), environ=environ, client=CountingClient()).place(plan)
 

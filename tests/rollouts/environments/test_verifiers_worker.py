@@ -198,7 +198,7 @@ async def test_a_lost_worker_fails_all_its_runs(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str, why: str
 ) -> None:
     monkeypatch.setattr(worker_process, "_CANCEL_S", 0.1)
-    worker = start(answer_timeout_s=1.0 if what in ("block", "stay") else 60.0)
+    worker = start(answer_timeout_s={"block": 1.0, "stay": 8.0}.get(what, 60.0))
     waiting = asyncio.create_task(worker.run(asked("wait"), timeout_s=600.0))
     await asyncio.sleep(0.05)
     run = asyncio.create_task(worker.run(asked(what), timeout_s=0.2 if what == "stay" else 600.0))
