@@ -76,7 +76,8 @@ async def test_a_version_that_comes_due_during_an_evaluation_is_not_forgotten(tm
         stub.hung = True
         for version in (1, 2, 3, 4):  # 3 and 4 come while 2 is evaluated
             await loop.publish(version)
-            await loop.until(lambda wanted=str(version): stub.version == wanted)
+            await loop.until(lambda wanted=version: loop.parts.updater._served == wanted)
+        assert loop.parts.evaluator.busy
         assert len(loop.events("evaluation")) == 1
         stub.hung = False
         await loop.until(lambda: len(loop.events("evaluation")) == 2)
