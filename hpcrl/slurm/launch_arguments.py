@@ -333,7 +333,7 @@ def _share(component: JobComponent, group: RoleGroup) -> list[str]:
     if group.beside:
         return _beside(component)
     if group.share is not None and group.share.same:
-        # every step has all GPUs, among which the command is told its own: of steps that overlap Slurm may give two the
+        # every step has all GPUs, and the command sees its own alone: of steps that overlap Slurm may give two the
         # same GPU
         return ["--overlap", *gpu_options(component)]
     if group.share is not None:

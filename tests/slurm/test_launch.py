@@ -159,7 +159,7 @@ def test_without_gpus_from_slurm_roles_get_their_devices() -> None:
 
 
 @pytest.mark.parametrize("gres", ["gres", "none"])
-def test_on_the_same_gpus_steps_overlap_and_are_told_their_gpus(gres: str) -> None:
+def test_on_the_same_gpus_steps_overlap_and_see_their_own(gres: str) -> None:
     settings = ("engine.placement=shared_gpus", "trainer.ranks=4")
     plan, _ = plan_for(*SHARED, *settings, gres=gres)
     started = [start(plan, Role.TRAINER), start(plan, Role.ENGINE, 0), start(plan, Role.ENGINE, 1)]

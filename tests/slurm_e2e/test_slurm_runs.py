@@ -165,7 +165,7 @@ def test_trainer_and_engines_share_a_node(slurm_lab: SlurmLab, taught_model: Pat
 
 @pytest.mark.campaign
 def test_trainer_and_engine_have_the_same_gpus(slurm_lab: SlurmLab) -> None:
-    """Steps of both run at the same time, and each is told the GPUs of its ranks."""
+    """Steps of both run at the same time, and each sees the GPUs of its ranks."""
     probe = slurm_lab.submit(
         "same",
         "job.payload=probe",

@@ -188,7 +188,9 @@ _WORTH = 0.98
 def better_split(outlook: Outlook, calibration: Calibration) -> Candidate | None:
     """Return a split of the same nodes with a shorter step than the plan's own; None where none was found."""
     layout, loop = outlook.layout, outlook.loop
-    if layout is None or loop is None or layout.shared_gpus or not (layout.shared_node or 2 <= layout.nodes <= _LOOKED_AT):
+    if layout is None or loop is None or layout.shared_gpus:
+        return None
+    if not (layout.shared_node or 2 <= layout.nodes <= _LOOKED_AT):
         return None
     if calibration.measured_for(outlook.recipe.name, outlook.cluster.name) is not None:
         return None
