@@ -99,6 +99,7 @@ class BubblewrapSandbox:
         self._limits, self._work, self._env = limits, work_directory, {**_VARIABLES, **env}
         self._on_end = on_end
         self._ended = False
+        self._killed = False
         self.memory_kills = 0
         """Number of times that the watcher has ended processes of it."""
         processes.ended.add_done_callback(lambda _: self._finish())
@@ -182,7 +183,7 @@ class BubblewrapSandbox:
         finally:
             loop.remove_reader(reading)
             os.close(reading)
-        if rc == -signal.SIGKILL and killed_by is None:
+        if rc == -signal.SIGKILL and killed_by is None and not self._killed:
             # where the whole sandbox was ended, its programs end some milliseconds before it
             await asyncio.wait((self._processes.ended,), timeout=_END_S)
         self._must_live()
@@ -243,6 +244,8 @@ class BubblewrapSandbox:
         """See `Sandbox.kill`."""
         if self._ended:
             return
+        # how its programs end says nothing of them from now on, however long it takes to end
+        self._killed = True
         # all others in its pid namespace end with the first process, and bubblewrap after it
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._processes.pidfd, signal.SIGKILL)
@@ -261,7 +264,7 @@ class BubblewrapSandbox:
             await self._request("kill_all", [])
 
     def _must_live(self) -> None:
-        if self._ended:
+        if self._ended or self._killed:
             raise SandboxLostError(f"sandbox {self._name} has ended")
 
     def _finish(self) -> None:
