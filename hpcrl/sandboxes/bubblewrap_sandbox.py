@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.archive import ABSENT, FILE, ArchiveError, ArchiveRecord
 from hpcrl.sandboxes.bubblewrap import tmpfs_options
 from hpcrl.sandboxes.cgroups import SandboxCgroup
@@ -206,7 +207,7 @@ class BubblewrapSandbox:
 
     async def diff(self, base: str, *, max_bytes: int = DEFAULT_MAX_DIFF_BYTES) -> Patch:
         """See `Sandbox.diff`."""
-        given = await asyncio.to_thread(self._trees.open, base)
+        given = await acquire_in_thread(os.close, self._trees.open, base)
         try:
             changed = await self._files("compare", given, max_bytes=max_bytes)
         finally:
@@ -230,11 +231,11 @@ class BubblewrapSandbox:
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        path = await asyncio.to_thread(self._trees.scratch)
+        path = await acquire_in_thread(os.unlink, self._trees.scratch)
         try:
             with path.open("wb") as stream:
                 await self._files("pack", None, max_bytes=self._limits.disk_bytes, into=stream.fileno())
-            return await asyncio.to_thread(self._trees.add_archive, path)
+            return await acquire_in_thread(self._trees.drop, self._trees.add_archive, path)
         except ArchiveError as error:
             raise SandboxError(f"the work tree could not be copied: {error}") from None
         finally:

@@ -75,6 +75,10 @@ class Backend:
         if what == "garbage":
             os.write(int(sys.argv[1]), bytes([0, 0, 0, 2]) + b"{{!")
             await asyncio.sleep(3600)
+        if what == "deep":
+            text = b'{{"id": 0, "value": ' + b"[" * 20_000 + b"]" * 20_000 + b"}}"
+            os.write(int(sys.argv[1]), len(text).to_bytes(4, "big") + text)
+            await asyncio.sleep(3600)
         if what == "start":
             started = subprocess.Popen(["sleep", "3600"], start_new_session=True)
             return {{"reward": 0.0, "parts": {{"pid": started.pid}}}}
@@ -191,6 +195,7 @@ async def test_servers_that_never_run_end_the_process(start: Start) -> None:
         ("die", "it was killed by SIGKILL"),
         ("block", "its event loop was blocked"),
         ("garbage", "it sent an invalid message"),
+        ("deep", "it sent an invalid message: it is nested too deeply"),
         ("stay", "did not end within"),
     ],
 )
