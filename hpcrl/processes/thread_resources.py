@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 async def acquire_in_thread(
-    give_back: Callable[[T], Any], make: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    give_back: Callable[[T], object], make: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Call ``make`` in a thread, and return what it makes.
 

@@ -169,7 +169,9 @@ class BubblewrapHost:
         self._fds.clear()
 
     async def _fill(self, sandbox: BubblewrapSandbox, tree: str | None) -> None:
-        given = None if tree is None else await acquire_in_thread(os.close, self._trees.open, tree)
+        given: int | None = None
+        if tree is not None:
+            given = await acquire_in_thread(os.close, self._trees.open, tree)
         try:
             await sandbox.prepare(given)
         finally:

@@ -383,9 +383,7 @@ async def local_sandboxes(
         The node lacks what sandboxes need.
     """
     # in a thread: the daemon takes half a second to start. It does not depend on that thread's life
-    daemon = await acquire_in_thread(
-        SandboxDaemon.stop, SandboxDaemon, scratch=scratch, cgroup=cgroup, backend=backend
-    )
+    daemon = await acquire_in_thread(SandboxDaemon.stop, SandboxDaemon, scratch=scratch, cgroup=cgroup, backend=backend)
     try:
         client = await SandboxClient.connect(daemon.directory)
         try:

@@ -112,9 +112,7 @@ async def test_a_tree_that_a_cancelled_start_has_opened_is_closed(
     await settle(closed)
 
 
-async def test_the_directory_of_a_cancelled_program_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_directory_of_a_cancelled_program_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(tempfile.mkdtemp)
     monkeypatch.setattr(tempfile, "mkdtemp", held)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -202,10 +202,8 @@ def _resolved(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise UsageError(f"{path} cannot be read: its references stand for more than {_MOST_VALUES} values")
         if isinstance(value, Mapping):
             return {str(key): whole_of(each, depth) for key, each in value.items()}
-        if not isinstance(value, str):
+        if not isinstance(value, str) or depth > _DEPTH:
             return _without_dates(value)
-        if depth > _DEPTH:
-            return value
         if found := _REFERENCE.fullmatch(value):
             return whole_of(at(found[1]), depth + 1)
         if found := _SELECT.fullmatch(value):
