@@ -16,7 +16,9 @@ def _fits_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     text, memory_gib = node.text, node.memory_gib
     if node.role is Role.ENV and workers is not None and workers.memory_gib is not None:
         text, memory_gib = "a worker of environments", workers.memory_gib
-    for use in () if memory_gib is None else sandbox_uses(recipe):
+    if memory_gib is None:
+        return
+    for use in sandbox_uses(recipe):
         if use.memory_gib > memory_gib:
             what = f"one sandbox may use {use.memory_gib:g} GiB, and {text} has {memory_gib:g}"
             yield f"{use.section}.memory_gib", what
