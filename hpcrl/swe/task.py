@@ -59,7 +59,8 @@ class SweTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     id:
         Name of the task; unique in its file.
     tree:
-        Directory or tar file with the repository, relative to the task file; empty where the image has it.
+        Directory or tar file with the repository, relative to the task file; empty where the image has it in
+        ``directory``, or where there is none.
     digest:
         Digest of the tree (`hpcrl.swe.trees.tree_digest`); empty where it is not known.
     image:

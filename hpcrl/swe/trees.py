@@ -40,10 +40,15 @@ def read_tree(path: Path, *, digest: str = "") -> Tree:
     Raises
     ------
     TreeError
-        There is none, it has a path outside of itself, it is too large, or its digest is another one.
+        There is none, it cannot be read, it has a path outside of itself, it is too large, or its digest is another
+        one.
     """
     if path.is_dir():
-        tree = _read_directory(path)
+        try:
+            tree = _read_directory(path)
+        except OSError as error:
+            what = f"{error.filename} cannot be read: {error.strerror}"
+            raise TreeError(f"{what}\n    hint: let your user read all files of the tree") from error
     elif path.name.endswith(_SUFFIXES):
         try:
             tree = _read_tar(path)
@@ -92,7 +97,7 @@ def write_tar(path: Path, tree: Mapping[str, SandboxFile]) -> None:
 def _read_directory(path: Path) -> Tree:
     tree: Tree = {}
     size = 0
-    for base, directories, names in os.walk(path):
+    for base, directories, names in os.walk(path, onerror=_refuse):
         directories[:] = sorted(each for each in directories if each not in {*_HISTORY, "__pycache__"})
         links = [each for each in directories if (Path(base) / each).is_symlink()]
         directories[:] = [each for each in directories if each not in links]
@@ -107,6 +112,11 @@ def _read_directory(path: Path) -> Tree:
                 _check_size(path, size, len(tree))
                 tree[relative] = SandboxFile(file.read_bytes(), executable=bool(status.st_mode & 0o100))
     return tree
+
+
+def _refuse(error: OSError) -> None:
+    # a directory that is left out would make another task
+    raise error
 
 
 def _read_tar(path: Path) -> Tree:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -109,8 +109,15 @@ class RolloutRecorder:
             sequence, thought = await self._place(messages, tools, node)
         except ValueError as error:  # the chat template refuses it
             raise bad_request(str(error), "messages") from error
-        sampled = await self._sample(sequence)
-        parsed = await beside_loop(partial(self._turns.parse, sampled, tools), sampled.turn.token_ids.nbytes)
+        parsed: Parsed | None = None
+
+        async def parse(turn: SampledTurn) -> None:
+            nonlocal parsed
+            parsed = await beside_loop(partial(self._turns.parse, turn, tools), turn.turn.token_ids.nbytes)
+
+        # a client may hang up while a long turn is parsed: a turn that it never gets is not trained on
+        sampled = await self._sample(sequence, before=parse)
+        assert parsed is not None
         answer = self._told(request, sampled, parsed, tools)
         self._tree.add(
             known[-1],
@@ -229,8 +236,10 @@ class RolloutRecorder:
 
     # -- turns
 
-    async def _sample(self, sequence: int) -> SampledTurn:
-        """Sample behind a prompt. If that fails or is cancelled, withdraw the prompt."""
+    async def _sample(
+        self, sequence: int, *, before: Callable[[SampledTurn], Awaitable[None]] | None = None
+    ) -> SampledTurn:
+        """Sample behind a prompt. If that, or ``before``, fails or is cancelled, withdraw the prompt."""
         branches = self._turns.branches
         self._busy.add(sequence)
         try:
@@ -238,7 +247,7 @@ class RolloutRecorder:
                 self.truncated = True
                 raise context_exceeded(len(branches.tokens(sequence)), self._turns.sampler.max_model_len)
             self._counters.gateway_requests += 1
-            sampled = await self._turns.sample(sequence)
+            sampled = await self._turns.sample(sequence, before=before)
             self.truncated = not sampled.finished
             return sampled
         except BaseException as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from hpcrl.rollouts.sampling.sampler import Sampler
 
 
 class SampledTurn(NamedTuple):
-    """A turn that has been appended to its sequence.
+    """A turn that is appended to its sequence.
 
     Attributes
     ----------
@@ -91,8 +91,15 @@ class TurnSampler:
         """Return how many tokens there may still be in a sequence."""
         return self.sampler.max_model_len - len(self.branches.tokens(sequence))
 
-    async def sample(self, sequence: int = -1) -> SampledTurn:
+    async def sample(
+        self, sequence: int = -1, *, before: Callable[[SampledTurn], Awaitable[None]] | None = None
+    ) -> SampledTurn:
         """Append a turn to a sequence that has room: the one of before an interruption that followed it, or a new one.
+
+        Parameters
+        ----------
+        before:
+            Called before the turn is appended and kept: where it raises, or is cancelled, there is no such turn.
 
         Raises
         ------
@@ -116,6 +123,9 @@ class TurnSampler:
                 self._salt = saved.salt if self._salt is None else min(self._salt, saved.salt)
             turn = await self._ask(number, said, sequence) if saved is None else saved
             experts = await self._examined(turn, number, sequence)
+            sampled = SampledTurn(turn, number, prompt)
+            if before is not None:
+                await before(sampled)
         finally:
             self._running.discard(number)
         if keeper is not None and saved is None:
@@ -125,7 +135,7 @@ class TurnSampler:
         if self._first_version is None:
             self._first_version = int(turn.versions[0])
         branches.sampled(turn.turn, turn.token_ids, turn.logprobs, turn.versions, experts=experts)
-        return SampledTurn(turn, number, prompt)
+        return sampled
 
     def parse(self, sampled: SampledTurn, tools: Sequence[Tool]) -> Parsed:
         """Return the parsed reply of a turn. This may take milliseconds."""

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from hpcrl.sandboxes import Patch, PatchEntry, SandboxFile
 from hpcrl.swe.diffs import apply_diff, parse_diff
+from hpcrl.swe.image_tree import read_image_tree
 from hpcrl.swe.judging.canaries import test_file_of
 from hpcrl.swe.judging.paths import HIDDEN_DIRECTORY
 from hpcrl.swe.task import SweTask, SweTaskError
@@ -117,7 +118,8 @@ class TaskPreparer:
         return PreparedTask(task, tree, start, laid, solution, module_names(tree, task.imports))
 
     def _tree(self, task: SweTask) -> Tree:
-        key = (task.tree, task.digest)
+        # without a tree the image has the repository
+        key = (task.tree, task.digest) if task.tree else (task.image, task.directory)
         with self._lock:
             reading = self._reading.setdefault(key, threading.Lock())
         # the rollouts of a group ask for one tree at the same time
@@ -126,7 +128,10 @@ class TaskPreparer:
                 if key in self._trees:
                     self._trees.move_to_end(key)
                     return self._trees[key]
-            tree = read_tree(self._directory / task.tree, digest=task.digest) if task.tree else {}
+            if task.tree:
+                tree = read_tree(self._directory / task.tree, digest=task.digest)
+            else:
+                tree = read_image_tree(Path(task.image), task.directory) if task.image else {}
             tools = self._directory / "tools.zip"
             if tools.is_file():
                 self._tools = self._tools or tools.read_bytes()

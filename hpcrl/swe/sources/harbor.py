@@ -7,6 +7,7 @@ Such a task brings its own verifier, which the judge runs in a fresh sandbox and
 from __future__ import annotations
 
 import math
+import posixpath
 import re
 import tomllib
 from pathlib import Path
@@ -75,12 +76,16 @@ def _read(directory: Path, prefix: str) -> SweTask:
     if "tests/test.sh" not in script:
         raise wrong("it has no tests/test.sh", "see Harbor's documentation")
     tree = f"{prefix}/tree" if prefix else "tree"
+    dockerfile = _dockerfile(directory, wrong)
+    if dockerfile is not None and not environment.get("docker_image") and not (directory / "tree").is_dir():
+        hint = "build it and name the image in environment.docker_image, or put the task's files into tree"
+        raise wrong("it has environment/Dockerfile, which hpcrl does not build", hint)
     task = SweTask(
         id=str(document.get("name") or directory.name),
         instruction=instruction,
         tree=tree if (directory / "tree").is_dir() else "",
         image=str(environment.get("docker_image") or ""),
-        directory=str(environment.get("workdir") or "/app"),
+        directory=str(environment.get("workdir") or _work_directory(dockerfile or "") or "/app"),
         verifier="script",
         script=script,
         solve=_files(directory, "solution", wrong),
@@ -95,6 +100,31 @@ def _read(directory: Path, prefix: str) -> SweTask:
     )
     check_task(task)
     return task
+
+
+def _dockerfile(directory: Path, wrong: Any) -> str | None:
+    """Return the text of a task's Dockerfile; None where it has none."""
+    try:
+        return (directory / "environment/Dockerfile").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise wrong(f"environment/Dockerfile cannot be read: {error}", "it is UTF-8 text") from error
+
+
+def _work_directory(dockerfile: str) -> str:
+    """Return the work directory that a Dockerfile gives its image; empty where it does not say.
+
+    Of several ones each is relative to that before it. One with a variable is not known.
+    """
+    found = ""
+    for line in dockerfile.splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word.upper() == "FROM":
+            found = ""
+        elif word.upper() == "WORKDIR":
+            found = "" if "$" in rest else posixpath.normpath(posixpath.join(found or "/", rest.strip().strip("\"'")))
+    return found if found != "/" else ""
 
 
 def _table(document: dict[str, Any], name: str, wrong: Any) -> dict[str, Any]:

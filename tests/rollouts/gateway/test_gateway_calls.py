@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,38 @@ async def test_who_hangs_up_aborts_at_the_engine(tmp_path: Path) -> None:
         ((ids, _),) = sequences(await bench.rollout())
         assert bench.text(ids).endswith("Three.<|im_end|>")
         assert bench.text(ids).count("Hello.") == 1
+
+
+async def test_a_turn_whose_client_hung_up_while_it_was_parsed_is_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long turns are parsed in a thread, and the client hangs up meanwhile."""
+    monkeypatch.setattr("hpcrl.rollouts.engines.rows.LARGE_BYTES", 1)
+    parse, begun, going_on = TurnSampler.parse, threading.Event(), threading.Event()
+
+    def slowly(self: TurnSampler, sampled: Any, tools: Any) -> Any:
+        begun.set()
+        assert going_on.wait(60 * patience())
+        return parse(self, sampled, tools)
+
+    monkeypatch.setattr(TurnSampler, "parse", slowly)
+    async with gateway_bench(tmp_path) as bench:
+        bench.said = ["Lost.<|im_end|>", "One.<|im_end|>", "Two.<|im_end|>"]
+        try:
+            asked = asyncio.create_task(post(bench.endpoint))
+            await until(begun.is_set)
+            asked.cancel()
+            await until(lambda: bench.counters.gateway_aborts == 1)
+        finally:
+            going_on.set()
+        assert bench.recorder.failure is None
+        assert await say(bench, "Hello.") == "One."
+        assert await say(bench, "Hello.", "One.", "And?") == "Two."
+        made = await bench.rollout()
+        ((ids, sampled),) = sequences(made)
+        assert "Lost" not in bench.text(ids)
+        trained = bench.text([token for token, own in zip(ids, sampled, strict=True) if own])
+        assert (trained, len(made.turns)) == ("One.<|im_end|>Two.<|im_end|>", 2)
 
 
 async def test_a_joined_request_goes_on_when_the_first_client_hangs_up(tmp_path: Path) -> None:
