@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,16 @@ from plans import plan_for
 from hpcrl.bringup import environment_job
 from hpcrl.bringup.environment_job import NodeCheck
 from hpcrl.cli.main import main
+from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.environment_sandboxes import needs_bubblewrap
+from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
+from hpcrl.errors import DeadlineError
 from hpcrl.jobplan.role_python import environment_role
 from hpcrl.sites import role_job, small_job
 from hpcrl.sites.role_job import role_alone
+from hpcrl.sites.small_job import SmallJob, job_directory, run_small_job
 from hpcrl.slurm.command import CommandResult
 from hpcrl.slurm.launch_arguments import Allocation, launch_replica
 from hpcrl.submit.prepare import prepare
@@ -60,6 +65,7 @@ class Nodes(FakeSlurm):
         self.script = ""
         self.runs = True
         self.breaks = False
+        self.hangs = False
         self.interrupt = ""
         self.refuses_cancel = False
 
@@ -95,7 +101,7 @@ class Nodes(FakeSlurm):
                 row |= {"State": "RUNNING", "NodeList": "n1"}
             elif row["State"] == "PENDING":
                 row["Reason"] = "Resources"
-            elif row["State"] == "RUNNING":
+            elif row["State"] == "RUNNING" and not self.hangs:
                 row["State"] = "COMPLETED" if self.batch(Path(self.script).parent) == 0 else "FAILED"
 
     def batch(self, directory: Path) -> int:
@@ -247,6 +253,27 @@ def test_a_program_that_fails_or_takes_too_long_is_quoted(
     assert code == 2
     assert "No module named hpcrl.no_such_module" in err
     assert "it failed to try the environments: it ended with exit code 1" in err
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "run_s", "what"),
+    [
+        # the time in the queue does not count
+        (60.0, 0.05, "has not ended within 0.05 s; last seen: RUNNING; it was cancelled\n    hint: its node may hang"),
+        (2.0, None, "has not ended within 2 s; last seen: RUNNING; it was cancelled\n    hint: --wait"),
+    ],
+)
+def test_a_job_that_hangs_is_cancelled(
+    nodes: Nodes, wait_s: float, run_s: float | None, what: str, tmp_path: Path
+) -> None:
+    nodes.hangs = True
+    cluster = load_cluster("devcluster").value
+    assert isinstance(cluster, SlurmCluster)
+    with job_directory(tmp_path) as directory:
+        job = SmallJob(directory, "hpcrl.nothing", ["--nodes=1"], "a node", wait_s, run_s)
+        with pytest.raises(DeadlineError, match=re.escape(what)):
+            run_small_job(cluster, job, client=nodes.client())
+    assert nodes.cancelled == ["100"]
 
 
 @pytest.mark.parametrize("during", ["sbatch", "squeue"])
