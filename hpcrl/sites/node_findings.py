@@ -102,6 +102,10 @@ def _services(cluster: SlurmCluster, report: NodeReport) -> Iterator[FindingRow]
     for name, problem in (("scratch", report.scratch_problem), ("cache", report.cache_problem)):
         if problem:
             yield FindingRow(f"no-{name}", Severity.ERROR, f"paths.{name}", problem, "correct the path, or its rights")
+    if cluster.paths.scratch is None and report.gpus:
+        what = "the profile names no disk of the nodes: all ranks compile into the home directory at once"
+        way = "name a directory of a local disk (`df -hl` on a node lists them), and run this check again"
+        yield FindingRow("scratch-unset", Severity.WARNING, "paths.scratch", what, way)
     if abs(report.clock_ahead_s) > _FAR_CLOCK_S:
         what = f"its clock differs from the filesystem's by {report.clock_ahead_s:+.1f} s"
         way = "run chrony or ntpd; merged logs would mislead"

@@ -113,5 +113,12 @@ def test_a_compiler_that_triton_has_tried_or_an_image_has_is_not_looked_for_agai
     assert codes(inside, report) == {}
 
 
+def test_nodes_with_gpus_want_a_disk_for_what_is_compiled(site: SlurmCluster) -> None:
+    """A drafted profile names none; nodes without a driver compile nothing of that kind."""
+    bare = site.model_copy(update={"paths": site.paths.model_copy(update={"scratch": None})})
+    assert codes(bare, GOOD) == {"scratch-unset": Severity.WARNING}
+    assert "scratch-unset" not in codes(bare, msgspec.structs.replace(GOOD, gpus=None))
+
+
 def test_one_node_cannot_tell_about_names(site: SlurmCluster) -> None:
     assert codes(site, msgspec.structs.replace(GOOD, visible_s=None, negative_lag_s=None)) == {}
