@@ -119,19 +119,17 @@ def test_a_check_of_a_run_that_fails_says_why_and_leaves_nothing(
 ) -> None:
     """On a card the trainer must not have computed on processors; a run that fails or is late is cancelled."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_checks import whole_run
-    from gpu_checks.check import Session
-
+    whole_run, check_module = (importlib.import_module(f"gpu_checks.{name}") for name in ("whole_run", "check"))
     called = []
 
-    def hpcrl(session: Session, place: Path, *words: str, check: bool = True) -> str:
+    def hpcrl(session: object, place: Path, *words: str, check: bool = True) -> str:
         called.append(words[0])
         if words[0] == "wait":
             raise RuntimeError("hpcrl wait ended with 1: one-gpu FAILED")
         return "the trainer ran out of memory" if words[0] == "why" else ""
 
     monkeypatch.setattr(whole_run, "hpcrl", hpcrl)
-    checked = whole_run.run(Session(tiny=True, scratch=tmp_path))
+    checked = whole_run.run(check_module.Session(tiny=True, scratch=tmp_path))
     assert "model_s" in next(checked)
     with pytest.raises(RuntimeError, match="one-gpu FAILED; why: the trainer ran out of memory"):
         next(checked)

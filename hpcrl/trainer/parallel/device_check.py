@@ -76,7 +76,7 @@ def _reason() -> str:
     if visible is not None and not visible.strip():
         return "CUDA_VISIBLE_DEVICES is empty, so this process may use none"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
         return f"torch {torch.__version__} for CUDA {torch.version.cuda}: {type(error).__name__}: {error}"
     return f"torch {torch.__version__} for CUDA {torch.version.cuda} gives no reason"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from hpcrl.config.layout import JobComponent, Layout
+from hpcrl.config.layout import JobComponent
 from hpcrl.config.load import load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import UsageError
@@ -31,9 +31,12 @@ def plan_with(*gpus: int, trainer: int = 0) -> Plan:
     """A plan whose components have GPUs; the trainer is in one of them."""
     shape: dict[str, Any] = {"partition": "p", "gres": "gres", "exclusive": True, "cpus": 8, "memory_gib": 64.0}
     components = tuple(JobComponent(roles=(), nodes=1, gpus_per_node=each, **shape) for each in gpus)
-    layout = Layout.model_construct(components=components)
-    groups = (Group(Role.ORCHESTRATOR), Group(Role.TRAINER, trainer))
-    return Plan.model_construct(layout=layout, groups=groups)  # type: ignore[arg-type]
+    plan: Any = SimpleNamespace(
+        layout=SimpleNamespace(components=components),
+        groups=(Group(Role.ORCHESTRATOR), Group(Role.TRAINER, trainer)),
+        component=lambda group: components[group.component],
+    )
+    return cast(Plan, plan)
 
 
 def driver_of(directory: Path, gpus: int) -> Path:
