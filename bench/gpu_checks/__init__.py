@@ -7,11 +7,12 @@ from gpu_checks.copies import COPIES
 from gpu_checks.correctness import CORRECTNESS
 from gpu_checks.kernels import KERNELS
 from gpu_checks.stack import WHOLE
+from gpu_checks.whole_run import RUN
 
 __all__ = ["PARTS"]
 
 PARTS: dict[str, tuple[Check, ...]] = {
     "correctness": CORRECTNESS,
     "kernels": KERNELS,
-    "whole": (*WHOLE, *COPIES),
+    "whole": (*WHOLE, *COPIES, *RUN),
 }

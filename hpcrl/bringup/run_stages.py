@@ -40,7 +40,7 @@ def plan_tiny_run(bench: SiteBench) -> Outcome:
     path = write_recipe(bench, cluster)
     prepared = _prepared(bench, cluster, programs=False)
     prepared.refuse(allow_unmade=True)
-    make_model(prepared.resolved, cluster, bench.request.cwd, bench.say)
+    make_model(prepared.resolved, path, cluster, bench.request.cwd, bench.say)
     prepared = _prepared(bench, cluster)
     plan = prepared.planned()
     verdict = _verdict(bench, prepared)

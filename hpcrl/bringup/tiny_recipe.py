@@ -95,8 +95,13 @@ def _warmup(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**recipe.model.model_dump(mode="json"), "environments": environments, "seed": recipe.seed}
 
 
-def make_model(recipe: Recipe, cluster: SlurmCluster, cwd: Path, say: Callable[[str], None]) -> None:
+def make_model(recipe: Recipe, file: Path, cluster: SlurmCluster, cwd: Path, say: Callable[[str], None]) -> None:
     """Make the start model as ``hpcrl warmup`` does, by the trainer's interpreter, unless it is there.
+
+    Parameters
+    ----------
+    file:
+        The file of the recipe, for the command that a person calls where this fails.
 
     Raises
     ------
@@ -109,7 +114,7 @@ def make_model(recipe: Recipe, cluster: SlurmCluster, cwd: Path, say: Callable[[
     inside = not isinstance(cluster.container, NoContainer)
     named = None if inside else absolute_site_paths(cluster, cwd).python_of("trainer", backend="embedded")
     python = named or sys.executable
-    by_hand = f"{quoted(python)} -m hpcrl warmup {RECIPE_FILE}    # where torch is installed"
+    by_hand = _by_hand(python, file, target.parent, cluster)
     if not Path(python).is_file():
         raise StageStoppedError(
             f"{python}, the interpreter of the trainer, is not on this machine, and makes the start model\n"
@@ -136,12 +141,28 @@ def make_model(recipe: Recipe, cluster: SlurmCluster, cwd: Path, say: Callable[[
             _end(process)
     if code:
         last = "\n".join(f"    {line}" for line in words.strip().splitlines()[-_LAST_LINES:])
-        inside_hint = "    hint: roles of this site run in containers: make it in one\n" if inside else ""
+        inside_hint = "    hint: roles of this site run in containers: make it in one, as below\n" if inside else ""
         raise StageStoppedError(
             f"{python} could not make the start model; its last output:\n{last}\n{inside_hint}"
             "    hint: the environment of the trainer makes it: hpcrl site install --role trainer",
             commands=[by_hand],
         )
+
+
+def _by_hand(python: str, file: Path, root: Path, cluster: SlurmCluster) -> str:
+    """Return the command that makes the model where torch is: in the image of a site whose roles have one."""
+    container = cluster.container
+    if isinstance(container, NoContainer):
+        return f"{quoted(python, '-m', 'hpcrl', 'warmup', file)}    # where torch is installed"
+    words: list[str | Path] = [container.python, "-m", "hpcrl", "warmup", file]
+    # the image sees neither the recipe nor the runs root by itself
+    mounts = [f"{each}:{each}" for each in dict.fromkeys((file.parent, root))]
+    if container.kind == "apptainer":
+        binds = [word for mount in mounts for word in ("--bind", mount)]
+        return quoted("apptainer", "exec", *binds, "--pwd", file.parent, container.image, *words)
+    options = [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+    partition = f"--partition={cluster.partition_name('trainer')}"
+    return quoted("srun", "--nodes=1", "--ntasks=1", partition, *options, *words)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -141,6 +141,7 @@ def _fits(answer: LibraryAnswer) -> Iterator[FindingRow]:
         what = f"{_who(answer)}: {library.name}{_version(answer)} has no {', '.join(answer.missing)}"
         way = f"install a version of {library.name} that has; {library.range_text} works"
         yield FindingRow("version-lacks", _severity(answer), key, what, way)
+    yield from _builds(answer)
     for text in answer.unmet:
         what = f"{_who(answer)}: {library.name}{_version(answer)} asks for {text}"
         # DeepEP needs a newer NCCL than torch requires; docs/training.md describes its installation
@@ -148,6 +149,15 @@ def _fits(answer: LibraryAnswer) -> Iterator[FindingRow]:
             continue
         way = f"install both together, as the constraints of hpcrl pin them; {library.name} brings what it asks for"
         yield FindingRow("versions-conflict", _severity(answer), key, what, way)
+
+
+def _builds(answer: LibraryAnswer) -> Iterator[FindingRow]:
+    """Say that a library loads and cannot compile: its first program on a GPU would end the role."""
+    if answer.build_problem:
+        what = f"{_who(answer)}: {answer.question.library}{_version(answer)} cannot compile: {answer.build_problem}"
+        way = "install gcc and the headers of this Python on the nodes (Debian: python3-dev, RHEL: python3.11-devel), "
+        way += "or add the directory of the compiler to launch.path; a Python that uv installs has its headers"
+        yield FindingRow("no-compiler", _severity(answer), _key(answer), what, way)
 
 
 def _cuda(answer: LibraryAnswer, cuda: CudaAnswer, answers: Sequence[LibraryAnswer]) -> Iterator[FindingRow]:

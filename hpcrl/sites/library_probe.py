@@ -101,6 +101,8 @@ class LibraryAnswer(msgspec.Struct, frozen=True, kw_only=True):
         Unmet requirements of the library for other libraries.
     printed:
         First line that the import printed on stdout.
+    build_problem:
+        Triton on nodes with GPUs: why it cannot build its module in C; empty where it can.
     """
 
     question: LibraryQuestion
@@ -113,6 +115,7 @@ class LibraryAnswer(msgspec.Struct, frozen=True, kw_only=True):
     unmet: list[str] = []
     printed: str = ""
     cuda: CudaAnswer | None = None
+    build_problem: str = ""
 
 
 class _Answered(msgspec.Struct, frozen=True):
@@ -127,6 +130,7 @@ class _Answered(msgspec.Struct, frozen=True):
     missing: list[str] = []
     unmet: list[str] = []
     cuda: CudaAnswer | None = None
+    build_problem: str = ""
 
 
 def interpreters(cluster: SlurmCluster) -> dict[str, str]:
@@ -278,6 +282,7 @@ def answer_of(question: LibraryQuestion, end: ScriptEnd) -> LibraryAnswer:
         unmet=said.unmet,
         printed=next((line for line in end.printed.splitlines() if line.strip()), "").strip(),
         cuda=said.cuda,
+        build_problem=one_line(said.build_problem),
     )
 
 

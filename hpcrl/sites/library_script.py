@@ -15,13 +15,19 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import sysconfig
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 #: PR_SET_PDEATHSIG of prctl
 _DIE_WITH_PARENT = 1
+_C_SOURCE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
+_BUILD_S = 60.0
 
 
 def say(path: str, **answer: object) -> None:
@@ -100,6 +106,38 @@ def cuda(torch: Any) -> dict[str, Any]:
     return found
 
 
+def build_problem() -> str:
+    """Return why a module in C cannot be built here; empty where it can.
+
+    Triton builds one before its first program on a GPU: with CC, gcc or clang, and the headers of the interpreter
+    (``triton/runtime/build.py`` of 3.6 and 3.7). Its import succeeds without them.
+    """
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "neither gcc nor clang is on PATH, and CC is not set"
+    # as Triton: Debian's default scheme is of what people install there
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = sysconfig.get_paths(scheme=scheme)["include"]
+    if not os.path.isfile(os.path.join(headers, "Python.h")):
+        return f"the headers of the interpreter are missing: there is no {headers}/Python.h"
+    with tempfile.TemporaryDirectory() as place:
+        source, module = os.path.join(place, "probe.c"), os.path.join(place, "probe.so")
+        with open(source, "w", encoding="utf-8") as stream:
+            stream.write(_C_SOURCE)
+        command = [compiler, source, "-shared", "-fPIC", f"-I{headers}", "-o", module]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=False, timeout=_BUILD_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{compiler} cannot be run: {error}"
+    if done.returncode == 0:
+        return ""
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    words = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it says nothing")
+    return f"{compiler} ended with exit code {done.returncode}: {words}"
+
+
 def alone() -> None:
     """End with the process that started this one, and import nothing from the directory of this file."""
     with contextlib.suppress(OSError, AttributeError):
@@ -134,6 +172,8 @@ def main() -> None:
     if module == "torch" and question["gpus"]:
         answer["cuda"] = cuda(library)
         answer["cuda"].setdefault("nccl", installed(question["nccl"])[1])
+    if module == "triton" and question["gpus"]:
+        answer["build_problem"] = build_problem()
     # output at exit belongs to the library, too, and an answer that was written stays valid
     say(path, imported=True, **answer)
 

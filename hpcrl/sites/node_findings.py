@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpcrl.config.cluster import SlurmCluster
+from hpcrl.config.cluster_slurm import NoContainer, NodeConfig
 from hpcrl.sites.fact_findings import fact_findings
 from hpcrl.sites.gpu_products import gpu_findings
 from hpcrl.sites.library_findings import FindingRow, library_findings
@@ -101,6 +102,10 @@ def _services(cluster: SlurmCluster, report: NodeReport) -> Iterator[FindingRow]
     for name, problem in (("scratch", report.scratch_problem), ("cache", report.cache_problem)):
         if problem:
             yield FindingRow(f"no-{name}", Severity.ERROR, f"paths.{name}", problem, "correct the path, or its rights")
+    if cluster.paths.scratch is None and report.gpus:
+        what = "the profile names no disk of the nodes: all ranks compile into the home directory at once"
+        way = "name a directory of a local disk (`df -hl` on a node lists them), and run this check again"
+        yield FindingRow("scratch-unset", Severity.WARNING, "paths.scratch", what, way)
     if abs(report.clock_ahead_s) > _FAR_CLOCK_S:
         what = f"its clock differs from the filesystem's by {report.clock_ahead_s:+.1f} s"
         way = "run chrony or ntpd; merged logs would mislead"
@@ -128,11 +133,23 @@ def _hardware(cluster: SlurmCluster, partition: str, report: NodeReport) -> Iter
     elif report.gpus is not None and report.gpus < node.gpus:
         what = f"the driver shows {report.gpus} GPUs, the profile says {node.gpus}"
         yield FindingRow("gpus-missing", Severity.ERROR, "", what, "drain the node, or correct gpus")
-    if not (report.c_compiler if node.gpus else report.cxx_compiler):
-        language, users = ("C", "Triton, on GPUs") if node.gpus else ("C++", "torch, on processors")
-        what = f"there is no {language} compiler, which {users}, needs for recipes with trainer.memory.compile"
-        way = f"install {'gcc' if node.gpus else 'g++'}, or add its directory to launch.path, where recipes ask for it"
-        yield FindingRow("no-compiler", Severity.NOTE, "", what, way)
+    yield from _compilers(cluster, node, report)
+
+
+def _compilers(cluster: SlurmCluster, node: NodeConfig, report: NodeReport) -> Iterator[FindingRow]:
+    """Report a missing compiler, unless an interpreter with Triton has tried it, or roles have that of an image."""
+    if not node.gpus:
+        if not report.cxx_compiler:
+            what = "there is no C++ compiler, which torch needs on processors for trainer.memory.compile"
+            way = "install g++, or add its directory to launch.path, where recipes ask for it"
+            yield FindingRow("no-compiler", Severity.NOTE, "", what, way)
+        return
+    tried = any(each.question.library == "Triton" and each.kind == "good" for each in report.libraries)
+    outside = isinstance(cluster.container, NoContainer)
+    if report.gpus is not None and not report.c_compiler and outside and not tried:
+        what = "there is no C compiler, which Triton needs on GPUs: vLLM, sparse attention, FP8 and compiled layers"
+        way = "install gcc and the headers of the interpreter, or add the directory of the compiler to launch.path"
+        yield FindingRow("no-compiler", Severity.WARNING, "", what, way)
 
 
 def _of_step(report: NodeReport) -> Iterator[CheckFinding]:

@@ -75,7 +75,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     facts:
         Facts from kernel and driver about the node.
     c_compiler, cxx_compiler:
-        Whether there is one where Triton and torch look for it: layers are compiled with it, on GPUs and on processors.
+        Whether there is one where Triton, on GPUs, and torch, on processors, look for it.
     clock_ahead_s:
         Clock of the node minus clock of the filesystem's server.
     visible_s, negative_lag_s:

@@ -31,6 +31,7 @@ from hpcrl.runs.role import RoleContext, save_answer_path
 from hpcrl.trainer.batch.source import Batches, OtherSide, check_shard
 from hpcrl.trainer.determinism import settle_determinism
 from hpcrl.trainer.memory.gpu_share import keep_to_share
+from hpcrl.trainer.parallel.device_check import check_device, device_name
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.publish.adapters import AdapterPublisher
@@ -90,6 +91,7 @@ def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     with distributed(timeout_s=recipe.collective_timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
+        check_device(parallel.device, context.run.plan)
         settle_determinism(parallel.device, wanted=recipe.trainer.deterministic)
         keep_to_share(parallel.device, recipe)
         try:
@@ -201,6 +203,7 @@ class Trainer:
             "trainer.ready",
             step=step,
             seconds=time.monotonic() - started,
+            device=device_name(self.parallel.device),
             mesh=self.parallel.mesh.degrees,
             memory=self.recipe.trainer.memory.model_dump(exclude_defaults=True),
             kernels=policy.kernels,

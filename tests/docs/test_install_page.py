@@ -106,6 +106,22 @@ def test_the_way_with_a_network_says_what_it_would_do(tmp_path: Path) -> None:
         assert "would be made" in run.stderr
 
 
+def test_packages_of_the_page_are_those_that_roles_load() -> None:
+    """Of Debian: those that the images install, but for what their tools bring."""
+    text = PAGE.partition("\n## Before you begin\n")[2].partition("\n## ")[0]
+    rows = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in text.splitlines() if "`" in line)}
+    login, nodes = (set(cell.strip("`").split()) for cell in rows["Debian 12, Ubuntu 24.04"])
+    image = (ROOT / "containers/hpcrl.def").read_text(encoding="utf-8")
+    installed = re.search(r"--no-install-recommends \\\n([^\n]+)\n", image)
+    assert installed is not None
+    assert login | nodes == set(installed[1].split()) - {"ca-certificates", "g++"}
+    # of the other distribution as many
+    login, nodes = (set(cell.strip("`").split()) for cell in rows["RHEL 9, Rocky 9"])
+    assert login == {"python3.11"}
+    assert {"python3.11-devel", "gcc"} <= nodes
+    assert len(nodes) == 6
+
+
 def test_the_first_run_begins_as_it_stands(tmp_path: Path) -> None:
     """Its options are those of the command; without a Slurm the first stage says so, and the report is there."""
     ((line,),) = commands("First run")

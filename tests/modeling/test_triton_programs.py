@@ -16,7 +16,8 @@ import pytest
 
 from hpcrl.modeling.sparse_kernels import by_triton
 
-OWN = Path(__file__).resolve().parents[2] / ".triton"
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ROOT / ".triton"
 INSTALLED = importlib.util.find_spec("triton") is not None
 pytestmark = [
     pytest.mark.triton,
@@ -31,8 +32,8 @@ CHECKS = Path(__file__).with_name("triton_checks.py")
 
 def check(name: str, **variables: str) -> str:
     command = [sys.executable, CHECKS, name]
-    # what tests share is found by its directory, as pytest finds it
-    paths = [str(CHECKS.parents[1]), *([] if INSTALLED else [str(OWN)])]
+    # the programs of this checkout; what tests share is found by its directory, as pytest finds it
+    paths = [str(ROOT), str(CHECKS.parents[1]), *([] if INSTALLED else [str(OWN)])]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **variables}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

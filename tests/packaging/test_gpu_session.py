@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -94,6 +97,58 @@ def test_checks_of_all_parts_run_small_on_a_processor(tmp_path: Path) -> None:
     assert rows["whole.glm5"][0]["tokens"] == 128
     assert float(str(rows["whole.glm5"][0]["mfu"])) > 0
     assert [row["version"] for row in rows["whole.publish fp8"][:-1]] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_small_run_goes_to_its_end_on_a_processor(tmp_path: Path) -> None:
+    """The recipe for questions from a file, from a start model to the proof of its rollouts."""
+    model, run, end = run_session(tmp_path, "whole", "--only", "run")["whole.run"]
+    assert float(str(model["model_s"])) > 0
+    assert (run["device"], run["steps"], end["done"]) == ("cpu", 3, True)
+    # engines sample what the trainer computes
+    assert 0 <= float(str(run["mismatch_kl"])) < 0.1
+    # nothing of it is left
+    mark = str(tmp_path).encode()
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    assert not [line for line in lines if mark in line]
+
+
+def test_a_check_of_a_run_that_fails_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card the trainer must not have computed on processors; a run that fails or is late is cancelled."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    whole_run, check_module = (importlib.import_module(f"gpu_checks.{name}") for name in ("whole_run", "check"))
+    called = []
+
+    def hpcrl(session: object, place: Path, *words: str, check: bool = True) -> str:
+        called.append(words[0])
+        if words[0] == "wait":
+            raise RuntimeError("hpcrl wait ended with 1: one-gpu FAILED")
+        return "the trainer ran out of memory" if words[0] == "why" else ""
+
+    monkeypatch.setattr(whole_run, "hpcrl", hpcrl)
+    checked = whole_run.run(check_module.Session(tiny=True, scratch=tmp_path))
+    assert "model_s" in next(checked)
+    with pytest.raises(RuntimeError, match="one-gpu FAILED; why: the trainer ran out of memory"):
+        next(checked)
+    assert called == ["warmup", "submit", "wait", "why", "cancel"]
+
+
+def test_wheels_and_the_image_have_what_hpcrl_requires() -> None:
+    """A machine without a network has the packages of an image with torch, and what `gpu_wheels.py` collects."""
+    spec = importlib.util.spec_from_file_location("gpu_wheels", ROOT / "bench/gpu_wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]
+    names = {re.split(r"[<>=\[]", line)[0] for line in required}
+    image = set(re.findall(r"[a-z][a-z0-9-]+", (wheels.__doc__ or "").partition("beside these:")[2].partition(". ")[0]))
+    assert {"torch", "aiohttp", "pydantic"} <= names
+    assert names - set(wheels.PACKAGES) - image == set()
 
 
 @pytest.mark.campaign

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import sys
 import threading
@@ -262,8 +263,8 @@ def interpreter(path: Path, text: str) -> Path:
 def make(site: Site, python: Path) -> None:
     site.write(f"python_by_role: {{trainer: {python}}}\n")
     cluster = site.bench.profile().value
-    recipe = load_recipe(str(write_recipe(site.bench, cluster))).value
-    make_model(recipe, cluster, site.place, site.said.append)
+    file = write_recipe(site.bench, cluster)
+    make_model(load_recipe(str(file)).value, file, cluster, site.place, site.said.append)
 
 
 def test_an_interpreter_that_cannot_make_the_model_is_quoted(site: Site) -> None:
@@ -272,7 +273,36 @@ def test_an_interpreter_that_cannot_make_the_model_is_quoted(site: Site) -> None
         StageStoppedError, match=r"python could not make the start model; its last output:\n    no torch here"
     ) as caught:
         make(site, python)
-    assert caught.value.commands[0].startswith(f"{python} -m hpcrl warmup {RECIPE_FILE}")
+    # the command finds the recipe from wherever it is called
+    file = site.bench.request.directory / RECIPE_FILE
+    assert caught.value.commands == (f"{python} -m hpcrl warmup {file}    # where torch is installed",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("apptainer", ["apptainer", "exec", "--bind", "{place}:{place}", "--bind", "{root}:{root}", "--pwd"]),
+        ("pyxis", ["srun", "--nodes=1", "--ntasks=1", "--partition=gpu", "--container-image=/images/hpcrl.sqsh"]),
+    ],
+)
+def test_the_model_of_a_site_with_containers_is_made_in_the_image(
+    site: Site, kind: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The login node has no torch; the command that is printed makes the model of this recipe in the image."""
+    monkeypatch.setattr(sys, "executable", str(interpreter(site.place / "login", "echo no torch here; exit 3")))
+    image = "/images/hpcrl.sqsh"
+    site.write(f"container: {{kind: {kind}, image: {image}, python: /opt/hpcrl/trainer/bin/python}}\n")
+    cluster = site.bench.profile().value
+    file = write_recipe(site.bench, cluster)
+    with pytest.raises(StageStoppedError, match="roles of this site run in containers") as caught:
+        make_model(load_recipe(str(file)).value, file, cluster, site.place, site.said.append)
+    command = shlex.split(caught.value.commands[0])
+    place, root = str(file.parent), str(site.bench.runs_root(cluster))
+    assert command[: len(words)] == [word.format(place=place, root=root) for word in words]
+    assert command[-5:] == ["/opt/hpcrl/trainer/bin/python", "-m", "hpcrl", "warmup", str(file)]
+    assert image in command or f"--container-image={image}" in command
+    if kind == "pyxis":
+        assert f"--container-mounts={place}:{place},{root}:{root}" in command
 
 
 def test_an_interpreter_that_is_not_here_is_named(site: Site) -> None:

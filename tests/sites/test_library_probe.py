@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,56 @@ def test_a_library_without_what_hpcrl_calls(tmp_path: Path) -> None:
     (answer,) = probe_libraries([question("FlashMLA", path=tmp_path)])
     assert answer.missing == ["flash_mla_sparse_fwd"]
     assert found(answer) == [("version-lacks", Severity.ERROR)]
+
+
+def compiler(path: Path, lines: str) -> str:
+    """A C compiler that takes what Triton would give it, and then runs some lines of a shell."""
+    path.write_text(f'#!/bin/sh\ntest -f "$1" || exit 9\n{lines}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.skipif(
+    not Path(sysconfig.get_paths(scheme="posix_prefix")["include"], "Python.h").is_file(), reason="no headers here"
+)
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("exit 0", ""),
+        ("echo 'probe.c:1:10: fatal error: pyconfig.h: No such file' >&2; exit 1", "fatal error: pyconfig.h"),
+        ("echo 'ld: cannot find crti.o' >&2; exit 3", "ended with exit code 3: ld: cannot find crti.o"),
+        (None, "neither gcc nor clang is on PATH, and CC is not set"),
+    ],
+)
+def test_triton_must_be_able_to_compile_on_nodes_with_gpus(lines: str | None, problem: str, tmp_path: Path) -> None:
+    """Its import succeeds without a compiler, and its first program on a GPU does not."""
+    package(tmp_path, "triton", "", distribution="triton", version="3.7.1")
+    asked = question("Triton", path=tmp_path)
+    cc = {"PATH": str(tmp_path), "CC": "" if lines is None else compiler(tmp_path / "cc", lines)}
+    asked = replace(asked, environ={**asked.environ, **cc})
+    (answer,) = probe_libraries([asked])
+    assert answer.kind == "good"
+    assert problem in answer.build_problem
+    assert bool(problem) == bool(answer.build_problem)
+    assert found(answer) == ([("no-compiler", Severity.ERROR)] if problem else [])
+    assert found(answer, has_driver=False) == []
+    # vLLM uses it; a node without GPUs compiles nothing with it
+    of_vllm = replace(asked, roles=("vllm",), needed=False)
+    assert found(replace(answer, question=of_vllm)) == ([("no-compiler", Severity.WARNING)] if problem else [])
+    (plain,) = probe_libraries([replace(asked, gpus=False)])
+    assert plain.build_problem == ""
+
+
+def test_triton_needs_the_headers_of_its_interpreter(tmp_path: Path) -> None:
+    """A distribution's Python has them in a package of their own."""
+    code = "import sysconfig\nown = sysconfig.get_paths\n"
+    code += f"sysconfig.get_paths = lambda *a, **k: own(*a, **k) | {{'include': {str(tmp_path)!r}}}\n"
+    package(tmp_path, "triton", code, distribution="triton", version="3.7.1")
+    asked = question("Triton", path=tmp_path)
+    (answer,) = probe_libraries([replace(asked, environ={**asked.environ, "CC": compiler(tmp_path / "cc", "exit 0")})])
+    assert answer.build_problem == f"the headers of the interpreter are missing: there is no {tmp_path}/Python.h"
+    (row,) = library_findings([answer], has_driver=True)
+    assert "python3-dev" in row.hint
 
 
 def test_what_a_package_asks_of_others_is_compared(tmp_path: Path) -> None:

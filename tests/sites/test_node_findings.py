@@ -7,6 +7,7 @@ import pytest
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
+from hpcrl.sites.library_probe import LibraryAnswer, LibraryQuestion
 from hpcrl.sites.node_findings import node_findings
 from hpcrl.sites.node_report import NodeReport
 from hpcrl.sites.profile_check import Severity
@@ -64,7 +65,7 @@ def test_good_nodes_give_no_finding(site: SlurmCluster) -> None:
         ({"scratch_problem": "Permission denied"}, "no-scratch", Severity.ERROR),
         ({"gpus": None}, "no-driver", Severity.WARNING),
         ({"gpus": 7}, "gpus-missing", Severity.ERROR),
-        ({"c_compiler": False}, "no-compiler", Severity.NOTE),
+        ({"c_compiler": False}, "no-compiler", Severity.WARNING),
         ({"clock_ahead_s": -30.0}, "clock", Severity.WARNING),
         ({"visible_s": None, "negative_lag_s": None}, "not-shared", Severity.ERROR),
         ({"negative_lag_s": 58.0}, "name-lag", Severity.NOTE),
@@ -92,6 +93,31 @@ def test_where_there_are_no_gpus_another_compiler_is_wanted(site: SlurmCluster) 
     report = msgspec.structs.replace(GOOD, c_compiler=False)
     assert codes(changed, report) == {}
     assert codes(changed, msgspec.structs.replace(report, cxx_compiler=False)) == {"no-compiler": Severity.NOTE}
+
+
+def test_a_compiler_that_triton_has_tried_or_an_image_has_is_not_looked_for_again(site: SlurmCluster) -> None:
+    report = msgspec.structs.replace(GOOD, c_compiler=False)
+    asked = LibraryQuestion(python="/t", roles=("trainer",), library="Triton", needed=True, gpus=True)
+    triton = LibraryAnswer(question=asked, version="3.7.1", distribution="triton", python_version="3.11.7")
+    # by CC, which is of the role alone
+    assert codes(site, msgspec.structs.replace(report, libraries=[triton])) == {}
+    failed = msgspec.structs.replace(triton, build_problem="neither gcc nor clang is on PATH, and CC is not set")
+    assert codes(site, msgspec.structs.replace(report, libraries=[failed])) == {"no-compiler": Severity.ERROR}
+    absent = msgspec.structs.replace(triton, question=msgspec.structs.replace(asked, needed=False), kind="absent")
+    assert codes(site, msgspec.structs.replace(report, libraries=[absent])) == {"no-compiler": Severity.WARNING}
+    # nodes whose driver is missing have that finding
+    assert codes(site, msgspec.structs.replace(report, gpus=None)) == {"no-driver": Severity.WARNING}
+    image = load_cluster("pyxis-site").value
+    assert isinstance(image, SlurmCluster)
+    inside = site.model_copy(update={"container": image.container})
+    assert codes(inside, report) == {}
+
+
+def test_nodes_with_gpus_want_a_disk_for_what_is_compiled(site: SlurmCluster) -> None:
+    """A drafted profile names none; nodes without a driver compile nothing of that kind."""
+    bare = site.model_copy(update={"paths": site.paths.model_copy(update={"scratch": None})})
+    assert codes(bare, GOOD) == {"scratch-unset": Severity.WARNING}
+    assert "scratch-unset" not in codes(bare, msgspec.structs.replace(GOOD, gpus=None))
 
 
 def test_one_node_cannot_tell_about_names(site: SlurmCluster) -> None:

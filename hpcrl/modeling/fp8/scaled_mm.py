@@ -1,8 +1,8 @@
 """Products by torch's own `scaled_mm` (cuBLASLt's block scales) on Hopper.
 
 Torch's grouped product has no block scales of 128 numbers, so experts are multiplied one after the other, and the host
-waits to learn how many rows each has. Never run on a GPU by this project: `tests/modeling/fp8/test_fp8_gpu.py` holds
-it to the reference where there is one.
+waits to learn how many rows each has. It was run and measured on one H200 (docs/gpu.md), but for matrices with one
+block of columns. `tests/modeling/fp8/test_fp8_gpu.py` compares it with the reference where there is a GPU.
 """
 
 from __future__ import annotations

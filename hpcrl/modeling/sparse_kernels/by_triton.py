@@ -1,8 +1,8 @@
 """Sparse attention by hpcrl's own programs in Triton.
 
-Never run on a GPU by this project: `tests/modeling/test_triton_programs.py` runs the programs in Triton's interpreter
-and compiles them for Hopper, `tests/modeling/sparse_kernels/test_sparse_gpu.py` holds them to the reference where there
-is a GPU.
+They were run and measured on one H200 (docs/gpu.md). `tests/modeling/test_triton_programs.py` runs them in Triton's
+interpreter and compiles them for Hopper, `tests/modeling/sparse_kernels/test_sparse_gpu.py` compares them with the
+reference where there is a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 class AttentionBlocks(NamedTuple):
     """Blocks of the programs of attention: the forward pass, and the gradient of queries.
 
-    They were chosen by compiling for Hopper at the sizes of GLM-5. None was measured.
+    They were chosen by compiling for Hopper at the sizes of GLM-5, and measured on one H200 alone (docs/gpu.md).
     """
 
     forward: Blocks

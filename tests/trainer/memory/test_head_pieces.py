@@ -85,3 +85,10 @@ def test_a_frozen_head_or_a_frozen_model_has_no_gradient() -> None:
         torch.testing.assert_close(alone, wanted_weight, rtol=0, atol=0)
         (alone,) = torch.autograd.grad(compute(hidden, weight.detach(), targets), (hidden,))
         torch.testing.assert_close(alone, wanted_hidden, rtol=0, atol=0)
+
+
+def test_torch_has_the_operator_that_adds_products_in_float32_on_gpus() -> None:
+    """No processor runs it: it is called with the sum, both factors, and the dtype of the sum, by position."""
+    arguments = torch.ops.aten.addmm.dtype_out._schema.arguments
+    assert [each.name for each in arguments] == ["self", "mat1", "mat2", "out_dtype", "beta", "alpha", "out"]
+    assert [each.name for each in arguments if each.kwarg_only] == ["beta", "alpha", "out"]
