@@ -128,7 +128,7 @@ def test_requests_router_and_pool_have_their_figures(tmp_path: Path) -> None:
     for number in range(2):
         write_event(run, "router.engine_added", time_s=START_S + 1, engine=f"engine-{number}", **orchestrator)
     write_event(run, "router.engine_removed", time_s=START_S + 2, engine="engine-1", **orchestrator)
-    for kind, at in (("away", 3.0), ("back", 10.0), ("away", 20.0)):
+    for kind, at in (("away", 3.0), ("back", 10.0), ("away", 20.0), ("back", 25.0), ("away", 40.0)):
         write_event(run, f"router.{kind}", time_s=START_S + at, why="refused", **orchestrator)
     write_event(run, "component.restarting", time_s=START_S + 4, role="router", replica=0, cause="killed")
     for put_s, get_s in ((0.25, 0.5), (0.01, 0.01)):
@@ -142,7 +142,7 @@ def test_requests_router_and_pool_have_their_figures(tmp_path: Path) -> None:
         ("answers that were damaged or unusable", "1"),
         ("router: engines taken in", "2"),
         ("router: engines left out", "1"),
-        ("router: did not answer", "2 times, 0:07, 1 until the end of an attempt"),
+        ("router: did not answer", "3 times, 0:12, 1 until the end of an attempt"),
         ("router: restarts", "1"),
         ("KV pool: segments that joined", "1"),
         ("KV pool: segments that were lost", "1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from hpcrl.analysis.bounds.rollout_states import (
@@ -35,11 +36,11 @@ class StepWaits:
     def __init__(self, run: RunDir, recipe: Recipe, events: Sequence[Event]) -> None:
         self._consumed = ConsumedRollouts(run.rollouts_dir)
         self._sandboxed, self._delayed = sandboxed_environments(recipe), delayed_environments(recipe)
-        self._updates = [
-            event
-            for event in events
-            if event.kind == "engine.weights_updated" and isinstance(event.data.get("seconds"), int | float)
-        ]
+        updates = (event for event in events if event.kind == "engine.weights_updated")
+        self._updates = [event for event in updates if isinstance(event.data.get("seconds"), int | float)]
+        self._updates.sort(key=lambda event: event.time_s)
+        # a run of weeks has tens of thousands: only those near an interval are read
+        self._longest_s = max((float(event.data["seconds"]) for event in self._updates), default=0.0)
         self._published: dict[tuple[int, object], float] = {}
         for event in events:
             if event.kind in ("trainer.version_announced", "trainer.version_published"):
@@ -95,13 +96,19 @@ class StepWaits:
         step_s:
             Begin of the step, from which on the version before it is written.
         """
-        near = [event for event in self._updates if _began_s(event) < end_s and event.time_s > begin_s]
+        first = bisect_right(self._updates, begin_s, key=_ended_s)
+        last = bisect_right(self._updates, end_s + self._longest_s, key=_ended_s)
+        near = [event for event in self._updates[first:last] if _began_s(event) < end_s]
         moving = [Interval(_began_s(event), event.time_s) for event in near]
         published_s = self._published.get((record.attempt, record.step - 1))
         if published_s is not None and published_s > begin_s:
             moving.append(Interval(step_s, published_s))
         frozen = [Interval(event.time_s - _pause_s(event), event.time_s) for event in near]
         return HandoffTimes(frozen, moving, self._engines)
+
+
+def _ended_s(event: Event) -> float:
+    return event.time_s
 
 
 def _began_s(event: Event) -> float:

@@ -66,6 +66,6 @@ def peak_memory_gib() -> float | None:
     The count of the allocator is not reset: others that watch it, such as a profile of memory, keep their own view.
     """
     # a question to CUDA would begin it in a process that computes on the CPU
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.max_memory_allocated() / 2**30
