@@ -47,7 +47,7 @@ class MasterRole:
 
     def stop(self) -> int:
         self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(120)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event.data for event in read_events(self.run, kind=kind)]

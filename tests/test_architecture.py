@@ -78,6 +78,8 @@ EXCEPTIONS = {
     "__main__": {"hpcrl.cli.main"},
     # the functions for scripts stand beside the command line, above all that they call
     "api": {f"hpcrl.{room}" for room in ("config", "planning", "runs", "simulation", "slurm", "submit", "sweeps")},
+    # a submit warns of sandboxes that may need more memory than the plan leaves them
+    "submit": {"hpcrl.planning.memory.sandbox_notes"},
     # tools of agents call the functions for scripts
     "mcp_server": {"hpcrl.api"},
     # the simulator decides by the scheduler's own policy and account, which import nothing else

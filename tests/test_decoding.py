@@ -36,7 +36,7 @@ for number in range(200):
 
 def test_threads_may_decode_a_kind_for_the_first_time_at_once() -> None:
     """In a process of its own: what may happen without `prepared` is a crash of the interpreter."""
-    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,6 +6,7 @@ lost: the client asks again, and hears ENOENT or EEXIST. The directory must then
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import re
@@ -175,3 +176,31 @@ def test_a_name_that_was_never_there_is_still_an_error(tmp_path: Path) -> None:
         lost_replies.make_own_directory(tmp_path / "full")
     assert [lost_replies.unlink(tmp_path / "a"), lost_replies.unlink(tmp_path / "a")] == [True, False]
     lost_replies.remove_tree(tmp_path / "not there")
+
+
+_OF_ONE_NODE = {
+    "hpcrl/storage/lost_replies.py": "these functions themselves",
+    "hpcrl/storage/shm_directories.py": "shared memory of a node",
+    "hpcrl/supervisor/process/leftovers.py": "shared memory of a node",
+    "hpcrl/supervisor/launch/role_spy.py": "a copy of it runs alone on a node, and its errors are answers",
+    "hpcrl/dock/warehouse/sharing.py": "shared memory of a node",
+    "hpcrl/dock/warehouse/embedded.py": "shared memory of a node",
+    "hpcrl/weights/read/cache_room.py": "shared memory of a node",
+    "hpcrl/weights/read/nodecache.py": "shared memory of a node",
+    "hpcrl/weights/visibility.py": "a rename that must fail",
+    "hpcrl/sandboxes/trees.py": "the temporary directory of a node",
+}
+
+
+def test_names_on_a_share_are_changed_by_these_functions() -> None:
+    package = Path(lost_replies.__file__).parents[1]
+    found = set()
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            of_os = owner == "os" and name in ("rename", "replace", "link")
+            if of_os or (name == "rename" and owner != "lost_replies"):
+                found.add(f"hpcrl/{path.relative_to(package)}")
+    assert found == _OF_ONE_NODE.keys(), "use hpcrl.storage.lost_replies"

@@ -14,7 +14,10 @@ from hpcrl.cli.output import json_text, say, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hpcrl.bringup.environment_job import NodeCheck
     from hpcrl.config.recipe import Recipe
+    from hpcrl.sandboxes.limits_report import LimitsReport
+    from hpcrl.submit.prepare import PreparedRun
 
 environment_app = typer.Typer(help="Environments: where tasks and rewards come from.", no_args_is_help=True)
 
@@ -85,14 +88,24 @@ def check(
     cluster: ClusterOption = "local",
     overrides: SetOption = None,
     timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Maximum time in all.")] = 1800.0,
+    job: Annotated[
+        bool, typer.Option("--job", help="Check in a small job, on a node where environments of a run would be.")
+    ] = False,
+    wait_s: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", help="Maximum wait of that job in the queue.")
+    ] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
     """Check rewards on the first training tasks with policies of known reward: empty replies must earn nothing, the
-    right answer at least 1, twice, and tampering with the judge nothing.
+    right answer at least 1, twice, and tampering with the judge nothing. Where an environment has sandboxes, each of
+    their limits is tried as well.
 
-    It runs on this machine, with the orchestrator's Python; no model is needed.
+    It runs on this machine, with the orchestrator's Python; no model is needed. With --job it runs on a node of the
+    cluster, as the role that runs environments would: with its partition, Python, variables, secrets and container,
+    without GPUs. Ctrl-C cancels the job.
 
-    Exit code: 0 all rewards are right, 1 a reward is wrong, 2 an environment cannot be created.
+    Exit code: 0 all rewards are right, 1 a reward is wrong or a limit does not hold, 2 an environment cannot be
+    created or the check could not run, 130 interrupted.
     """
     import os
     from pathlib import Path
@@ -103,19 +116,63 @@ def check(
     from hpcrl.submit.prepare import prepare
 
     prepared = prepare(recipe, cluster, overrides or (), environ=os.environ, cwd=Path.cwd(), programs=False)
-    loaded, site, plan = prepared.recipe, prepared.site, prepared.outlined()
-    with working("playing policies with known rewards"):
-        found = check_environment_tasks(
-            loaded, plan, site.value, names=_wanted(loaded.value, name), tasks=tasks, timeout_s=timeout_s
-        )
-    if as_json:
-        say(json_text({"format_version": 1, "environments": found}))
+    loaded, site = prepared.recipe, prepared.site
+    names = _wanted(loaded.value, name)
+    place: dict[str, Any] = {}
+    if job:
+        found = _check_in_job(prepared, names, tasks=tasks, timeout_s=timeout_s, wait_s=wait_s)
+        answer, place = found.answer, {"job": found.job_id, "nodes": found.nodes}
     else:
-        for each, shown in found.items():
+        with working("playing policies with known rewards"):
+            answer = check_environment_tasks(
+                loaded, prepared.outlined(), site.value, names=names, tasks=tasks, timeout_s=timeout_s
+            )
+    limits = _limits(answer)
+    if as_json:
+        document = None if limits is None else sandboxes.report_document(limits)
+        say(json_text({"format_version": 1, "environments": answer["environments"], "limits": document, **place}))
+    else:
+        for each, shown in answer["environments"].items():
             _print_check(each, shown)
-    if not all(shown["made"] for shown in found.values()):
+        if limits is not None:
+            say(f"limits of a sandbox on {', '.join(place.get('nodes', ())) or 'this machine'}:")
+            for line in sandboxes.report_lines(limits):
+                say(f"  {line}")
+    if not all(shown["made"] for shown in answer["environments"].values()):
         raise typer.Exit(ExitCode.USAGE)
-    raise typer.Exit(ExitCode.FAILED if any(shown["problems"] for shown in found.values()) else ExitCode.OK)
+    wrong = any(shown["problems"] for shown in answer["environments"].values())
+    raise typer.Exit(ExitCode.FAILED if wrong or (limits is not None and not limits.held) else ExitCode.OK)
+
+
+def _check_in_job(prepared: PreparedRun, names: list[str], *, tasks: int, timeout_s: float, wait_s: float) -> NodeCheck:
+    """Run the check on a node, and show what becomes of its job."""
+    from hpcrl.bringup.environment_job import check_environments_in_job
+    from hpcrl.cli.progress import working
+    from hpcrl.cli.selection import runs_root
+    from hpcrl.cli.slurm import reachable_slurm
+
+    with working(f"waiting for the check's job on {prepared.site.value.name}, {wait_s:g} s at most in the queue"):
+        return check_environments_in_job(
+            prepared,
+            names=names,
+            tasks=tasks,
+            client=reachable_slurm,
+            root=lambda cluster: runs_root(None, cluster),
+            timeout_s=timeout_s,
+            wait_s=wait_s,
+            say=lambda text: say(text, err=True),
+        )
+
+
+def _limits(answer: dict[str, Any]) -> LimitsReport | None:
+    """Return the report on limits of sandboxes in the answer of a check; None where no environment has such."""
+    if answer["limits"] is None:
+        return None
+    import msgspec
+
+    from hpcrl.sandboxes.limits_report import LimitsReport
+
+    return msgspec.convert(answer["limits"], LimitsReport)
 
 
 def _print_check(name: str, found: dict[str, Any]) -> None:

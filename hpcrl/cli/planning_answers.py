@@ -208,6 +208,8 @@ def _better(outlook: Outlook, better: Candidate | None) -> str:
     if layout is None or loop is None:
         return "measure a run: hpcrl plan calibrate RUN"
     split = f"{layout.gpus} GPUs" if layout.shared_node else f"{layout.nodes} nodes"
+    if layout.shared_gpus:
+        return "there is no other split: trainer and engines have the same GPUs"
     if better is None:
         return f"no other split of {split} that hpcrl compares is faster; `hpcrl plan search` tries others"
     own = better.layout

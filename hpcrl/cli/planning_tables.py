@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.cli.output import markup
+from hpcrl.cli.output import as_text, markup
 from hpcrl.cli.planning_answers import duration_text, mesh_text, print_lines, range_text, side_text
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpcrl.config.recipe import Recipe
     from hpcrl.planning.calibration.file import Calibration
     from hpcrl.planning.memory.fit import RoleMemory
+    from hpcrl.planning.memory.sandbox_memory import SandboxMemory
     from hpcrl.planning.report import Outlook
     from hpcrl.planning.search.splits import Candidate
     from hpcrl.planning.times.terms import Seconds, TimeTable
@@ -66,14 +67,18 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
             bar,
             _gib(place.needed),
             "?" if place.capacity is None else _gib(place.capacity),
-            f"{free} KV" if place.ok and place.kv is not None else free if place.ok else markup("[red]{}[/]", free),
+            f"{free} KV" if place.ok and place.kv_takes_rest else free if place.ok else markup("[red]{}[/]", free),
             *(() if narrow else (place.ledger.name,)),
             f"{largest.name} {_gib(largest.value)}",
         )
     console.print(table)
-    lines = [("KV cache", _kv_line(place, outlook)) for place in outlook.memory.places if place.kv is not None]
+    lines: list[tuple[str, str | Text]] = [
+        ("KV cache", _kv_line(place, outlook)) for place in outlook.memory.places if place.kv is not None
+    ]
     if outlook.expert_margin is not None:
         lines.append(("experts", str(outlook.expert_margin)))
+    if outlook.memory.sandboxes is not None:
+        lines.append(("sandboxes", _sandbox_line(outlook.memory.sandboxes, outlook.sandbox_programs)))
     if lines:
         print_lines(console, lines)
     console.print()
@@ -82,16 +87,31 @@ def _print_memory(console: Console, outlook: Outlook) -> None:
 def _kv_line(place: RoleMemory, outlook: Outlook) -> str:
     """Return the KV cache of a role in bytes, tokens and sequences.
 
-    The plan's headroom of an engine's GPU is the KV cache beyond the one sequence that must fit.
+    The plan's headroom of an engine's GPU is the KV cache beyond the one sequence that must fit, where the size of the
+    cache is not fixed.
     """
     assert place.kv is not None
     length = outlook.recipe.engine.max_model_len
     one = place.kv.cache_bytes - (place.headroom or 0.0)
-    beside = f" ({_gib(one)} for one sequence, {_gib(place.headroom)} left)" if place.headroom and one > 0 else ""
+    beside = ""
+    if place.kv_takes_rest and place.headroom and one > 0:
+        beside = f" ({_gib(one)} for one sequence, {_gib(place.headroom)} left)"
     return (
         f"{place.role.value}: {_gib(place.kv.cache_bytes)} GiB a GPU{beside} hold {place.kv.tokens:,} tokens of a "
         f"rank, {place.kv.sequences:.1f} sequences of {length:,}"
     )
+
+
+def _sandbox_line(found: SandboxMemory, programs: float | None) -> str | Text:
+    """Return the memory and the processors of sandboxes; what may be more than there is stands out."""
+    need = f"{found.count:,} at most on {found.node.text}, whose limits add up to {_gib(found.term.value)} GiB"
+    has = "" if found.left is None else f"{_gib(max(0, found.left))} GiB are left there"
+    memory = markup("{}, " + ("{}" if found.fits else "[yellow]{}[/]"), need, has) if has else as_text(need)
+    if programs is None:
+        return memory
+    cpus = found.node.cpus
+    runs = f"programs of about {programs:,.0f} run at a time" + ("" if cpus is None else f" on {cpus} CPUs")
+    return memory + "; " + markup("[yellow]{}[/]" if cpus is not None and programs > cpus else "{}", runs)
 
 
 def _print_roles(console: Console, outlook: Outlook) -> None:
@@ -203,6 +223,10 @@ def print_explanation(console: Console, outlook: Outlook, calibration: Calibrati
         console.print(head, highlight=False)
         for amount in place.ledger.terms:
             console.print(f"  {explain(amount)}", highlight=False, soft_wrap=True)
+    if outlook.memory is not None and outlook.memory.sandboxes is not None:
+        found = outlook.memory.sandboxes
+        console.print(markup("\n[bold]sandboxes[/bold] on {}, not counted", found.node.text), highlight=False)
+        console.print(f"  {explain(found.term)}", highlight=False, soft_wrap=True)
     for key, table in outlook.tables.items():
         head = markup("\n[bold]{}[/bold]: {}", table.name, duration_text(table.seconds))
         console.print(head, highlight=False)

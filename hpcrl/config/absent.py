@@ -44,7 +44,8 @@ ABSENT: dict[str, dict[str, str]] = {
     "handoff": dict.fromkeys(("nccl", "nixl", "rdma", "reshard"), _VERSIONS),
     "rollouts": dict.fromkeys(
         ("colocate", "colocated"),
-        "trainer and engines take turns on the same devices with engine.placement: colocated",
+        "trainer and engines use the same GPUs at the same time with engine.placement: shared_gpus, and take turns on "
+        "the same devices with colocated",
     ),
     "partitions": {
         "scratch_gb_s": "plans do not use the rate of a node's own disk; remove the line, or use "

@@ -59,7 +59,8 @@ class EngineMemoryConfig(StrictModel):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Dtype of the KV cache. ``auto``: that of ``dtype``."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that an engine may use."""
+    """Share of a GPU's memory that a vLLM engine may use. With ``placement: shared_gpus`` the trainer has the rest, and
+    this share must be free when an engine starts."""
     kv_offload_gib: NonNegativeFloat = 0.0
     """Host memory of each node for KV blocks that left the GPU, in GiB, shared evenly by its ranks; ``kv_store`` is the
     pool of all nodes."""
@@ -73,10 +74,12 @@ class EngineConfig(StrictModel):
 
     backend: Literal["embedded", "vllm"] = "embedded"
     """Server: ``embedded`` runs the project's own torch model behind vLLM's API, ``vllm`` is vLLM."""
-    placement: Literal["apart", "shared_node", "colocated"] = "apart"
+    placement: Literal["apart", "shared_node", "shared_gpus", "colocated"] = "apart"
     """``apart``: engines have nodes of their own, generate while the trainer trains, and read weights from files.
     ``shared_node``: the same on the trainer's node, of which there is one: engines have the GPUs that ``trainer.ranks``
     leaves there, the same number each (docs/admins.md, One node for trainer and engines).
+    ``shared_gpus``: the same on the trainer's node and on the trainer's own GPUs, each with a part of their memory
+    (docs/admins.md, Trainer and engines on the same GPUs).
     ``colocated``: trainer and engines take turns on the same devices of one node (docs/training.md, Trainer and engines
     in turns); ``rollouts.max_off_policy_steps`` is 0 or 1 then."""
     device: Literal["auto", "cpu"] = "auto"
@@ -102,8 +105,8 @@ class EngineConfig(StrictModel):
     block_size: PositiveInt = 16
     """Tokens of a KV cache block; prefixes are reused in whole blocks."""
     kv_cache_gib: PositiveFloat = 0.25
-    """Memory of the KV cache in GiB. vLLM on CPUs takes whole GiB (rounded up); on GPUs it takes a share of their
-    memory (``vllm_args: gpu-memory-utilization``) instead."""
+    """Memory of the KV cache in GiB. vLLM on CPUs takes whole GiB (rounded up). On GPUs it takes what its other needs
+    leave of ``memory.gpu_memory_utilization`` instead, except with ``placement: shared_gpus``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of weights and KV cache."""
     pause: Literal["keep", "none"] = "keep"
@@ -127,7 +130,7 @@ class EngineConfig(StrictModel):
     router: RouterConfig = RouterConfig()
     """Choice of the engine for each request."""
     vllm_args: dict[str, Any] = {}
-    """Further flags of vLLM by long name without dashes, for example ``gpu-memory-utilization: 0.8``. ``true`` is the
+    """Further flags of vLLM by long name without dashes, for example ``attention-backend: FLASHINFER``. ``true`` is the
     flag alone, ``false`` its ``--no-`` form; lists and mappings are passed as JSON. Flags that hpcrl sets are refused,
     and all are checked by the installed vLLM's own parser before a run starts."""
 
@@ -138,8 +141,13 @@ class EngineConfig(StrictModel):
 
     @property
     def shares_node(self) -> bool:
-        """Return whether engines are on the trainer's node, with their own GPUs."""
-        return self.placement == "shared_node"
+        """Return whether engines are on the trainer's node, and generate while it trains."""
+        return self.placement == "shared_node" or self.shares_gpus
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Return whether engines and trainer use the same GPUs at the same time."""
+        return self.placement == "shared_gpus"
 
     @property
     def fetches_kv(self) -> bool:

@@ -45,11 +45,14 @@ def replica_nodes(recipe: Recipe) -> dict[Role, int]:
 def engine_gpus(recipe: Recipe, cluster: ClusterProfile, role: Role) -> int:
     """Return the GPUs that an engine uses on each node; a local run's are not known, and not needed.
 
-    On the trainer's node engines have what its ranks leave (the rule ``shared-node`` says that there is something).
+    On the trainer's node engines have what its ranks leave (the rule ``shared-node-parts`` says that there is
+    something), or divide the GPUs of its ranks.
     """
     if recipe.engine.backend == "embedded" or recipe.engine.device == "cpu" or not isinstance(cluster, SlurmCluster):
         return 0
     gpus = cluster.partitions[cluster.partition_name(role)].node.gpus
+    if recipe.engine.shares_gpus:
+        return min(gpus, recipe.trainer.ranks) // recipe.engine.replicas
     if recipe.engine.shares_node:
         return max(0, gpus - recipe.trainer.ranks) // recipe.engine.replicas
     return gpus

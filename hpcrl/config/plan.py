@@ -80,12 +80,15 @@ class NodeShare(StrictModel):
 
     memory_gib: PositiveFloat | None = None
     """Maximum memory of the replica; None: that of the job."""
+    same: bool = False
+    """The replicas of another role have the same CPUs and GPUs at the same time."""
 
     @property
     def text(self) -> str:
         """Return a text like ``4 GPUs and 84 CPUs``."""
         counts = [(self.gpus, "GPU"), (self.cpus, "CPU")]
-        return " and ".join(f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts if count)
+        shared = "shared " if self.same else ""
+        return " and ".join(f"{count} {shared}{what}{'' if count == 1 else 's'}" for count, what in counts if count)
 
     def gpus_of(self, replica: int) -> range:
         """Return the node's numbers of a replica's GPUs; where Slurm assigns them, it may choose others."""

@@ -63,7 +63,7 @@ class SweEnv(HostedEnv):
     max_sandboxes: PositiveInt = 64
     """Maximum rollouts that work at once; the others wait."""
     memory_gib: PositiveFloat = 2.0
-    """Memory of a sandbox, its files included."""
+    """Maximum memory of a sandbox, its files included; nothing is reserved. ``hpcrl plan`` shows the sum of all."""
     disk_gib: PositiveFloat = 1.0
     """Size of the files of a sandbox."""
     processes: PositiveInt = 256

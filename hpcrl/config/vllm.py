@@ -36,7 +36,7 @@ OWNED_FLAGS: dict[str, str] = {
     "block-size": "it is engine.block_size",
     "dtype": "it is engine.dtype",
     "seed": "it is the recipe's seed",
-    "kv-cache-memory-bytes": "it is engine.kv_cache_gib on CPUs; GPUs take gpu-memory-utilization",
+    "kv-cache-memory-bytes": "it is engine.kv_cache_gib on CPUs, or what engine.memory.gpu_memory_utilization leaves",
     "kv-events-config": "it follows from engine.router.kind",
     "kv-transfer-config": "it follows from engine.kv_store, prefill and decode",
     **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port"), _PLACE),

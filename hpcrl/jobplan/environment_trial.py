@@ -17,7 +17,10 @@ from hpcrl.jobplan.plan import absolute_paths
 from hpcrl.jobplan.role_python import ask_role_python, environment_role, hidden_reason, role_python
 
 _MODULE = "hpcrl.rollouts.environments.trial"
-_CHECK_MODULE = "hpcrl.rollouts.environments.task_check"
+CHECK_MODULE = "hpcrl.rollouts.environments.task_check"
+"""Program that plays policies with known rewards."""
+DOING = "try the environments"
+"""Description of the programs for messages."""
 _START_S = 60.0
 """Seconds for the process itself, in addition to the limits of environments."""
 _NOT_HERE = "environments were not tried"
@@ -43,7 +46,7 @@ def check_environments(recipe: Loaded[Recipe], plan: Plan, site: ClusterProfile)
         return []
     if reason := hidden_reason(plan, site, what="they", role=environment_role(plan)):
         return [f"{_NOT_HERE}: {reason}"]
-    _check_packages(plan)
+    check_environment_packages(plan)
     timeout_s = _START_S + sum(each.start_timeout_s for each in wanted)
     answer = _ask("check", {}, recipe, plan, site, timeout_s=timeout_s)
     if answer["findings"]:
@@ -66,7 +69,7 @@ def try_environment(
     """
     if reason := hidden_reason(plan, site, what="they", role=environment_role(plan)):
         raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or on a node")
-    _check_packages(plan)
+    check_environment_packages(plan)
     answer = _ask("try", {"name": name, "task": task}, recipe, plan, site, timeout_s=timeout_s)
     if answer.get("findings"):
         raise ConfigError(_findings(recipe, answer, site))
@@ -84,13 +87,15 @@ def check_environment_tasks(
         They cannot be tried from here, or took longer than ``timeout_s``.
     """
     if reason := hidden_reason(plan, site, what="they", role=environment_role(plan)):
-        raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or on a node")
-    _check_packages(plan)
+        where = "with --job, on a node" if site.uses_slurm else "on a node"
+        raise UsageError(f"{_NOT_HERE}: {reason}\n    hint: try it with --cluster local, or {where}")
+    check_environment_packages(plan)
     request = {"names": list(names), "tasks": tasks}
-    return _ask("tasks", request, recipe, plan, site, timeout_s=timeout_s, module=_CHECK_MODULE)
+    return _ask("tasks", request, recipe, plan, site, timeout_s=timeout_s, module=CHECK_MODULE)
 
 
-def _check_packages(plan: Plan) -> None:
+def check_environment_packages(plan: Plan) -> None:
+    """Check that the interpreter of the role that makes environments can try them (UsageError with what it lacks)."""
     role = environment_role(plan)
     check_trial_packages(plan, role_python(plan, role), role)
 
@@ -130,7 +135,7 @@ def _ask(
         request={"recipe": resolved.model_dump(mode="json"), **request},
         plan=plan,
         site=site,
-        doing="try the environments",
+        doing=DOING,
         timeout_s=timeout_s,
         slow_hint="find out what they wait for, or raise start_timeout_s",
         role=environment_role(plan),

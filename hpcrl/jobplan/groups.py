@@ -245,7 +245,9 @@ def _orchestrator(recipe: Recipe, cluster: ClusterProfile, run_name: str, infere
 
 def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGroup:
     trainer = recipe.trainer
-    # it starts together with the engines, not after them: both spend their start loading weights
+    # it starts together with the engines, not after them: both spend their start loading weights. Colocated engines get
+    # their weights from it, and start before it; on the same GPUs vLLM measures at its start which memory is free
+    waits = recipe.engine.is_colocated or recipe.engine.shares_gpus
     return RoleGroup(
         role=Role.TRAINER,
         replicas=1,
@@ -253,8 +255,7 @@ def _trainer(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> RoleGrou
         nodes=trainer.nodes,
         command=_trainer_command(trainer),
         env=plain(role_variables(recipe, cluster, Role.TRAINER, run_name)),
-        # colocated engines get their weights from it, and start before it
-        after=(Role.ENGINE,) if recipe.engine.is_colocated else (),
+        after=(Role.ENGINE,) if waits else (),
         ready=FileProbe(),
         start_timeout_s=cluster.limits.start_timeout_s,
         policy=_policy(recipe.supervision.trainer, cluster, ends_run=True),

@@ -72,7 +72,16 @@ _UNSHARED = 1 / 8
 def _shares(
     recipe: Recipe, cluster: SlurmCluster, groups: Sequence[RoleGroup], node: JobComponent
 ) -> dict[Role, NodeShare]:
-    """Return the shares of trainer and engines in their common node: equal CPUs for each rank, and a GPU or none."""
+    """Return the shares of trainer and engines in their common node: equal CPUs for each rank, and a GPU or none.
+
+    On the same GPUs both have all CPUs, too: Slurm gives a step parts of a node alone, or lets it share everything.
+    """
+    if recipe.engine.shares_gpus and node.gpus_per_node:
+        gpus = engine_gpus(recipe, cluster, Role.ENGINE)
+        return {
+            Role.TRAINER: NodeShare(cpus=node.cpus, gpus=recipe.trainer.ranks, same=True),
+            Role.ENGINE: NodeShare(cpus=node.cpus, gpus=gpus, same=True),
+        }
     ranks = {group.role: group.ranks for group in groups}
     trainer, engine = ranks[Role.TRAINER], ranks[Role.ENGINE]
     cpus = max(1, int(node.cpus * (1 - _UNSHARED)) // (trainer + recipe.engine.replicas * engine))

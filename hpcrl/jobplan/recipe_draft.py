@@ -130,6 +130,8 @@ def _add_shape(sections: dict[str, Any], answers: RecipeAnswers) -> None:
         if answers.size == 1:
             trainer |= {"nodes": 1, "ranks": max(1, gpus // 2)}
             engine |= {"placement": "shared_node", "replicas": 1}
+            if gpus == 1 and answers.model != TINY:
+                engine |= {"placement": "shared_gpus", "kv_cache_gib": 4.0, "memory": {"gpu_memory_utilization": 0.35}}
         else:
             nodes = answers.size // 2
             trainer |= {"nodes": nodes, "ranks": nodes * max(1, gpus)}

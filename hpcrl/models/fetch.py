@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from hpcrl.errors import UsageError
 from hpcrl.models.hub import HubId
 from hpcrl.models.remote import FetchError, RemoteFile, RemoteModel, list_remote, open_digest, read_remote
+from hpcrl.storage import lost_replies
 from hpcrl.storage.files import atomic_write, fsync_dir
 
 SOURCE = ".hpcrl-source"
@@ -109,7 +110,7 @@ def fetch_model(
         for left in stage.rglob("*.part"):
             left.unlink()  # a file of another commit
         fsync_dir(stage)
-        stage.rename(target)
+        lost_replies.rename(stage, target)
         fsync_dir(target.parent)
     return FetchedModel(target, remote.commit, size, download.received, left_out)
 
@@ -251,7 +252,7 @@ class _Download:
         except OSError as error:
             named = OSError(error.errno, error.strerror, str(part))
             raise named from error
-        part.rename(path)
+        lost_replies.rename(part, path)
         with self._lock:
             self._done[file.name] = file.digest
             self._record()

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.planning.ledger import Ledger
 from hpcrl.planning.memory.fit import MemoryReport
+from hpcrl.planning.memory.sandbox_memory import SandboxMemory
 from hpcrl.planning.report import Outlook
 from hpcrl.planning.times.from_recipe import PlannedLayout
 from hpcrl.planning.times.loop import LoopEstimate
@@ -45,7 +46,7 @@ def outlook_document(outlook: Outlook) -> dict[str, Any]:
         "schema_version": 1,
         "because": outlook.because or None,
         "loop": None if outlook.loop is None else loop_document(outlook.loop),
-        "memory": None if outlook.memory is None else _memory_document(outlook.memory),
+        "memory": None if outlook.memory is None else _memory_document(outlook.memory, outlook.sandbox_programs),
         "expert_imbalance": None if outlook.expert_margin is None else outlook.expert_margin.document(),
         "why_not": [
             {
@@ -76,7 +77,7 @@ def outlook_document(outlook: Outlook) -> dict[str, Any]:
     }
 
 
-def _memory_document(memory: MemoryReport) -> dict[str, Any]:
+def _memory_document(memory: MemoryReport, programs: float | None) -> dict[str, Any]:
     def ledger(value: Ledger) -> dict[str, Any]:
         terms = [
             {
@@ -107,6 +108,20 @@ def _memory_document(memory: MemoryReport) -> dict[str, Any]:
             }
             for place in memory.places
         ],
+        "sandboxes": None if memory.sandboxes is None else _sandboxes_document(memory.sandboxes, programs),
+    }
+
+
+def _sandboxes_document(found: SandboxMemory, programs: float | None) -> dict[str, Any]:
+    return {
+        "node": found.node.text,
+        "count": found.count,
+        "bytes": found.term.value,
+        "left_bytes": found.left,
+        "fits": found.fits,
+        "programs": programs,
+        "cpus": found.node.cpus,
+        "inputs": dict(found.term.inputs),
     }
 
 

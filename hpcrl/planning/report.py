@@ -97,6 +97,18 @@ class Outlook:
         return min(places, key=lambda place: (place.headroom or 0) / (place.capacity or 1), default=None)
 
     @property
+    def sandbox_programs(self) -> float | None:
+        """Return the expected number of rollouts on a node whose programs run in sandboxes; None where it is unknown.
+
+        Little's law: rollouts that start in a second times their seconds of tools and rewards.
+        """
+        sandboxes = None if self.memory is None else self.memory.sandboxes
+        if sandboxes is None or self.loop is None:
+            return None
+        waits = self.workload.waits_of({kind.use.environment for kind in sandboxes.kinds})
+        return self.loop.started_per_s * waits * sandboxes.node.processes / sandboxes.node.of
+
+    @property
     def layout(self) -> PlannedLayout | None:
         """Return the shapes, where there are GPUs."""
         return None if self.forecast is None else self.forecast.layout

@@ -157,7 +157,9 @@ def misplaced(plan: Plan, reports: list[ProbeReport]) -> list[str]:
                 owned = [f"{host} is" for host in set(hosts.values())]
             else:
                 wanted = group.share.gpus
-                owned = list({f"GPU {gpu} of {r.host} is" for r in mine for gpu in r.node_gpus})
+                # the same GPUs are of both roles
+                gpus = () if group.share.same else ((gpu, r.host) for r in mine for gpu in r.node_gpus)
+                owned = list({f"GPU {gpu} of {host} is" for gpu, host in gpus})
             for what in owned:
                 owners.setdefault(what, set()).add(label)
             wrong += [

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.bubblewrap import ETC, BubblewrapCommand, bubblewrap_command, check_paths, find_bubblewrap
 from hpcrl.sandboxes.bubblewrap_sandbox import BubblewrapSandbox, SandboxProcesses
 from hpcrl.sandboxes.cgroups import SandboxCgroup, find_cgroups
@@ -89,8 +90,8 @@ class BubblewrapHost:
     async def add_tree(self, source: Path | Mapping[str, bytes | SandboxFile]) -> str:
         """See `SandboxHost.add_tree`."""
         if isinstance(source, Path):
-            return await asyncio.to_thread(self._trees.add_directory, source)
-        return await asyncio.to_thread(self._trees.add, records_of_files(source))
+            return await acquire_in_thread(self._trees.drop, self._trees.add_directory, source)
+        return await acquire_in_thread(self._trees.drop, self._trees.add, records_of_files(source))
 
     async def drop_tree(self, tree: str) -> None:
         """See `SandboxHost.drop_tree`."""
@@ -168,7 +169,7 @@ class BubblewrapHost:
         self._fds.clear()
 
     async def _fill(self, sandbox: BubblewrapSandbox, tree: str | None) -> None:
-        given = None if tree is None else await asyncio.to_thread(self._trees.open, tree)
+        given = None if tree is None else await acquire_in_thread(os.close, self._trees.open, tree)
         try:
             await sandbox.prepare(given)
         finally:

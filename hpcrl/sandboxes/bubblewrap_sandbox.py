@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.archive import ABSENT, FILE, ArchiveError, ArchiveRecord
 from hpcrl.sandboxes.bubblewrap import tmpfs_options
 from hpcrl.sandboxes.cgroups import SandboxCgroup
@@ -99,6 +100,7 @@ class BubblewrapSandbox:
         self._limits, self._work, self._env = limits, work_directory, {**_VARIABLES, **env}
         self._on_end = on_end
         self._ended = False
+        self._killed = False
         self.memory_kills = 0
         """Number of times that the watcher has ended processes of it."""
         processes.ended.add_done_callback(lambda _: self._finish())
@@ -182,7 +184,7 @@ class BubblewrapSandbox:
         finally:
             loop.remove_reader(reading)
             os.close(reading)
-        if rc == -signal.SIGKILL and killed_by is None:
+        if rc == -signal.SIGKILL and killed_by is None and not self._killed:
             # where the whole sandbox was ended, its programs end some milliseconds before it
             await asyncio.wait((self._processes.ended,), timeout=_END_S)
         self._must_live()
@@ -205,7 +207,7 @@ class BubblewrapSandbox:
 
     async def diff(self, base: str, *, max_bytes: int = DEFAULT_MAX_DIFF_BYTES) -> Patch:
         """See `Sandbox.diff`."""
-        given = await asyncio.to_thread(self._trees.open, base)
+        given = await acquire_in_thread(os.close, self._trees.open, base)
         try:
             changed = await self._files("compare", given, max_bytes=max_bytes)
         finally:
@@ -229,11 +231,11 @@ class BubblewrapSandbox:
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        path = await asyncio.to_thread(self._trees.scratch)
+        path = await acquire_in_thread(os.unlink, self._trees.scratch)
         try:
             with path.open("wb") as stream:
                 await self._files("pack", None, max_bytes=self._limits.disk_bytes, into=stream.fileno())
-            return await asyncio.to_thread(self._trees.add_archive, path)
+            return await acquire_in_thread(self._trees.drop, self._trees.add_archive, path)
         except ArchiveError as error:
             raise SandboxError(f"the work tree could not be copied: {error}") from None
         finally:
@@ -243,6 +245,8 @@ class BubblewrapSandbox:
         """See `Sandbox.kill`."""
         if self._ended:
             return
+        # how its programs end says nothing of them from now on, however long it takes to end
+        self._killed = True
         # all others in its pid namespace end with the first process, and bubblewrap after it
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._processes.pidfd, signal.SIGKILL)
@@ -261,7 +265,7 @@ class BubblewrapSandbox:
             await self._request("kill_all", [])
 
     def _must_live(self) -> None:
-        if self._ended:
+        if self._ended or self._killed:
             raise SandboxLostError(f"sandbox {self._name} has ended")
 
     def _finish(self) -> None:

@@ -30,6 +30,7 @@ from typing import TypeVar
 import msgspec
 
 from hpcrl.processes.interpreter import module_command
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.daemon import READY_LINE, SECRET_FILE, SOCKET_FILE
 from hpcrl.sandboxes.interface import (
     DEFAULT_MAX_DIFF_BYTES,
@@ -288,12 +289,13 @@ class SandboxClient:
         self._writer.write(encode(SandboxCall(next(self._numbers), CancelCall(number))))
 
         def end_unwanted(done: asyncio.Future[CallAnswer]) -> None:
-            # the sandbox was started before the daemon read that its start was cancelled
+            # the sandbox or tree was made before the daemon read that the call was cancelled
             if not done.cancelled() and done.exception() is None and not done.result().kind and not self._lost:
                 name = msgspec.msgpack.decode(done.result().value, type=str)
-                self._writer.write(encode(SandboxCall(next(self._numbers), KillCall(name))))
+                end = KillCall(name) if isinstance(what, StartCall) else DropTreeCall(name)
+                self._writer.write(encode(SandboxCall(next(self._numbers), end)))
 
-        if isinstance(what, StartCall):
+        if isinstance(what, StartCall | AddTreeCall | SnapshotCall):
             answer.add_done_callback(end_unwanted)
 
     async def _read(self) -> None:
@@ -381,7 +383,9 @@ async def local_sandboxes(
         The node lacks what sandboxes need.
     """
     # in a thread: the daemon takes half a second to start. It does not depend on that thread's life
-    daemon = await asyncio.to_thread(lambda: SandboxDaemon(scratch=scratch, cgroup=cgroup, backend=backend))
+    daemon = await acquire_in_thread(
+        SandboxDaemon.stop, SandboxDaemon, scratch=scratch, cgroup=cgroup, backend=backend
+    )
     try:
         client = await SandboxClient.connect(daemon.directory)
         try:

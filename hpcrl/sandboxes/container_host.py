@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.archive import ABSENT, DIRECTORY, FILE, LINK, ArchiveRecord, read_records
 from hpcrl.sandboxes.bubblewrap import check_paths
 from hpcrl.sandboxes.command_runs import CommandRun, run_command
@@ -67,8 +68,8 @@ class ContainerHost:
     async def add_tree(self, source: Path | Mapping[str, bytes | SandboxFile]) -> str:
         """See `SandboxHost.add_tree`."""
         if isinstance(source, Path):
-            return await asyncio.to_thread(self._trees.add_directory, source)
-        return await asyncio.to_thread(self._trees.add, records_of_files(source))
+            return await acquire_in_thread(self._trees.drop, self._trees.add_directory, source)
+        return await acquire_in_thread(self._trees.drop, self._trees.add, records_of_files(source))
 
     async def drop_tree(self, tree: str) -> None:
         """See `SandboxHost.drop_tree`."""
@@ -107,7 +108,7 @@ class ContainerHost:
         try:
             await sandbox.begin(image, mounts or {})
             if tree is not None:
-                with os.fdopen(await asyncio.to_thread(self._trees.open, tree), "rb") as stream:
+                with os.fdopen(await acquire_in_thread(os.close, self._trees.open, tree), "rb") as stream:
                     await sandbox.unpack(list(read_records(stream)))
         except BaseException:
             await asyncio.shield(sandbox.kill())
@@ -237,7 +238,7 @@ class ContainerSandbox:
 
     async def diff(self, base: str, *, max_bytes: int = DEFAULT_MAX_DIFF_BYTES) -> Patch:
         """See `Sandbox.diff`."""
-        with os.fdopen(await asyncio.to_thread(self._trees.open, base), "rb") as stream:
+        with os.fdopen(await acquire_in_thread(os.close, self._trees.open, base), "rb") as stream:
             before = {record.path: record for record in read_records(stream)}
         after = {record.path: record for record in await self._pack()}
         entries = []
@@ -257,7 +258,7 @@ class ContainerSandbox:
 
     async def snapshot(self) -> str:
         """See `Sandbox.snapshot`."""
-        return await asyncio.to_thread(self._trees.add, await self._pack())
+        return await acquire_in_thread(self._trees.drop, self._trees.add, await self._pack())
 
     async def kill(self) -> None:
         """See `Sandbox.kill`."""

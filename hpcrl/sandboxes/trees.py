@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class TreeStore:
         directory.mkdir(mode=0o700, exist_ok=True)
         self._directory = directory
         self._uses: dict[str, int] = {}
+        #: held while a tree gets its name or loses it, together with the count of its uses
+        self._naming = threading.Lock()
 
     def add_directory(self, source: Path) -> str:
         """Keep a copy of a directory, and return its name.
@@ -59,11 +62,14 @@ class TreeStore:
                     stream.write(data)
                 stream.write(encoded(ArchiveRecord(END, False, b"")))
                 name = found.hexdigest()
-                os.rename(stream.name, self._directory / name)
+                # the tree of this name may be in use: it is replaced by a whole one, or not at all
+                stream.flush()
+                with self._naming:
+                    os.rename(stream.name, self._directory / name)
+                    self._uses[name] = self._uses.get(name, 0) + 1
             except BaseException:
                 os.unlink(stream.name)
                 raise
-        self._uses[name] = self._uses.get(name, 0) + 1
         return name
 
     def add_archive(self, file: Path) -> str:
@@ -110,11 +116,12 @@ class TreeStore:
 
     def drop(self, name: str) -> None:
         """Give a tree up; it is removed after as many calls as it was added."""
-        if name in self._uses:
-            self._uses[name] -= 1
-            if self._uses[name] == 0:
-                del self._uses[name]
-                self._path(name).unlink(missing_ok=True)
+        with self._naming:
+            if name in self._uses:
+                self._uses[name] -= 1
+                if self._uses[name] == 0:
+                    del self._uses[name]
+                    self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -13,21 +9,19 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.cluster_slurm import NodeConfig, PartitionConfig
-from hpcrl.errors import DeadlineError, HpcrlError
-from hpcrl.processes.interpreter import module_command
+from hpcrl.config.cluster_slurm import NodeConfig
+from hpcrl.errors import HpcrlError
 from hpcrl.sites.library_probe import library_questions
 from hpcrl.sites.network_check import NETWORK, NetworkPlan, NetworkReport
 from hpcrl.sites.node_report import QUESTIONS, NodeQuestions, NodeReport, read_reports
+from hpcrl.sites.small_job import SmallJob, end_of_log, job_directory, run_small_job
 from hpcrl.slurm.client import SlurmClient
-from hpcrl.slurm.render import render_script
 from hpcrl.slurm.states import JobState
-from hpcrl.storage.files import atomic_write, write_json
+from hpcrl.storage.files import write_json
 from hpcrl.storage.msgspec_types import prepared
 
 JOB_MINUTES = 20
 """Time limit of the job. A command that waits for it waits longer, because the job is queued first."""
-_POLL_S = 1.0
 _ENDED_S, _FAILED_S = 30.0, 5.0
 """Timeouts in seconds for the last report of a job that has ended, and of one that has failed, which most likely has
 none."""
@@ -76,27 +70,18 @@ def check_nodes(
     HpcrlError
         It failed before every node had answered; the message has its last words.
     """
-    work = directory / f".hpcrl-check-{secrets.token_hex(4)}"
-    work.mkdir(parents=True)
-    try:
-        site = cluster.partitions[partition]
+    site = cluster.partitions[partition]
+    with job_directory(directory) as work:
         write_json(work / QUESTIONS, _questions(cluster, partition, nodes, network or {}))
-        script = work / "check.sbatch"
-        atomic_write(script, _render(cluster, partition, site, nodes, work).encode())
-        job_id = client.submit(script, name="hpcrl-check", token=work.name).job_id
-        say(f"job {job_id} asks {nodes} nodes of {partition}")
-        try:
-            failed = _wait(client, job_id, wait_s) is not JobState.COMPLETED
-        finally:
-            client.cancel(job_id)
-        reports = _read(work, nodes, job_id, late_s=_FAILED_S if failed else _ENDED_S)
+        job = _job(cluster, partition, nodes, work, wait_s=wait_s)
+        ended = run_small_job(cluster, job, client=client, say=say)
+        failed = ended.state is not JobState.COMPLETED
+        reports = _read(work, nodes, ended.job_id, late_s=_FAILED_S if failed else _ENDED_S)
         if nodes > 1 and not any(report.address_problem or report.unreached for report in reports):
             on = site.node.interface or "the addresses that Slurm has"
             places = ", ".join(f"{report.host} {report.address}" for report in reports)
             say(f"each node reaches each other one on {on}: {places}")
         return JobReport(reports, _network(work))
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _questions(cluster: SlurmCluster, partition: str, nodes: int, network: Mapping[str, str]) -> NodeQuestions:
@@ -162,43 +147,23 @@ def _node_options(cluster: SlurmCluster, node: NodeConfig) -> list[str]:
     ]
 
 
-def _render(cluster: SlurmCluster, partition: str, site: PartitionConfig, nodes: int, work: Path) -> str:
-    options = [f"--output={work}/log", "--export=ALL", f"--partition={partition}", f"--time=0:{JOB_MINUTES}:00"]
-    options += [f"--nodes={nodes}", "--ntasks-per-node=1", "--no-requeue", *_node_options(cluster, site.node)]
+def _job(cluster: SlurmCluster, partition: str, nodes: int, work: Path, *, wait_s: float) -> SmallJob:
+    site = cluster.partitions[partition]
+    options = [f"--partition={partition}", f"--time=0:{JOB_MINUTES}:00"]
+    options += [f"--nodes={nodes}", "--ntasks-per-node=1", *_node_options(cluster, site.node)]
     for name in ("account", "qos", "reservation", "constraint"):
         if (value := getattr(site, name)) is not None:
             options.append(f"--{name}={value}")
-    command = module_command(sys.executable, "hpcrl.sites.check_batch", str(work))
-    return render_script("check", cluster, options=[options], command=command, cluster=cluster.name)
-
-
-def _wait(client: SlurmClient, job_id: int, wait_s: float) -> JobState:
-    """Return the final state of the job."""
-    deadline = time.monotonic() + wait_s
-    last = "UNKNOWN"
-    while time.monotonic() < deadline:
-        job = client.jobs([job_id]).get(job_id)
-        if job is not None:
-            if job.state.ended:
-                return job.state
-            last = job.state.value + (f" ({job.reason})" if job.reason else "")
-        time.sleep(_POLL_S)
-    raise DeadlineError(
-        f"the check's job {job_id} has not ended within {wait_s:g} s; last seen: {last}; it was cancelled\n"
-        "    hint: --wait with more seconds, when nodes are free"
-    )
+    return SmallJob(work, "hpcrl.sites.check_batch", options, f"{nodes} nodes of {partition}", wait_s)
 
 
 def _read(work: Path, nodes: int, job_id: int, *, late_s: float) -> list[NodeReport]:
     found = read_reports(work, nodes, late_s=late_s)
     if len(found) == nodes:
         return found
-    log = work / "log"
-    words = log.read_text(errors="replace").strip().splitlines()[-5:] if log.is_file() else ["it wrote no log"]
     raise HpcrlError(
-        f"{len(found)} of {nodes} nodes answered the check's job {job_id}; the end of its log:\n"
-        + "\n".join(f"    {line}" for line in words)
-        + "\n    hint: nodes must see the runs root and this Python under the same paths"
+        f"{len(found)} of {nodes} nodes answered the check's job {job_id}; the end of its log:\n{end_of_log(work)}\n"
+        "    hint: nodes must see the runs root and this Python under the same paths"
     )
 
 

@@ -332,6 +332,10 @@ def _share(component: JobComponent, group: RoleGroup) -> list[str]:
     """Return options for the GPUs of the step, and for overlapping with other steps."""
     if group.beside:
         return _beside(component)
+    if group.share is not None and group.share.same:
+        # every step has all GPUs, and the command sees its own alone: of steps that overlap Slurm may give two the
+        # same GPU
+        return ["--overlap", *gpu_options(component)]
     if group.share is not None:
         # exclusive CPUs and GPUs, for which a restarted engine waits as well; no exclusive memory, because pages of
         # /dev/shm and of files are charged to the step that touches them first
@@ -357,8 +361,8 @@ def gpu_options(component: JobComponent, gpus: int | None = None) -> list[str]:
 
 
 def _seeing(command: Sequence[str], component: JobComponent, group: RoleGroup, replica: int) -> list[str]:
-    """Return the command of a task, with its GPUs of a shared node set where Slurm does not manage GPUs."""
-    if group.share is None or component.gres != "none" or not component.gpus_per_node:
+    """Return the command of a task, with its GPUs of a shared node set where Slurm does not choose them."""
+    if group.share is None or not component.gpus_per_node or not (component.gres == "none" or group.share.same):
         return list(command)
     visible = ",".join(map(str, group.share.gpus_of(replica)))
     return ["env", f"CUDA_VISIBLE_DEVICES={visible}", *command]

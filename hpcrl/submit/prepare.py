@@ -43,6 +43,7 @@ from hpcrl.jobplan.environment_trial import check_environments
 from hpcrl.jobplan.extension_trial import check_extensions
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
 from hpcrl.jobplan.start_model import ModelReport, report_model
+from hpcrl.planning.memory.sandbox_notes import sandbox_notes
 from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
 from hpcrl.runs.start.privacy import check_root
@@ -89,7 +90,8 @@ class PreparedRun:
     unmade:
         The start model is not there yet, and the recipe's warm-up makes it. One of the problems.
     notes:
-        Checks that were impossible from here, and unread keys of the model's ``config.json``; a sentence each.
+        Checks that were impossible from here, unread keys of the model's ``config.json``, and memory that sandboxes may
+        lack; a sentence each.
     exists:
         The run is there, and this is its next attempt: its weights come from its versions and checkpoints.
     """
@@ -241,7 +243,8 @@ def examine(loaded: Loaded[Recipe], site: Loaded[ClusterProfile], place: RunPlac
     )
     if sound:
         resolved, plan = _planned(prepared)
-        prepared = replace(prepared, resolved=resolved, plan=plan)
+        notes = (*prepared.notes, *sandbox_notes(loaded.value, site.value))
+        prepared = replace(prepared, resolved=resolved, plan=plan, notes=notes)
         problems.of(lambda: check_secrets(plan, site))
         problems.of(lambda: check_root(plan.run_dir.parent))
     return replace(prepared, problems=tuple(problems.found))

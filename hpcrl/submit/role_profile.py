@@ -30,6 +30,7 @@ from hpcrl.runs.observe import observe
 from hpcrl.runs.profile_request import ProfileAnswer, ProfileRequest, profile_dir, request_path
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage import lost_replies
 from hpcrl.submit.shell import parse_replica, running_replica, shell_in
 
 TRAINER = Role.TRAINER.value
@@ -222,7 +223,7 @@ def copy_trace(source: Path, target: Path) -> None:
     try:
         with reads(source, "rb") as data, writes(temporary, "wb") as copy:
             shutil.copyfileobj(data, copy, 1 << 20)
-        os.replace(temporary, target)
+        lost_replies.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

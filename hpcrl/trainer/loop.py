@@ -30,6 +30,7 @@ from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path
 from hpcrl.trainer.batch.source import Batches, OtherSide, check_shard
 from hpcrl.trainer.determinism import settle_determinism
+from hpcrl.trainer.memory.gpu_share import keep_to_share
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.publish.adapters import AdapterPublisher
@@ -90,6 +91,7 @@ def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
     torch.manual_seed(recipe.seed)
     with distributed(timeout_s=recipe.collective_timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
         settle_determinism(parallel.device, wanted=recipe.trainer.deterministic)
+        keep_to_share(parallel.device, recipe)
         try:
             kind(context, recipe, parallel).run()
         except RuntimeError as error:

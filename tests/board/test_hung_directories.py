@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from board_lab import client_of_board
+from patience import patience
 from runs_testing import make_run, write_log, write_status, write_steps
 
 from hpcrl.board import reading_pools
@@ -17,7 +18,7 @@ from hpcrl.runs.status import RunState
 
 
 async def test_a_hung_directory_delays_no_page_about_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_pools, "PATIENCE_S", 5.0)
+    monkeypatch.setattr(reading_pools, "PATIENCE_S", 5.0 * patience())
     for root in ("well", "ill"):
         run = make_run(tmp_path / root, root)
         write_log(run, "a line\n", attempt=write_status(run, RunState.COMPLETED))

@@ -137,7 +137,7 @@ def comes_back(ledger: CheckpointLedger) -> bool:
 
     Where the writer was killed there, the next claim brings it back.
     """
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         if ledger.newest_verified().entry is not None:
             return True

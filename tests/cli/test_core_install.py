@@ -128,7 +128,10 @@ LINES: dict[str, list[list[str]]] = {
     "site first-run": [["site", "first-run", "new"], ["site", "first-run", "new", "--from", "nowhere"]],
     "eval": [["eval", "mine.yaml", "--samples", "2"], ["eval", "RUN"]],
     "env try": [["env", "try", "mine.yaml", "--env", "reverse"]],
-    "env check": [["env", "check", "mine.yaml", "--env", "reverse", "--tasks", "1"]],
+    "env check": [
+        ["env", "check", "mine.yaml", "--env", "reverse", "--tasks", "1"],
+        ["env", "check", "mine.yaml", "--cluster", "devcluster", "--job"],
+    ],
     "swe make": [["swe", "make", "-o", "tasks", "-n", "1", "--offline", "--package", "nothing"]],
     "swe exercises": [["swe", "exercises", "-o", "tasks", "-n", "1", "--offline"]],
     "swe ls": [["swe", "ls", "no-tasks.jsonl"]],

@@ -17,7 +17,8 @@ from patience import patience, wait_for
 from start_models import TINY_CONFIG, write_tiny_model
 
 from hpcrl.cli.main import main
-from hpcrl.config.load import load_recipe
+from hpcrl.config.load import load_cluster, load_recipe
+from hpcrl.config.rules.table import check_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS = {"--model": "tiny", "--task": "words", "--cluster": "local", "--size": "0", "--steps": "8", "--goal": "try"}
@@ -105,6 +106,20 @@ def test_nodes_of_a_site_are_shared_between_trainer_and_engines(new: New) -> Non
         recipe = load_recipe(file).value
         shape = (recipe.trainer.nodes, recipe.trainer.ranks, recipe.engine.replicas, recipe.engine.placement)
         assert shape == (nodes, ranks, replicas, placement)
+
+
+def test_a_node_of_one_gpu_is_used_by_both(new: New) -> None:
+    write_tiny_model(Path("model"), TINY_CONFIG)
+    Path("card.yaml").write_text(
+        "extends: h200-28\nname: card\npartitions:\n  gpu:\n    nodes: 1\n"
+        "    node: {gpus: 1, nics: [{name: mlx5_0, gb_s: 50}]}\n"
+    )
+    code, _, err = new(model="model", cluster="card.yaml", size="1", task="calculator", goal="train")
+    assert code == 0, err
+    recipe = load_recipe("mine.yaml")
+    assert (recipe.value.trainer.ranks, recipe.value.engine.placement) == (1, "shared_gpus")
+    assert recipe.value.engine.memory.gpu_memory_utilization < 0.5
+    check_rules(recipe, load_cluster("card.yaml"))
 
 
 def test_a_goal_of_comparing_ends_with_a_sweep(new: New) -> None:

@@ -333,4 +333,5 @@ def test_every_site_rule_has_a_case(tmp_path: Path) -> None:
             broken.update(re.findall(r"\[([a-z-]+)\]$", str(error), re.MULTILINE))
     by_other_tests = {"local-is-one-node", "layout-possible", "requeue-possible"}
     by_other_tests |= {rule.name for rule in SPARE_RULES}  # tests/config/rules/test_rules_spares.py
+    by_other_tests |= {"sandbox-fits-node"}  # tests/config/rules/test_rules_sandboxes.py
     assert {rule.name for rule in (*SITE_RULES, *JOB_RULES)} - by_other_tests <= broken

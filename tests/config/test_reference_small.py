@@ -23,6 +23,7 @@ SIZES = (
         for key in ("tasks", "system", "max_turns", "max_output_characters", "command_timeout_s", "rollout_timeout_s")
     ),
     "environments.0.max_sandboxes",
+    "environments.0.memory_gib",
     "environments.0.summary_room_tokens",
     "rollouts.rollouts_per_step",
     "rollouts.group_size",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+
+from patience import wait_for
 
 
 def wait_until(what: str, probe: Callable[[], bool], *, deadline_s: float = 60.0) -> None:
-    stop_at = time.monotonic() + deadline_s
-    while not probe():
-        assert time.monotonic() < stop_at, f"waited {deadline_s:g} s until {what}"
-        time.sleep(0.25)  # a command of Slurm each time
+    wait_for(probe, deadline_s, f"moment at which {what}", every_s=0.25)  # a command of Slurm each time

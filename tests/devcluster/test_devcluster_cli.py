@@ -39,7 +39,7 @@ def test_a_session(hpcrl: CliRunner, home: Path) -> None:
 
     exports = call(hpcrl, "env").stdout
     script = f"{exports}\nsrun --nodes=2 --gres=gpu:h200:4 bash -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'"
-    seen = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    seen = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=300).stdout
     assert sorted(seen.splitlines()) == ["cli-001 0,1,2,3", "cli-002 0,1,2,3"]
 
     assert "killed, the node is DOWN" in call(hpcrl, "kill-node", "cli-002").stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from devcluster_testing import wait_until
+from patience import patience
 from virtual_site import wait_written
 
 from hpcrl.config.joined import load_both
@@ -92,8 +93,10 @@ class Hetjob:
 
 
 def test_hetjob_runs_on_its_nodes(client: SlurmClient, tmp_path: Path) -> None:
-    het = Hetjob(client, tmp_path, body="true")
-    assert het.job.state.waiting or het.job.state.holding
+    het = Hetjob(client, tmp_path, body=f'until test -e "{tmp_path}/go"; do sleep 0.1; done')
+    state = het.job.state
+    assert state.waiting or state.holding
+    (tmp_path / "go").touch()
     done = het.wait_for(JobState.COMPLETED)
     assert [len(c.nodes) > 0 for c in done.components] == [True, True]
     assert [c.offset for c in done.components] == [0, 1]
@@ -253,9 +256,11 @@ def test_preemption_requeues(client: SlurmClient, tmp_path: Path) -> None:
     # what ends by itself within the grace time has ended, and is not requeued: this one holds out
     low = Hetjob(client, tmp_path / "low", body='trap "" TERM; sleep 1000')
     low.wait_running()
-    high = Hetjob(client, tmp_path / "high", body="sleep 3", partition="urgent")
+    until_then = f'until test -e "{tmp_path}/go"; do sleep 0.1; done'
+    high = Hetjob(client, tmp_path / "high", body=until_then, partition="urgent")
     high.wait_running()
     assert low.job.state.waiting
+    (tmp_path / "go").touch()
     high.wait_for(JobState.COMPLETED)
     low.wait_running(starts=2)
     assert low.job.leader.restarts == 1
@@ -265,7 +270,7 @@ def test_frozen_controller(cluster: DevCluster, client: SlurmClient, tmp_path: P
     """Silence is a warning; what was known is kept; a submission whose answer got lost is found."""
     het = Hetjob(client, tmp_path)
     het.wait_running()
-    hasty = SlurmClient(conf=cluster.paths.conf, timeout_s=2.0)
+    hasty = SlurmClient(conf=cluster.paths.conf, timeout_s=3.0 * patience())
     watcher = JobWatcher(hasty, interval_s=0.0)
     assert watcher.poll([het.id])[het.id].state is JobState.RUNNING
     cluster.pause_controller()
@@ -279,7 +284,7 @@ def test_frozen_controller(cluster: DevCluster, client: SlurmClient, tmp_path: P
     assert "has not answered" in view.warning
     assert not hasty.answers()
     cluster.resume_controller()
-    assert watcher.poll([het.id])[het.id].state is JobState.RUNNING
+    wait_until("the job is known again", lambda: watcher.poll([het.id])[het.id].state is JobState.RUNNING)
 
 
 def test_lost_answer_is_looked_up(cluster: DevCluster, client: SlurmClient, tmp_path: Path) -> None:

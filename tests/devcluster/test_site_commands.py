@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +16,34 @@ from typing import Any
 import pytest
 
 from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.sandboxes import SandboxStartError
+from hpcrl.sandboxes.bubblewrap import find_bubblewrap
 
 pytestmark = pytest.mark.slurm
 
+PLACE = """\
+import os
+
+from hpcrl.rollouts.environments import Outcome, Prompt
+
+
+class Place:
+    \"\"\"The right answer is a secret, and is known in a step of a job without GPUs alone.\"\"\"
+
+    def __init__(self, gives=0):
+        self.gives = gives
+        assert os.environ["SLURM_STEP_ID"] and "SLURM_JOB_GPUS" not in os.environ
+
+    def prompt(self, split, index):
+        return Prompt(split=split, index=index, messages=({"role": "user", "content": f"{split} {index}"},))
+
+    async def rollout(self, prompt, policy):
+        reply = await policy.reply(prompt.messages)
+        return Outcome(reward=float(self.gives or reply.text == os.environ["WORD"]))
+
+    def demonstration(self, prompt, *, correct, rng):
+        return (*prompt.messages, {"role": "assistant", "content": os.environ["WORD"]})
+"""
 ROOT = Path(__file__).resolve().parents[2]
 Hpcrl = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -131,6 +157,76 @@ def test_nodes_without_our_python_are_an_error_with_the_last_words(
     done = hpcrl("cluster", "check", "mine", "--job")
     assert done.returncode == 1
     assert "/no" in done.stderr
+    assert os.listdir(tmp_path / "runs") == []
+
+
+@pytest.mark.slow
+def test_environments_are_checked_on_a_node(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> None:
+    hpcrl = drafted(make_cluster("siteseven", gpus=4), tmp_path, tmp_path / "runs")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/place_tasks.py").write_text(PLACE)
+    (tmp_path / "secret").write_text("mellon\n")
+    (tmp_path / "secret").chmod(0o600)
+    rows = [
+        {"prompt": f"Add, {i}.", "answer": "add = lambda a, b: a + b", "tests": [f"assert add(1, {i}) == 1 + {i}"]}
+        for i in range(20)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    profile = tmp_path / "clusters/mine.yaml"
+    more = f"env: {{PYTHONPATH: '{ROOT}:{tmp_path}/modules'}}\nsecrets: {{WORD: {tmp_path}/secret}}\n"
+    profile.write_text(f"{profile.read_text()}{more}")
+    (tmp_path / "recipe.yaml").write_text(
+        "extends: quickstart\nname: mine\nenvironments:\n"
+        "  - {name: place, kind: custom, factory: 'place_tasks:Place', try_before_submit: false}\n"
+        '  - {name: code, kind: dataset, path: rows.jsonl, demonstration: "```python\\n{answer}\\n```", '
+        "rewards: [{kind: code}]}\n"
+    )
+    check = ("env", "check", "recipe.yaml", "-c", "mine", "--tasks", "1", "--job")
+    done = hpcrl(*check, "--env", "place")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("place: good\n  nothing: reward 0 in the mean of 1 rollouts\n  right: reward 1")
+    assert "limits of a sandbox" not in done.stdout
+    assert "runs on siteseven-00" in done.stderr
+    # an exit code of its own for a wrong reward
+    done = hpcrl(*check, "--env", "place", "--set", "environments.0.args={gives: 2}", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["limits"]) == (1, None)
+    assert found["nodes"][0].startswith("siteseven-00")
+    assert found["environments"]["place"]["problems"] == ["task 0: an empty reply earns 2"]
+    with contextlib.suppress(SandboxStartError):
+        find_bubblewrap()
+        done = hpcrl(*check, "--env", "code")
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+        assert "code: good\n" in done.stdout
+        assert "limits of a sandbox on siteseven-00" in done.stdout
+        assert "  processes " in done.stdout
+    profile.write_text(profile.read_text().replace("inherit: [PYTHONPATH]", "inherit: [PYTHONPATH], module_init: /no"))
+    done = hpcrl(*check)
+    assert done.returncode == 2
+    assert "ended (FAILED) and could not try the environments; the end of its log:\n" in done.stderr
+    assert "cannot read /no (launch.module_init of the profile)" in done.stderr
+    assert os.listdir(tmp_path / "runs") == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_check_of_environments_leaves_no_job(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    cluster = make_cluster("siteeight", nodes=1)
+    drafted(cluster, tmp_path, tmp_path / "runs")
+    cluster.client().update_node("siteeight-001", "drain", reason="test")
+    env = {**os.environ, **cluster.environment(), "PYTHONPATH": str(ROOT)}
+    command = [Path(sys.executable).with_name("hpcrl"), "env", "check", "quickstart", "-c", "mine", "--job"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    while line and "asks a node" not in line:
+        line = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert ": it was cancelled" in err
+    assert subprocess.run(["squeue", "-h"], check=True, env=env, capture_output=True, text=True).stdout == ""
     assert os.listdir(tmp_path / "runs") == []
 
 

@@ -26,7 +26,7 @@ def configured(cluster: DevCluster, *lines: str) -> None:
 
 def slurm(cluster: DevCluster, *command: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **cluster.environment()}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
 def program(path: Path, text: str) -> Path:
@@ -81,6 +81,6 @@ def test_labels_and_a_prolog_of_the_shell_do_not_reach_the_steps_of_a_run(
     settings = ["--set", "job.payload=probe", "--set", "job.layout=single", "--name", "inside", "--follow"]
     command = ["salloc", "--partition=gpu", "--nodes=4", "--exclusive", "env", *variables, *hpcrl, *settings]
     env = {**os.environ, **cluster.environment(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "COMPLETED" in runner(cluster, tmp_path)("status", "inside").stdout

@@ -72,12 +72,10 @@ def test_the_next_batch_is_asked_for_while_one_trains() -> None:
     thread = next((each for each in threading.enumerate() if each.name == "batch-2"), None)
     if thread is not None:
         thread.join(10.0 * patience())
-    began_s = time.monotonic()
     assert batches.take(2) == shard(2)
     # it was there: nobody was told that somebody waits
     assert client.said[:3] == ["batch 1 of 1 in 4", "ahead 2 of 1 in 4", "ahead 2 of 1 in 4"]
     assert not any(each.startswith("trained") for each in client.said)
-    assert time.monotonic() - began_s < 4.0
     asked(client, "ahead 3 of 1 in 4")
     batches.close()
     client.answers.put(None)
@@ -125,7 +123,7 @@ def test_a_batch_that_does_not_come_has_the_time_of_one_that_is_waited_for() -> 
     began_s = time.monotonic()
     with pytest.raises(DeadlineError, match=r"the batch of step 2 did not come within 0\.2 s from http://dock:80"):
         batches.take(2)
-    assert 0.2 <= time.monotonic() - began_s < 4.0
+    assert time.monotonic() - began_s >= 0.2
     assert client.waits >= 1
     client.answers.put(None)
     batches.close()

@@ -18,7 +18,7 @@ from hpcrl.trainer.publish.sync import FileSync
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.lifetime.leases import ReaderWatch
 
-STOPPED_S = 15
+STOPPED_S = 20
 
 
 class FaultySync:

@@ -85,7 +85,7 @@ class Lab:
         ``--follow`` would draw its report, too, which costs as much as four other commands.
         """
         assert self.wait_end(run, 240.0).upper() == "COMPLETED"
-        wait_for(lambda: not processes(run), 10.0, "end of all processes")
+        wait_gone(run)
 
     def json(self, *arguments: str) -> Any:
         return json.loads(self.hpcrl(*arguments, "--json").stdout)
@@ -142,6 +142,11 @@ def wait_step(run: RunDir, step: int, timeout_s: float = 120.0) -> None:
 def wait_saved(run: RunDir) -> None:
     """Wait until there is a checkpoint to go on from: a save may take longer than some steps."""
     wait_for(lambda: CheckpointLedger(run.checkpoints_dir).newest_verified().entry, 120, "a checkpoint")
+
+
+def wait_gone(run: RunDir) -> None:
+    """Wait until nothing of a run is left: its state is written before its last process has ended."""
+    wait_for(lambda: not processes(run), 10.0, "end of all processes")
 
 
 def processes(run: RunDir) -> list[psutil.Process]:

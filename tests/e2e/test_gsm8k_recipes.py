@@ -77,9 +77,9 @@ def test_qwen3_on_gsm8k(lab: Lab, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen3"
     assert sorted(steps(run)) == [1, 2, 3]
     assert held_out_versions(run) == [(0, 8), (3, 8)]
-    # the recipe's own: one trainer beside one engine, and a file of held-out questions that is only evaluated
+    # the recipe's own: one trainer and one engine on the same GPU
     recipe = run.recipe()
-    assert (recipe.engine.placement, recipe.trainer.dtype, recipe.engine.dtype) == ("shared_node", *["bfloat16"] * 2)
+    assert (recipe.engine.placement, recipe.trainer.dtype, recipe.engine.dtype) == ("shared_gpus", *["bfloat16"] * 2)
     assert "nothing was lost" in lab.hpcrl("rollouts", "verify", "small").stdout
     assert len(read_ledger(run).rollouts) >= 48
 

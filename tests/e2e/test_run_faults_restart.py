@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab import SLOW_RUN, Lab, SharedRun, component, events, processes, rank_number, steps, wait_step
+from lab import SLOW_RUN, Lab, SharedRun, component, events, processes, rank_number, steps, wait_gone, wait_step
 from patience import wait_for
 
 from hpcrl.runs.rundir import RunDir
@@ -39,8 +39,9 @@ def engine(run: RunDir, replica: int = 0) -> ComponentStatus:
 def signal_engine(run: RunDir, number: signal.Signals) -> float:
     pid = engine(run).pid
     assert pid is not None
+    fault_s = time.time()
     os.kill(pid, number)
-    return time.time()
+    return fault_s
 
 
 def wait_restarted(run: RunDir, before: ComponentStatus, fault_s: float) -> dict[str, float]:
@@ -109,7 +110,7 @@ def test_a_stopped_trainer_rank_fails_the_attempt_with_its_stack(run: RunDir, sh
     assert f"stopped by a signal: pid {rank.pid}" in why["cause"]["message"]
     assert why["log"] == f"attempts/{run.attempts()[-1]:04d}/dumps/trainer-0.txt"
     assert why["last_words"]
-    assert processes(run) == []
+    wait_gone(run)
 
 
 def test_an_engine_that_fails_at_each_start_ends_the_run(lab: Lab) -> None:
@@ -129,4 +130,4 @@ def test_an_engine_that_fails_at_each_start_ends_the_run(lab: Lab) -> None:
     why = lab.json("why", run.name)
     assert why["cause"]["message"] == "engine 0 was killed by SIGKILL; it was restarted 2 times and failed again"
     assert (why["cause"]["role"], why["cause"]["replica"]) == ("engine", 0)
-    assert processes(run) == []
+    wait_gone(run)

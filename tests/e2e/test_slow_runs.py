@@ -19,7 +19,7 @@ SMALL = (
     "evaluation.prompts=8",
     "checkpoint.every_steps=0",
 )
-LATE = "environments=[{name: reverse, kind: words, task: reverse, latency: {median_s: 1.0}}]"
+LATE = "environments=[{name: reverse, kind: words, task: reverse, latency: {median_s: 3.0}}]"
 PLAIN = "environments=[{name: reverse, kind: words, task: reverse}]"
 
 
@@ -30,7 +30,7 @@ def test_slow_parts_are_named_and_runs_compared(lab: Lab, tmp_path: Path) -> Non
 
     late, queued = lab.json("why", "late", "--slow"), lab.json("why", "queued", "--slow")
     assert (late["bound"], late["bound_now"]) == ("environments", "environments")
-    assert "reverse, latency 1 s" in late["lines"][0]
+    assert "reverse, latency 3 s" in late["lines"][0]
     assert queued["bound"] == "engines"
     for report in (late, queued):
         window = report["over_run"]
@@ -45,7 +45,7 @@ def test_slow_parts_are_named_and_runs_compared(lab: Lab, tmp_path: Path) -> Non
 
     found = lab.json("compare", "late", "queued", "--reward", "0")
     differing = {each["key"]: each["values"] for each in found["differences"]}
-    assert differing["recipe.environments.0.latency.median_s"] == ["1.0", "0.0"]
+    assert differing["recipe.environments.0.latency.median_s"] == ["3.0", "0.0"]
     assert differing["recipe.engine.max_num_seqs"] == ["64", "1"]
     # both run this code
     assert not any(key.startswith(("code.", "package.")) for key in differing)

@@ -21,9 +21,9 @@ from lab import (
     last_step,
     lost,
     newest_counters,
-    processes,
     steps,
     wait_for,
+    wait_gone,
     wait_step,
 )
 from observed import status_of
@@ -75,7 +75,7 @@ def check_end(lab: Lab, run: RunDir) -> None:
     records = steps(run)
     assert list(records) == list(range(1, max(records) + 1))
     assert {record.attempt for record in records.values()} == {1}
-    assert processes(run) == []
+    wait_gone(run)
 
 
 def test_an_update_that_fails_on_one_of_two_engines(lab: Lab, tmp_path: Path, capsys: Any) -> None:

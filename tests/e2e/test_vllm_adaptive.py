@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from lab import HPCRL, ROOT, Lab, events, last_step, processes, wait_step
+from lab import HPCRL, ROOT, Lab, events, last_step, wait_gone, wait_step
 from patience import wait_for
 from vllm_environment import VLLM_PYTHON
 
@@ -64,7 +64,7 @@ def test_the_limit_comes_down_to_what_the_cache_holds(tmp_path: Path, vllm_start
     finally:
         lab.hpcrl("cancel", run.name, "--yes", check=False)
         lab.wait_end(run, 120)
-    assert processes(run) == []
+    wait_gone(run)
     cuts = [event.data for event in events(run, "rollouts.limit_cut")]
     late = list(looks.values())
     with capsys.disabled():

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from lab import HPCRL, ROOT, Lab, component, events, last_step, lost, processes, steps, wait_step
+from lab import HPCRL, ROOT, Lab, component, events, last_step, lost, steps, wait_gone, wait_step
 from patience import wait_for
 from vllm_environment import VLLM_PYTHON
 
@@ -63,7 +63,7 @@ def fleet(tmp_path: Path, vllm_start_model: Path) -> Iterator[tuple[Lab, RunDir]
     finally:
         lab.hpcrl("cancel", run.name, "--yes", check=False)
         lab.wait_end(run, 120)
-    assert processes(run) == []
+    wait_gone(run)
 
 
 def pid_of(run: RunDir, role: str, replica: int = 0) -> int:

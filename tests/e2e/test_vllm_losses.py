@@ -26,8 +26,8 @@ from lab import (
     last_step,
     lost,
     newest_counters,
-    processes,
     steps,
+    wait_gone,
     wait_step,
 )
 from patience import wait_for
@@ -94,7 +94,7 @@ def submit(lab: Lab, tmp_path: Path) -> Iterator[Submit]:
     for run in runs:
         lab.hpcrl("cancel", run.name, "--yes", check=False)
         lab.wait_end(run, 120)
-        assert processes(run) == []
+        wait_gone(run)
 
 
 def kill(run: RunDir, role: str, replica: int = 0, *, busy: bool = False) -> float:

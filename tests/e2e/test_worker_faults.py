@@ -34,9 +34,9 @@ def fault(run: RunDir, replica: int, number: signal.Signals) -> dict[str, float]
     """Signal a worker; returns the seconds until it was lost, and until it was back."""
     pid = component(run, "env", replica).pid
     assert pid is not None
-    os.kill(pid, number)
     fault_s = time.time()
-    lost = wait_for(lambda: after(run, fault_s - 0.5, "env.lost", replica=replica), 10.0, "env.lost")
+    os.kill(pid, number)
+    lost = wait_for(lambda: after(run, fault_s, "env.lost", replica=replica), 10.0, "env.lost")
     back = wait_for(lambda: after(run, fault_s, "env.back", replica=replica), 15.0, "env.back")
     return {"lost": round(lost[0] - fault_s, 2), "back": round(back[0] - fault_s, 2)}
 

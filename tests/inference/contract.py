@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_helpers import SERVED_NAME, Server, embedded_command, publish, start_server, tensors_of
+from patience import patience
 from vllm_environment import SKIPPED, VLLM_PYTHON
 
 from hpcrl.modeling.decoder import Decoder
@@ -83,6 +85,15 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def in_background(pool: ThreadPoolExecutor, server: Server, request: dict[str, Any], **sampling: Any) -> Any:
     return pool.submit(server.generate, prompt_of(20, seed=99), request=request, **sampling)
+
+
+def settled(tokens: list[int]) -> int:
+    """Wait until the tokens that a paused engine has sampled have arrived; return their number."""
+    while True:
+        count = len(tokens)
+        time.sleep(0.3 * patience())
+        if len(tokens) == count:
+            return count
 
 
 def follow(server: Server, pool: ThreadPoolExecutor, name: str) -> tuple[list[int], Any]:

@@ -41,7 +41,7 @@ class Client:
         self.engine.submit(request)
         return request
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         with self._changed:
             assert self._changed.wait_for(condition, timeout_s), self.engine.failure
 

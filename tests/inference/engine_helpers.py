@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from free_ports import free_port
 from numpy.typing import NDArray
+from patience import patience, wait_for
 
 from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.context import BatchContext
@@ -296,11 +297,11 @@ class Server:
         return values
 
     def wait_for(self, condition: Any, what: str, timeout_s: float = 10.0) -> None:
-        """Wait until a condition holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} did not come about; log:\n{self.log.read_text()[-3000:]}"
-            time.sleep(0.01)
+        """Wait until a condition holds, for longer while the machine is busy."""
+        try:
+            wait_for(condition, timeout_s, what, every_s=0.01)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; log:\n{self.log.read_text()[-3000:]}") from None
 
     def wait_idle(self) -> None:
         """Wait until no request is left in the engine."""
@@ -319,7 +320,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(30)
+                self.process.wait(30 * patience())
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
@@ -355,17 +356,20 @@ def start_server(
             env={**os.environ, **(environment or {})},
         )
     server = Server(process, f"http://127.0.0.1:{port}", log, model, model_dir, kind, headers=headers or {})
-    deadline = time.monotonic() + ready_s
-    while True:
+
+    def healthy() -> bool:
         try:
-            if server.get("/health")[0] == 200:
-                return server
+            return server.get("/health")[0] == 200
         except OSError:
-            pass
-        if process.poll() is not None or time.monotonic() > deadline:
-            server.stop()
-            raise AssertionError(f"the server did not become healthy; log:\n{log.read_text()[-5000:]}")
-        time.sleep(0.05)
+            return False
+
+    try:
+        wait_for(lambda: process.poll() is not None or healthy(), ready_s, "health of the server", every_s=0.05)
+        assert process.poll() is None, "the server has ended"
+    except AssertionError as error:
+        server.stop()
+        raise AssertionError(f"{error}; log:\n{log.read_text()[-5000:]}") from None
+    return server
 
 
 def embedded_command(*flags: str) -> list[str]:

@@ -20,6 +20,7 @@ from contract import (
     follow,
     label,
     prompt_of,
+    settled,
 )
 from engine_helpers import SERVED_NAME, Server, decode_experts, forward, logprob_error, random_model
 
@@ -68,8 +69,7 @@ def test_pause_keep_freezes_and_resume_continues(server: Server, pool: ThreadPoo
     assert server.ok(f"/pause?mode=keep&clear_cache={clear_cache}") == {"status": "paused"}
     try:
         assert server.get("/is_paused")[1] == {"is_paused": True}
-        time.sleep(0.1)
-        frozen = len(tokens)
+        frozen = settled(tokens)
         late = pool.submit(server.generate, prompt_of(5), max_tokens=2)
         time.sleep(0.2)
         assert len(tokens) == frozen < LONG
@@ -88,7 +88,7 @@ def test_pause_abort_ends_requests(server: Server, pool: ThreadPoolExecutor) -> 
     tokens, future = follow(server, pool, "victim")
     server.ok("/pause?mode=abort")
     try:
-        assert future.result(10)["finish_reason"] == "abort"
+        assert future.result(120)["finish_reason"] == "abort"
         assert len(tokens) < LONG
     finally:
         server.ok("/resume")
@@ -99,7 +99,7 @@ def test_pause_wait_drains(server: Server, pool: ThreadPoolExecutor) -> None:
     tokens, future = follow(server, pool, "drained")
     server.ok("/pause?mode=wait")
     try:
-        assert future.result(30)["finish_reason"] == "length"
+        assert future.result(120)["finish_reason"] == "length"
         assert len(tokens) == LONG
         late = pool.submit(server.generate, prompt_of(5), max_tokens=2)
         time.sleep(0.2)
@@ -119,7 +119,7 @@ def test_requests_are_aborted_by_name(server: Server, pool: ThreadPoolExecutor, 
     _, other = follow(server, pool, "two")
     _, victim = follow(server, pool, "one")
     server.ok(path, {"request_ids": ["generate-tokens-one", "generate-tokens-unknown"]})
-    assert victim.result(10)["finish_reason"] == "abort"
+    assert victim.result(120)["finish_reason"] == "abort"
     assert other.result()["finish_reason"] == "length"
 
 
@@ -149,8 +149,7 @@ def test_each_token_knows_its_weights(server: Server, pool: ThreadPoolExecutor) 
     try:
         label(server, "17")
         assert server.get("/weight_info")[1] == {"weight_version": "17"}
-        time.sleep(0.1)
-        frozen = len(tokens)
+        frozen = settled(tokens)
     finally:
         server.ok("/resume")
     try:

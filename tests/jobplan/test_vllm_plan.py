@@ -139,6 +139,22 @@ def test_rows_of_experts_stay_at_servers_that_return_them(settings: tuple[str, .
         assert hasattr(importlib.import_module(f"hpcrl.inference.vllm.{module}"), name)
 
 
+def test_the_memory_of_a_gpu_that_plans_count_with_reaches_vllm() -> None:
+    def memory_flags(*settings: str) -> dict[str, str]:
+        command = groups_of("qwen3_30b_a3b_node", "h200-28", *settings)[Role.ENGINE].command
+        wanted = ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--kv-cache-dtype")
+        return {word: command[i + 1] for i, word in enumerate(command) if word in wanted}
+
+    share = "engine.memory.gpu_memory_utilization=0.6"
+    assert memory_flags() == {"--gpu-memory-utilization": "0.9"}
+    assert memory_flags(share) == {"--gpu-memory-utilization": "0.6"}
+    fp8 = memory_flags("engine.memory.kv_cache_dtype=fp8")
+    assert fp8 == {"--gpu-memory-utilization": "0.9", "--kv-cache-dtype": "fp8"}
+    # beside a trainer vLLM would measure what is free while the trainer takes and gives back memory
+    same = memory_flags(share, "engine.placement=shared_gpus", "engine.kv_cache_gib=1.5")
+    assert same == {"--gpu-memory-utilization": "0.6", "--kv-cache-memory-bytes": str(3 << 29)}
+
+
 def test_engines_of_a_trainer_in_fp8_keep_its_scales() -> None:
     """vLLM would round them up to powers of two, those of published weights as well."""
     for role in (Role.PREFILL, Role.DECODE):

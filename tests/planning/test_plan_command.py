@@ -50,6 +50,7 @@ def test_the_reference_run_fits_and_is_forecast(hpcrl: Hpcrl, tmp_path: Path) ->
     assert out.startswith("fits; tightest: trainer host, ")
     for word in ("trainer gpu", "decode host", "binds", "GPU-hours a step", "GB weights written", "of the step"):
         assert word in out
+    assert "\nsandboxes  851 at most on the trainer's first node, whose limits add up to 1,702.0 GiB, 158.1 GiB " in out
     # answers first: fits, starts, step, binds, better, and only then tables
     places = [out.index(f"\n{word} ") for word in ("starts", "step", "binds", "better", "role", "memory")]
     assert places == sorted(places)
@@ -132,6 +133,7 @@ def test_explain_names_formula_input_and_source(hpcrl: Hpcrl) -> None:
     assert "master weights" in out
     assert "DeepEP on H800" in out
     assert "rollouts of swe" in out
+    assert "\nsandboxes on the trainer's first node, not counted\n  sandboxes: 1702.00 GiB = Σ sandboxes" in out
 
 
 def test_a_smaller_trainer_fails_with_reason_and_hint(hpcrl: Hpcrl) -> None:

@@ -26,6 +26,7 @@ from hpcrl.errors import PeerLostError
 from hpcrl.models.character_tokenizer import write_character_tokenizer
 from hpcrl.network.auth import Gate
 from hpcrl.network.credentials import Credentials
+from hpcrl.reporting import reports
 from hpcrl.rollouts import parts as orchestrator_parts
 from hpcrl.rollouts.core.records import Group, Rollout, decode_rollout
 from hpcrl.rollouts.engines import pool as engine_pool
@@ -100,6 +101,12 @@ def servers_of(replicas: Sequence[Replica]) -> list[StubEngine]:
 def urls_of(replica: Replica) -> tuple[str, ...]:
     """URLs of all servers of a replica."""
     return tuple(server.url for server in servers_of([replica]))
+
+
+def consumed_dir(run: RunDir) -> Path:
+    """Return the directory with the files of steps when all are written: a batch waits a second for its own."""
+    assert reports.flush(60.0, directory=run.rollouts_dir)
+    return run.rollouts_dir
 
 
 class Loop:
@@ -225,6 +232,8 @@ class Loop:
         return OrchestratorState.decode(state)
 
     def events(self, kind: str) -> list[Event]:
+        # longer than a reader waits for those of its own process
+        reports.flush(10.0, directory=self.run.events_dir)
         return [event for event in read_events(self.run) if event.kind == kind]
 
     async def until(self, condition: Any, timeout_s: float = 10.0) -> None:

@@ -44,7 +44,7 @@ class Obedient:
     name = "obedient"
 
     def __init__(self) -> None:
-        self.cancelled = 0
+        self.cancelled = self.hanging = 0
         self.refused = ""
 
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -75,6 +75,7 @@ class Obedient:
             case "block":
                 time.sleep(60)
             case "hang":
+                self.hanging += 1
                 await asyncio.sleep(60)
             case "print":
                 print("hello from the environment")
@@ -90,7 +91,8 @@ class Obedient:
             case "look around":
                 await policy.reply([{"role": "tool", "content": self._found()}])
             case "count":
-                parts |= {"cancelled": self.cancelled, "refused": float(self.refused == "that cannot be")}
+                parts |= {"cancelled": self.cancelled, "hanging": self.hanging}
+                parts["refused"] = float(self.refused == "that cannot be")
         return Outcome(reward=1.0, parts=parts)
 
     def _end(self, how: str) -> None:

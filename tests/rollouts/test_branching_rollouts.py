@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Loop, make_run, running
+from harness import Loop, consumed_dir, make_run, running
 from stub_engine import StubEngine
 from thinking_lab import CUT, write_thinking_tokenizer
 
@@ -121,7 +121,7 @@ async def test_a_batch_has_each_turn_once_and_says_how_many_branches_there_are(t
     assert verify_rollouts(run).problems == []
     items = rollout_items(Replay(read_entries(run.rollouts_dir / "ledger")).rollouts)
     assert {item.branches for item in items} == {TURNS}
-    (line, *_) = (run.rollouts_dir / "step-000001.jsonl").read_text().splitlines()
+    (line, *_) = (consumed_dir(run) / "step-000001.jsonl").read_text().splitlines()
     document = json.loads(line)
     assert document["branches"] == TURNS
     # the text has what sequences share once

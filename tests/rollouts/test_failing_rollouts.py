@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import make_run, running
+from harness import consumed_dir, make_run, running
 from patience import patience
 from stub_engine import EOS, StubEngine, decode, encode
 
@@ -57,7 +57,7 @@ async def test_failures_are_written_by_environment_and_cause_and_cost_no_step(tm
     assert found.first["unusable"].what == "its reward is nan, which is not finite"
     assert 0.15 < found.share < 0.35
     assert found.refused_parts.keys() == {"bad"}
-    lines = b"".join(path.read_bytes() for path in run.rollouts_dir.glob("step-*.jsonl"))
+    lines = b"".join(path.read_bytes() for path in consumed_dir(run).glob("step-*.jsonl"))
     assert b"null" not in lines
     assert b"NaN" not in lines
 

@@ -23,7 +23,7 @@ print(json.dumps(run_trials(Path(sys.argv[3]), **json.loads(sys.argv[4]))))
 def killed(path: Path, **trials: object) -> dict[str, int]:
     """What came of a run, in a process that forks: this one has threads. Nothing was lost, and nothing twice."""
     argv = [sys.executable, "-c", CODE, str(HERE), str(HERE.parent), str(path), json.dumps(trials)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     *said, counts = done.stdout.splitlines()
     assert not said, said

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import msgspec
-from harness import Loop, make_run, running
+from harness import Loop, consumed_dir, make_run, running
 from shards import rollouts_of
 from stub_engine import StubEngine
 
@@ -26,7 +26,7 @@ def replay_of(run: RunDir) -> Replay:
 
 
 def consumed(run: RunDir, step: int) -> set[tuple[int, int]]:
-    lines = (run.rollouts_dir / f"step-{step:06d}.jsonl").read_text().splitlines()
+    lines = (consumed_dir(run) / f"step-{step:06d}.jsonl").read_text().splitlines()
     return {(line["group"], line["member"]) for line in map(json.loads, lines)}
 
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ async def test_an_engine_that_goes_away_is_named(tmp_path: Path, monkeypatch: An
         await stub.stop()
         assert loop.work is not None
         with pytest.raises(PeerLostError, match=r"engine-0 \(.*\) has not answered"):
-            await asyncio.wait_for(loop.work, 10.0)
+            await asyncio.wait_for(loop.work, 120.0)
 
 
 async def test_rollouts_that_all_fail_end_the_run(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ async def test_rollouts_that_all_fail_end_the_run(tmp_path: Path) -> None:
     async with running(make_run(tmp_path, rollouts={"max_retries": 0}), stub) as loop:
         assert loop.work is not None
         with pytest.raises(HpcrlError, match=r"64 rollouts failed .* ordered to fail"):
-            await asyncio.wait_for(loop.work, 10.0)
+            await asyncio.wait_for(loop.work, 120.0)
 
 
 async def test_the_dock_says_that_it_stops_as_soon_as_a_part_has_failed(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ async def test_the_dock_says_that_it_stops_as_soon_as_a_part_has_failed(tmp_path
         assert loop.work is not None
         assert not loop.work.done()
         with pytest.raises(HpcrlError, match="a part failed"):
-            await asyncio.wait_for(loop.work, 10.0)
+            await asyncio.wait_for(loop.work, 120.0)
 
 
 async def test_an_update_that_fails_is_tried_again_and_requests_always_go_on(tmp_path: Path, monkeypatch: Any) -> None:
@@ -126,7 +125,7 @@ async def test_an_update_that_fails_is_tried_again_and_requests_always_go_on(tmp
         await loop.publish(2)
         assert loop.work is not None
         with pytest.raises(PeerLostError, match=r"engine-0 .* could not load version 2 in 3 attempts"):
-            await asyncio.wait_for(loop.work, 5.0)
+            await asyncio.wait_for(loop.work, 120.0)
         assert stub.unpaused.is_set()
 
 
@@ -172,9 +171,9 @@ async def test_engines_that_never_get_healthy_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int) -> None:
-    run, stub = make_run(tmp_path), StubEngine()
+    run, stub = make_run(tmp_path, rollouts={"request_timeout_s": 3600.0}), StubEngine()
     await stub.start()
-    stub.request_s = 30.0
+    stub.request_s = 3600.0
     loop = Loop(run, [stub])
     environment = {
         **os.environ,
@@ -193,11 +192,9 @@ async def test_the_process_ends_promptly_on_a_signal(tmp_path: Path, number: int
         loop.store.path_of(0).mkdir(parents=True)
         await asyncio.to_thread(client.published, 0)
         await loop.until(lambda: stub.in_flight > 0)
-        started = time.monotonic()
         child.send_signal(number)
-        assert await asyncio.wait_for(child.wait(), 20.0) == 0
-        # the request in flight would have taken 30 s
-        assert time.monotonic() - started < 20.0
+        # the request in flight would take an hour
+        assert await asyncio.wait_for(child.wait(), 120.0) == 0
     finally:
         if child.returncode is None:
             child.kill()

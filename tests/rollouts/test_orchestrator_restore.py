@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import CALCULATOR, WORDS, Loop, make_run, running
+from harness import CALCULATOR, WORDS, Loop, consumed_dir, make_run, running
 from shards import same
 from stub_engine import StubEngine, coin
 
@@ -68,16 +68,18 @@ async def test_a_version_that_engines_skip_is_evaluated_at_the_next(tmp_path: Pa
 
 async def test_a_version_that_comes_due_during_an_evaluation_is_not_forgotten(tmp_path: Path) -> None:
     stub = StubEngine()
-    run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 2})
+    rollouts = {"request_timeout_s": 600.0}
+    run = make_run(tmp_path, evaluation={"every_steps": 2, "prompts": 2}, rollouts=rollouts)
     async with running(run, stub) as loop:
         await loop.batch(1)
         await loop.until(lambda: len(loop.events("evaluation")) == 1)
-        stub.token_s = 1.0
+        stub.hung = True
         for version in (1, 2, 3, 4):  # 3 and 4 come while 2 is evaluated
             await loop.publish(version)
-            await loop.until(lambda wanted=str(version): stub.version == wanted)
+            await loop.until(lambda wanted=version: loop.parts.updater._served == wanted)
+        assert loop.parts.evaluator.busy
         assert len(loop.events("evaluation")) == 1
-        stub.token_s = 0.0
+        stub.hung = False
         await loop.until(lambda: len(loop.events("evaluation")) == 2)
         await loop.publish(5)
         await loop.until(lambda: len(loop.events("evaluation")) == 3)
@@ -130,7 +132,7 @@ async def test_finished_rollouts_survive_in_asynchronous_runs(tmp_path: Path) ->
         assert max(shard.stats.staleness_max for shard in shards) <= 3
         groups: list[int] = []
         for step in range(1, 7):
-            lines = (run.rollouts_dir / f"step-{step:06d}.jsonl").read_text().splitlines()
+            lines = (consumed_dir(run) / f"step-{step:06d}.jsonl").read_text().splitlines()
             groups += {json.loads(line)["group"] for line in lines}
         assert len(groups) == len(set(groups)) == 6 * 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,8 @@ from hpcrl.runs.probe import ProbeReport, collect, misplaced
 from hpcrl.storage.files import write_json
 
 
-def planned(name: str = "glm5_swe") -> Plan:
-    recipe = load_recipe(name, ["job.payload=probe"]).value
+def planned(name: str = "glm5_swe", *settings: str) -> Plan:
+    recipe = load_recipe(name, ["job.payload=probe", *settings]).value
     return make_plan(recipe, load_cluster("h200-28").value, "r", Path("/r"))
 
 
@@ -95,6 +96,17 @@ def test_parts_of_a_shared_node_are_apart() -> None:
     assert misplaced(plan, blind) == [f"engine 0 rank {i} on n0 sees 0 GPUs, the plan says 4" for i in range(4)]
 
 
+def test_the_same_gpus_are_of_both_roles() -> None:
+    plan = planned("qwen3_30b_a3b_node", "engine.placement=shared_gpus")
+    found = [
+        msgspec.structs.replace(r, node_gpus=tuple("01234567")) if r.role in ("engine", "trainer") else r
+        for r in reports(plan)
+    ]
+    assert misplaced(plan, found) == []
+    blind = [msgspec.structs.replace(r, gpus=()) if r.role == "engine" else r for r in found]
+    assert misplaced(plan, blind) == [f"engine 0 rank {i} on n0 sees 0 GPUs, the plan says 4" for i in range(4)]
+
+
 def test_missing_reports_have_a_deadline(tmp_path: Path) -> None:
     write_json(tmp_path / "trainer-0-0.json", reports(planned())[0])
     with pytest.raises(DeadlineError, match="1 of 2 ranks reported"):
@@ -112,6 +124,7 @@ def test_a_rank_reports_and_stops_on_request(tmp_path: Path) -> None:
         path = tmp_path / "attempts/0001/ready/engine-2.json"
         while not path.exists():
             assert process.poll() is None
+            time.sleep(0.02)
     finally:
         process.terminate()
     assert process.wait(30) == 0

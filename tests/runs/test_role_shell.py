@@ -39,7 +39,7 @@ def engine(tmp_path: Path) -> Iterator[Role]:
     run_id = uuid.uuid4().hex
     env = {"PATH": os.environ["PATH"], "HPCRL_RUN_ID": run_id, "HPCRL_PROCESS": "role", "HPCRL_ROLE": "engine"}
     env |= {"HPCRL_REPLICA": "1", "MODULES": "cuda nccl"}
-    process = subprocess.Popen(["sleep", "60"], env=env, cwd=tmp_path)
+    process = subprocess.Popen(["sleep", "600"], env=env, cwd=tmp_path)
     try:
         wait_for(lambda: find_role(run_id, "engine", 1), 10.0, "the role")
         yield Role(run_id, tmp_path)
@@ -218,7 +218,7 @@ def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:
     assert me is not None
     write_status(run, RunState.RUNNING, supervisor=me)
     env = {**os.environ, "SHELL": "/bin/sh", "HPCRL_RUN_ID": RunRecord.read(run).run_id, "HPCRL_PROCESS": "role"}
-    role = subprocess.Popen(["sleep", "60"], env={**env, "HPCRL_ROLE": "engine", "HPCRL_REPLICA": "0"})
+    role = subprocess.Popen(["sleep", "600"], env={**env, "HPCRL_ROLE": "engine", "HPCRL_REPLICA": "0"})
     main_end, terminal = pty.openpty()
     try:
         command = [sys.executable, "-c", "from hpcrl.cli.main import main; main()", "shell", str(run.path)]
@@ -226,7 +226,7 @@ def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:
         os.write(main_end, b"echo I am $HPCRL_ROLE; exit 3\n")
         os.close(terminal)
         seen = _read_all(main_end)
-        assert shell.wait(30) == 3, seen
+        assert shell.wait(120) == 3, seen
     finally:
         role.kill()
         role.wait()
@@ -236,7 +236,7 @@ def test_on_a_terminal_it_is_a_shell(tmp_path: Path) -> None:
 
 def _read_all(descriptor: int) -> str:
     """What a terminal shows until nobody has it open any more."""
-    text, end_s = b"", time.monotonic() + 60
+    text, end_s = b"", time.monotonic() + 300
     while time.monotonic() < end_s:
         try:
             text += os.read(descriptor, 4096)

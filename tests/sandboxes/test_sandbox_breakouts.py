@@ -51,7 +51,7 @@ import os, time
 for _ in range(6):
     if os.fork() == 0:
         data = b"x" * (60 << 20)
-        time.sleep(3)
+        time.sleep(10)
         os.write(1, b"kept ")
         os._exit(0)
 for _ in range(6):

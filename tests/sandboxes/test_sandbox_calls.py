@@ -84,9 +84,9 @@ async def test_programs_that_enter_while_other_sandboxes_end(host: SandboxClient
 
 
 async def test_timeout(sandbox: Sandbox) -> None:
-    found = await sandbox.exec(["sh", "-c", "echo before; sleep 1000"], timeout_s=0.5)
+    found = await sandbox.exec(["sh", "-c", "echo before; sleep 1000"], timeout_s=3.0)
     assert (found.rc, found.text, found.killed_by) == (-9, "before\n", "timeout")
-    assert found.wall_s >= 0.5
+    assert found.wall_s >= 3.0
 
 
 async def test_files_in_and_out(host: SandboxClient) -> None:
@@ -263,7 +263,7 @@ async def test_an_image(host: SandboxClient, open_directory: Path) -> None:
     (open_directory / "bin" / "wait").chmod(0o755)
     (open_directory / "etc" / "image").write_text("mine")
     sandbox = await host.start(image=str(open_directory), limits=SMALL)
-    found = await sandbox.exec(["/bin/wait"], timeout_s=0.5)
+    found = await sandbox.exec(["/bin/wait"], timeout_s=3.0)
     assert (found.out, found.killed_by) == (b"R", "timeout")
     assert (await sandbox.exec(["ls"])).rc == 127
     await sandbox.put({"x": b"y"})

@@ -287,6 +287,8 @@ def test_a_shared_node_counts_once() -> None:
     assert (apart.nodes, apart.gpus, apart.trainer_share) == (2, 16, 0.5)
     with pytest.raises(UsageError, match="which has one size"):
         make_scenario(recipe(*shape), site, durations(), days=0.002, nodes=4)
+    with pytest.raises(UsageError, match="devices of their own"):
+        make_scenario(recipe("engine.placement=shared_gpus"), site, durations(), days=0.002)
 
 
 def test_a_sample_of_the_engines_says_the_same() -> None:

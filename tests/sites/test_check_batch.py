@@ -12,12 +12,13 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.jobplan.environment import network_variables
 from hpcrl.sites import check_batch
-from hpcrl.sites.check_job import _questions, _render
+from hpcrl.sites.check_job import _job, _questions
 from hpcrl.sites.gpu_products import GpuProduct
 from hpcrl.sites.library_probe import LibraryAnswer
 from hpcrl.sites.network_check import NetworkPlan, NetworkReport
 from hpcrl.sites.node_reach import RunAddresses
 from hpcrl.sites.node_report import NodeQuestions, NodeReport
+from hpcrl.sites.small_job import render_small_job
 
 
 def loaded(name: str) -> SlurmCluster:
@@ -101,7 +102,7 @@ def test_the_reason_is_reported_if_no_node_can_take_part(
 def test_the_job_asks_for_gpus_as_the_profile_writes_them(tmp_path: Path) -> None:
     def directives(name: str, partition: str, **changed: object) -> set[str]:
         site = loaded(name).model_copy(update=changed)
-        text = _render(site, partition, site.partitions[partition], 2, tmp_path)
+        text = render_small_job(site, _job(site, partition, 2, tmp_path, wait_s=1.0))
         return {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")}
 
     assert {"--gres=gpu:h200:8", "--exclusive", "--mem=0", "--time=0:20:00"} <= directives("h200-28", "gpu")

@@ -158,6 +158,24 @@ def test_without_gpus_from_slurm_roles_get_their_devices() -> None:
     assert not any("CUDA_VISIBLE_DEVICES" in word for word in start(whole, Role.ENGINE).argv)
 
 
+@pytest.mark.parametrize("gres", ["gres", "none"])
+def test_on_the_same_gpus_steps_overlap_and_see_their_own(gres: str) -> None:
+    settings = ("engine.placement=shared_gpus", "trainer.ranks=4")
+    plan, _ = plan_for(*SHARED, *settings, gres=gres)
+    started = [start(plan, Role.TRAINER), start(plan, Role.ENGINE, 0), start(plan, Role.ENGINE, 1)]
+    for launch in started:
+        assert {"--overlap"} <= set(launch.argv)
+        # with a part of the CPUs alone Slurm would give both steps the same ones
+        assert not {"--exact", "--cpus-per-task"} & set(options(launch))
+        assert options(launch).get("--gres") == (None if gres == "none" else "gpu:h200:8")
+    told = [launch.argv[-4:-2] for launch in started]
+    assert told == [("env", f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("0,1,2,3", "0,1", "2,3")]
+    assert plan.group(Role.TRAINER).after == (Role.ENGINE,)
+    assert plan_for(*SHARED)[0].group(Role.TRAINER).after == ()
+    assert plan.group(Role.ENGINE).share is not None
+    assert plan.group(Role.ENGINE).share.text == "2 shared GPUs and 192 shared CPUs"  # type: ignore[union-attr]
+
+
 def test_engines_without_gpus_have_cpus_of_a_shared_node() -> None:
     shape = ("trainer.ranks=2", "engine.replicas=2", "engine.placement=shared_node")
     plan, _ = plan_for("quickstart", "devcluster", *shape, container=APPTAINER)
@@ -441,7 +459,7 @@ def test_replicas_listen_on_the_interface_of_the_profile_not_on_slurms_address(t
     # half of a round trip is what is not known of a clock
     for node, ahead_s in (("n007", 0.0), ("n008", 3.1), ("n009", -40.0)):
         clock = launcher.clocks.nodes[node]
-        assert abs(clock.ahead_s - ahead_s) <= clock.uncertain_s < 1.0, node
+        assert abs(clock.ahead_s - ahead_s) <= clock.uncertain_s < 3.0, node
     with pytest.raises(HpcrlError, match="node n007 has no network interface bond0"):
         StepLauncher(with_interface(site, "bond0"), environ=environ, client=CountingClient()).place(plan)
 

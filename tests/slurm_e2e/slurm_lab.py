@@ -132,6 +132,15 @@ class SlurmLab:
             said = self.hpcrl("why", run.name, "--events", check=False).stdout
             raise AssertionError(f"{late}; it is {status_of(run)['state']}:\n{said}") from late
 
+    def wait_attempt(self, run: RunDir, attempt: int, timeout_s: float = 120.0) -> Any:
+        """Wait until the run is in an attempt and runs; returns its status."""
+
+        def begun() -> Any:
+            status = status_of(run)
+            return status if (status["state"], status["attempt"]) == ("RUNNING", attempt) else None
+
+        return wait_for(begun, timeout_s, f"attempt {attempt} of {run.name}", every_s=_ASK_S)
+
     def preempt(self) -> None:
         """An urgent job that needs every node, for a few seconds."""
         nodes = self.cluster.record().settings.nodes

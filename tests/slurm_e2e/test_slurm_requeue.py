@@ -23,9 +23,8 @@ def test_a_warning_or_a_requeue_saves_and_the_run_continues(slurm_lab: SlurmLab)
 
     # the warning before the time limit
     slurm_lab.client().cancel(job_id(run), signal="USR2", batch=True)
-    slurm_lab.wait_state(run, ["REQUEUED"])
-    status = slurm_lab.wait_state(run, ["RUNNING"])
-    assert status["attempt"] == 2
+    status = slurm_lab.wait_attempt(run, 2)
+    assert [event.data["state"] for event in events(run, "run.state") if event.attempt == 1][-1] == "REQUEUED"
     assert status["job"]["restarts"] == 1
     saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
     assert saved[0].data["step"] == restored[0].data["step"] >= 4
@@ -35,8 +34,7 @@ def test_a_warning_or_a_requeue_saves_and_the_run_continues(slurm_lab: SlurmLab)
     answer = slurm_lab.hpcrl("requeue", run.name, "--yes")
     assert "REQUEUED" in answer.stdout
     assert "waits in the queue" in slurm_lab.hpcrl("requeue", run.name, "--yes", check=False).stderr
-    status = slurm_lab.wait_state(run, ["RUNNING"], 90)
-    assert status["attempt"] == 3
+    status = slurm_lab.wait_attempt(run, 3)
     assert status["usage"]["gpu_hours"] > 0
     saved, restored = events(run, "supervisor.saved"), events(run, "trainer.restored")
     assert saved[1].data["step"] == restored[1].data["step"] > restored[0].data["step"]

@@ -83,7 +83,7 @@ def test_memory_is_bounded(server: MetadataServer, monkeypatch: pytest.MonkeyPat
 
 
 def test_silent_connections_have_no_thread_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "_IDLE_S", 0.2)
+    monkeypatch.setattr(metadata, "_IDLE_S", 2.0)
     threads = threading.active_count()
     with contextlib.closing(MetadataServer("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
         silent = [

@@ -98,7 +98,7 @@ def test_segments_are_counted_and_their_loss_is_an_event(role: MasterRole) -> No
 def test_a_dead_master_ends_the_role_and_the_next_has_its_ports(role: MasterRole, run: RunDir, port: int) -> None:
     before = role.wait_ready()
     os.kill(master_pid(role), signal.SIGKILL)
-    assert role.process.wait(20) == 1
+    assert role.process.wait(120) == 1
     (record,) = FailureRecord.read_all(run, 1)
     assert "mooncake_master ended with exit code -9" in record.message
     with pytest.raises(HpcrlError, match="does not answer"):

@@ -77,11 +77,17 @@ def fill() -> None:
     _fail("OSError", "[Errno 28] No space left on device")
 
 
-def serve(host: str, port: int) -> None:
+def serve(host: str, port: int, *, noted: bool = False) -> None:
+    """Answer all requests; with ``noted``, write their paths into a file of the run."""
+    asked = Path(os.environ["HPCRL_RUN_DIR"], "asked.txt")
+
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
+            if noted:
+                with asked.open("a") as stream:
+                    stream.write(f"{self.path}\n")
 
         def log_message(self, *_: object) -> None:
             pass
@@ -135,6 +141,9 @@ def misbehave(behaviour: str, host: str, port: int) -> None:
             time.sleep(1.0)
             print("Traceback (most recent call last):\nZeroDivisionError: stand-in", file=sys.stderr, flush=True)
             sys.exit(3)
+        case "serve-noted":
+            serve(host, port, noted=True)
+            time.sleep(600)
         case "leave":
             leave_things()
             serve(host, port)

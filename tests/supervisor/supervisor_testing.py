@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from patience import patience
+import patience
 
 from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.layout import AttemptPolicy
@@ -25,7 +24,7 @@ from hpcrl.runs.status import RunState
 from hpcrl.submit.submission import create_run, submit_attempt
 
 STAND_INS = str(Path(__file__).with_name("stand_ins.py"))
-#: from a fault to the end of the run, on a machine that is not busy
+#: seconds from a fault to the end of the run, on a machine that is not busy
 LIMIT_S = 10.0
 
 
@@ -40,9 +39,9 @@ def make_plan(
     servers: int = 0,
     trainer: str = "work",
     replicas: int = 1,
-    start_timeout_s: float = 20.0,
+    start_timeout_s: float = 120.0,
     stop_timeout_s: float = 0.5,
-    time_limit_s: float = 120.0,
+    time_limit_s: float = 1200.0,
     engine_policy: Mapping[str, Any] | None = None,
     watch: WatchPolicy | None = None,
     attempts: AttemptPolicy | None = None,
@@ -115,26 +114,21 @@ def start(root: Path, name: str = "run-1", **changes: object) -> RunDir:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    timeout_s *= patience()
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.02)
+    patience.wait_for(condition, timeout_s, what, every_s=0.02)
 
 
 def wait_running(run: RunDir) -> RunView:
-    wait_for(lambda: observe(run).state not in (RunState.SUBMITTED, RunState.STARTING), 20, "the run to start")
+    wait_for(lambda: observe(run).state not in (RunState.SUBMITTED, RunState.STARTING), 60, "the run to start")
     view = observe(run)
     assert view.state is RunState.RUNNING, view
     return view
 
 
-def wait_ended(run: RunDir, *, since: float | None = None, marked_only: bool = False) -> tuple[RunView, float]:
-    """The last state, and seconds from ``since`` (monotonic) until nothing of the run was left."""
-    begin = time.monotonic() if since is None else since
-    wait_for(lambda: observe(run).state.ended, LIMIT_S + 20, "the run to end")
+def wait_ended(run: RunDir, limit_s: float = LIMIT_S + 20, *, marked_only: bool = False) -> RunView:
+    """Wait until the run has ended and nothing of it is left; return the last state."""
+    wait_for(lambda: observe(run).state.ended, limit_s, "the run to end")
     wait_for(lambda: not processes_of(run, marked_only=marked_only), LIMIT_S, f"the end of {processes_of(run)}")
-    return observe(run), time.monotonic() - begin
+    return observe(run)
 
 
 def processes_of(run: RunDir, *, marked_only: bool = False) -> list[tuple[int, str]]:

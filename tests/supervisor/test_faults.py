@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from patience import patience
 from supervisor_testing import (
     LIMIT_S,
     create,
@@ -40,7 +39,7 @@ from hpcrl.runs.status import ComponentState, RunState
 from hpcrl.runs.views.diagnosis import diagnose
 from hpcrl.submit.submission import cancel, end_leftovers, prepare_resume, submit_attempt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def kinds(run: RunDir) -> list[str]:
 
 def test_a_clean_trainer_end_completes_the_run(root: Path) -> None:
     run = start(root, trainer="finish", replicas=2)
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.COMPLETED
     assert view.cause is None
     assert {c.state for c in view.components} == {ComponentState.EXITED}
@@ -92,7 +91,7 @@ def test_an_attempt_that_would_run_something_else_says_so(root: Path, on_change:
     with run.recipe_path.open("a") as recipe:
         recipe.write("# changed in the queue\n")
     submit_attempt(RunContents.read(run))
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     (event,) = read_events(run, kind="attempt.changed")
     assert event.data["changes"] == ["recipe.yaml of the run was changed by hand"]
     if on_change == "warn":
@@ -108,10 +107,8 @@ def test_an_attempt_that_would_run_something_else_says_so(root: Path, on_change:
 def test_cancel_ends_the_run_in_order(root: Path) -> None:
     run = start(root)
     wait_running(run)
-    begin = time.monotonic()
     assert cancel(run, user="somebody").state is RunState.CANCELLED
-    view, seconds = wait_ended(run, since=begin)
-    assert seconds < LIMIT_S * patience()
+    view = wait_ended(run, LIMIT_S)
     assert view.cause is not None
     assert (view.cause.kind, view.cause.message) == (CauseKind.CANCELLED, "cancelled by somebody")
     stopping = [e.data["role"] for e in read_events(run) if e.data.get("state") == "STOPPING" and "role" in e.data]
@@ -129,10 +126,9 @@ def test_cancel_before_the_supervisor_wrote_a_word(root: Path) -> None:
 
 def test_a_role_that_ignores_sigterm_is_killed(root: Path) -> None:
     run = start(root, engine="serve-stubborn", trainer="finish")
-    view, seconds = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.COMPLETED
     assert view.components[0].signal == signal.SIGKILL
-    assert seconds < LIMIT_S * patience()
 
 
 # -- kill -9 -------------------------------------------------------------------------------------------------------
@@ -152,10 +148,8 @@ def test_kill_9(root: Path, who: str, state: RunState, sentence: str) -> None:
     view = wait_running(run)
     assert len(processes_of(run)) == 12, "controller, supervisor, 2 guards, 2 roles and 3 escapees of each"
     pid = pid_of(view, who)
-    begin = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    view, seconds = wait_ended(run, since=begin)
-    assert seconds < LIMIT_S * patience()
+    view = wait_ended(run, LIMIT_S)
     diagnosis = diagnose(run)
     assert diagnosis.state is state
     assert diagnosis.sentence.startswith(sentence.format(pid=pid))
@@ -168,10 +162,8 @@ def test_kill_9(root: Path, who: str, state: RunState, sentence: str) -> None:
 def test_kill_9_of_the_submitit_controller(root: Path) -> None:
     run = start(root)
     wait_running(run)
-    begin = time.monotonic()
     os.kill(int(RunRecord.read(run).submissions[-1].job_id), signal.SIGKILL)
-    _, seconds = wait_ended(run, since=begin)
-    assert seconds < LIMIT_S * patience()
+    wait_ended(run, LIMIT_S)
     diagnosis = diagnose(run)
     assert diagnosis.state is RunState.FAILED
     assert "the submitit controller" in diagnosis.sentence
@@ -183,11 +175,9 @@ def test_kill_9_of_supervisor_and_one_guard_at_once(root: Path) -> None:
     view = wait_running(run)
     unmarked = [p for p in processes_of(run) if p not in processes_of(run, marked_only=True)]
     assert len(unmarked) == 2
-    begin = time.monotonic()
     for who in ("supervisor", "engine guard"):
         os.kill(pid_of(view, who), signal.SIGKILL)
     wait_for(lambda: not processes_of(run, marked_only=True), LIMIT_S, "marked processes to go")
-    assert time.monotonic() - begin < LIMIT_S * patience()
     assert diagnose(run).state is RunState.LOST
     end_everything(run)
 
@@ -208,8 +198,7 @@ def test_kill_9_of_supervisor_and_one_guard_at_once(root: Path) -> None:
 )
 def test_a_failure_names_its_cause(root: Path, changes: dict[str, object], kind: CauseKind, sentence: str) -> None:
     run = start(root, **changes)
-    view, seconds = wait_ended(run)
-    assert seconds < LIMIT_S * patience()
+    view = wait_ended(run)
     assert view.state is RunState.FAILED
     assert view.cause is not None
     assert view.cause.kind is kind
@@ -222,7 +211,7 @@ def test_a_command_that_does_not_exist(root: Path) -> None:
     engine = plan.groups[0].model_copy(update={"command": ("/no/such program",)})
     run.plan_path.write_text(plan.model_copy(update={"groups": (engine, plan.groups[1])}).model_dump_json())
     submit_attempt(RunContents.read(run))
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.cause is not None
     assert view.cause.kind is CauseKind.SPAWN
     assert "No such file" in view.cause.message
@@ -254,10 +243,12 @@ def test_resume_begins_a_new_attempt_and_ends_leftovers(root: Path) -> None:
     view = wait_running(run)
     with pytest.raises(RunDirError, match="is alive"):
         prepare_resume(run)
-    # everything that could clean up dies at once; only the roles' helpers are left
-    for pid in (view.pid, *(c.guard_pid for c in view.components)):
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+    # everything that could clean up dies at once: while one is killed, the others are stopped and see nothing of it;
+    # only the roles' helpers are left
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in (view.pid, *(c.guard_pid for c in view.components)):
+            assert pid is not None
+            os.kill(pid, number)
     wait_for(lambda: observe(run).state is RunState.LOST, LIMIT_S, "the loss to be seen")
     assert processes_of(run)
     assert prepare_resume(run).step is None
@@ -267,7 +258,7 @@ def test_resume_begins_a_new_attempt_and_ends_leftovers(root: Path) -> None:
     wait_for(lambda: observe(run).attempt == 2, 20, "the second attempt")
     assert wait_running(run).attempt == 2
     os.kill(observe(run).pid or 0, signal.SIGTERM)
-    view, _ = wait_ended(run, marked_only=True)
+    view = wait_ended(run, marked_only=True)
     assert (view.state, view.attempts) == (RunState.CANCELLED, 2)
     assert diagnose(run).earlier[1].startswith("LOST")
     end_everything(run)
@@ -302,7 +293,7 @@ def ctrl_c(process: subprocess.Popen[str]) -> None:
 def test_follow_ends_with_the_run(root: Path) -> None:
     run = create(root, trainer="finish")
     process = follow(run)
-    out, talk = process.communicate(timeout=30)
+    out, talk = process.communicate(timeout=120)
     assert process.returncode == 0, talk
     assert "COMPLETED" in out
     assert "run-1 COMPLETED" in talk
@@ -310,7 +301,7 @@ def test_follow_ends_with_the_run(root: Path) -> None:
 
 def test_follow_of_a_failure_says_how_to_go_on(root: Path) -> None:
     process = follow(create(root, engine="crash"))
-    _, talk = process.communicate(timeout=30)
+    _, talk = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "hpcrl why run-1" in talk
 
@@ -318,20 +309,18 @@ def test_follow_of_a_failure_says_how_to_go_on(root: Path) -> None:
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_cancels(root: Path, times: int) -> None:
     engine = "serve-stubborn" if times == 2 else "serve"
-    run = create(root, engine=engine, stop_timeout_s=0.5 if times == 1 else 30.0)
+    run = create(root, engine=engine, stop_timeout_s=0.5 if times == 1 else 600.0)
     process = follow(run)
     wait_for(lambda: observe(run).state is RunState.RUNNING, 20, "the run to start")
-    begin = time.monotonic()
     ctrl_c(process)
     if times == 2:
-        # it ignores SIGTERM, and has half a minute
+        # it ignores SIGTERM, and has ten minutes
         wait_for(lambda: observe(run).components[0].state is ComponentState.STOPPING, 10, "the engine to be asked")
         ctrl_c(process)
-    _, talk = process.communicate(timeout=30)
+    _, talk = process.communicate(timeout=120)
     assert process.returncode == 130, talk
-    view, seconds = wait_ended(run, since=begin)
+    view = wait_ended(run, LIMIT_S)
     assert view.state is RunState.CANCELLED
-    assert seconds < LIMIT_S * patience()
 
 
 def test_nothing_is_left_when_a_follower_dies(root: Path) -> None:

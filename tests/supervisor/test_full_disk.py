@@ -62,10 +62,10 @@ def fill(directory: Path) -> Path:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) -> None:
     run = start(disk / "runs", trainer="fill")
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert os.statvfs(run.path).f_bavail * os.statvfs(run.path).f_frsize < sum(SIZES.values())
     assert view.state is RunState.FAILED
     assert view.cause is not None
@@ -83,12 +83,12 @@ def test_a_run_that_fills_its_disk_ends_in_order_and_can_be_resumed(disk: Path) 
     prepare_resume(run)
     submit_attempt(RunContents.read(run))
     wait_for(lambda: observe(run).attempt == 2, 20, "the second attempt")
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert (view.state, view.attempts) == (RunState.COMPLETED, 2)
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_run_on_a_full_disk_can_be_cancelled(disk: Path) -> None:
     run = start(disk / "runs")
     wait_running(run)
@@ -110,7 +110,7 @@ Supervise(sys.argv[1])()
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
     """There was room when it was submitted, and none any more when its turn came."""
     run = create(disk / "runs")
@@ -139,7 +139,7 @@ def test_an_attempt_that_begins_on_a_full_disk_says_so(disk: Path) -> None:
 def test_a_hand_over_that_cannot_be_recorded_is_distinguished_from_one_that_was_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "_RECORD_S", 0.3)
+    monkeypatch.setattr(jobs, "_RECORD_S", 2.0)
     run = create(tmp_path / "runs")
     submission = Submission(submitted_at_s=0.0, executor="local", job_id="77", folder="/f", after_attempt=0)
     record, tries = RunRecord.read(run).with_submission(submission), []

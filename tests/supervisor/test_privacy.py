@@ -52,7 +52,7 @@ def test_everything_of_a_run_is_closed(tmp_path: Path) -> None:
     """A whole run of stand-ins, with submitit's pickles, logs, events and what its roles write."""
     (tmp_path / "root").mkdir(mode=0o755)
     run = start(tmp_path / "root", trainer="finish")
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.COMPLETED
     found = modes(run)
     assert {name: oct(mode) for name, mode in found.items() if mode & OTHERS} == {}

@@ -21,7 +21,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ComponentState, RunState
 from hpcrl.submit.submission import cancel
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PACKAGE = Path(hpcrl.__file__).parent
 DATA = ("templates", "clusters", "recipes", "locks")
@@ -108,6 +108,6 @@ def test_a_run_survives_another_version_in_the_place_of_its_package(root: Path, 
     assert changes[0] == f"hpcrl is 99.0, it was {hpcrl.__version__}"
     assert any(line.startswith("files of hpcrl have changed") for line in changes)
     cancel(run, user="somebody")
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.CANCELLED
     assert processes_of(run) == []

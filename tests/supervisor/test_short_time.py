@@ -142,14 +142,18 @@ async def test_what_never_began_is_stopped_without_waiting_for_an_answer(
     assert await process.started() is None
 
 
-async def test_a_guard_that_cannot_be_reached_costs_the_time_there_is(tmp_path: Path) -> None:
+async def test_a_guard_that_cannot_be_reached_costs_the_time_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what is kept for the stage of the engine is enough for its guard to answer, also on a busy machine
+    monkeypatch.setattr("hpcrl.supervisor.attempt.drain._LATER_S", 20.0)
     # alone it would take the grace and a minute more; and the trainer is stopped after it
     scene = Scene(tmp_path, stop_timeout_s=30.0)
     silent = await scene.running(Role.TRAINER, _SILENT)
     engine = await scene.running(Role.ENGINE, guard_command(sys.executable))
     assert silent.process is not None
     assert engine.process is not None
-    await asyncio.wait_for(scene.drain().all(save_s=60.0, left_s=5.0), 45)
+    await asyncio.wait_for(scene.drain().all(save_s=60.0, left_s=23.0), 60)
     assert procfs.read_process(silent.process.guard_pid) is None
     end = await engine.process.ended()
     assert not end.guard_lost, "the engine was still stopped in order"
@@ -253,7 +257,7 @@ def test_slurms_answer_to_the_requeue_comes_after_the_last_words(tmp_path: Path)
         env={**os.environ, "SLURM_JOB_ID": "7"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.stdout.splitlines() == ["asked", "stays away from n1"], done.stderr

@@ -22,7 +22,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus
 from hpcrl.submit.submission import submit_attempt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_reports_that_fail_cost_nothing(
         wait_for(lambda: observe(run).state is RunState.COMPLETED, 30, "the end of the run")
         assert not states(run)
     switch.unlink()
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.COMPLETED
     wait_for(lambda: states(run) == ["STARTING", "RUNNING", "STOPPING", "COMPLETED"], 30, "all events")
     wait_for(lambda: read_events(run, kind="reports.caught_up"), 30, "the word that it is over")
@@ -81,7 +81,7 @@ def test_a_signal_is_not_lost_with_the_record(root: Path) -> None:
     os.kill(supervisor, signal.SIGTERM)
     wait_for(lambda: states(run)[-1] == "CANCELLED", 30, "the end of the attempt")
     run.record_path.write_bytes(record)
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.CANCELLED
     assert view.cause is not None
     assert view.cause.message == "cancelled by SIGTERM to the supervisor"
@@ -104,7 +104,7 @@ def test_slurms_warning_is_not_lost_with_the_events(
     # the roles end although nothing can be said; then it can, and all is said
     wait_for(lambda: not any(procfs.read_process(pid) for pid in roles), 40, "the end of the roles")
     switch.unlink()
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.FAILED
     assert view.cause is not None
     assert view.cause.kind is CauseKind.TIME_LIMIT
@@ -130,5 +130,5 @@ def test_a_read_that_hangs_does_not_keep_the_supervisor(root: Path, file: str) -
         )
     finally:
         os.close(held)
-    view, _ = wait_ended(run)
+    view = wait_ended(run)
     assert view.state is RunState.CANCELLED

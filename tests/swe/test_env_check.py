@@ -13,8 +13,10 @@ from hpcrl.cli.main import main
 from hpcrl.config.recipe import Recipe
 from hpcrl.rollouts.environments import Outcome
 from hpcrl.rollouts.environments.task_check import check_tasks
+from hpcrl.rollouts.environments.task_check import main as check_by_request
 from hpcrl.sandboxes import SandboxStartError
 from hpcrl.sandboxes.bubblewrap import find_bubblewrap
+from hpcrl.sandboxes.limits_report import LimitsReport
 from hpcrl.swe.diffs import make_diff
 from hpcrl.swe.task import SweTask, write_tasks
 from hpcrl.swe.trees import write_tar
@@ -108,6 +110,32 @@ def test_the_command_says_it(
         main()
     assert ended.value.code == 0
     assert "sums: good\n  nothing: reward 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("environment", "tried"), [({"kind": "calculator"}, 0), ({"kind": "swe", "tasks": "nothing.jsonl"}, 1)]
+)
+def test_limits_are_tried_for_environments_with_sandboxes(
+    environment: dict[str, object], tried: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[LimitsReport] = []
+
+    async def report() -> LimitsReport:
+        asked.append(LimitsReport("no bubblewrap"))
+        return asked[-1]
+
+    monkeypatch.setattr("hpcrl.rollouts.environments.task_check.limits_report", report)
+    request = {"recipe": _recipe(environment).model_dump(mode="json"), "names": ["one"], "tasks": 1}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    check_by_request("tasks", str(tmp_path))
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert len(asked) == tried
+    assert answer["limits"] == ({"problem": "no bubblewrap", "checks": []} if tried else None)
+    assert answer["environments"]["one"]["made"] is not bool(tried)
+    # of an environment that was not asked for nothing is tried
+    (tmp_path / "request.json").write_text(json.dumps({**request, "names": []}))
+    check_by_request("tasks", str(tmp_path))
+    assert len(asked) == tried
 
 
 def test_tasks_are_listed_shown_and_checked(

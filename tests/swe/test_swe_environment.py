@@ -65,12 +65,18 @@ def config(task_set: Path, **more: Any) -> SweEnv:
 
 
 @pytest.fixture
-async def environment(task_set: Path) -> AsyncIterator[SweEnvironment]:
+def command_timeout_s() -> float:
+    """Return more seconds than a command of these tests takes on a busy machine."""
+    return 30.0
+
+
+@pytest.fixture
+async def environment(task_set: Path, command_timeout_s: float) -> AsyncIterator[SweEnvironment]:
     try:
         find_bubblewrap()
     except SandboxStartError as error:
         pytest.skip(str(error))
-    made = SweEnvironment(config(task_set, max_turns=4, command_timeout_s=2.0, max_output_characters=400))
+    made = SweEnvironment(config(task_set, max_turns=4, command_timeout_s=command_timeout_s, max_output_characters=400))
     yield made
     await made.aclose()
 
@@ -115,6 +121,7 @@ async def test_a_policy_that_mends_the_code_gets_one(environment: SweEnvironment
     assert "[exit code " in last
 
 
+@pytest.mark.parametrize("command_timeout_s", [4.0])
 async def test_tools_answer_what_cannot_be_done(environment: SweEnvironment) -> None:
     broken = ToolCall("bash", {}, "call-3", status="invalid_json", error="a quote is missing")
     policy = Scripted(
@@ -143,7 +150,7 @@ async def test_tools_answer_what_cannot_be_done(environment: SweEnvironment) -> 
     )
     outcome = await environment.rollout(environment.prompt("train", 0), policy)
     told = [message["content"] for message in policy.told if message["role"] == "tool"]
-    assert told[0].endswith("[killed after 2 s]")
+    assert told[0].endswith("[killed after 4 s]")
     assert "left out here" in told[1]
     assert len(told[1]) < 500
     assert told[2:5] == ["[no output]", "error: the argument 'command' is missing, or is not text", told[4]]
@@ -263,7 +270,7 @@ async def test_it_works_in_a_process_of_its_own(environment: SweEnvironment, tas
         assert len(left) > 1
     finally:
         await process.aclose()
-    _, alive = psutil.wait_procs(left, timeout=30)
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -135,7 +135,7 @@ def test_a_member_that_a_full_disk_refuses_is_started_later(lab: SweepLab, tmp_p
         assert "No space left on device" in lab.hpcrl("sweep", "status", "s").stdout
         switch.unlink()
         assert wait_ended(sweep).counts == {"COMPLETED": 2}
-        assert queue.wait(30.0) == 0
+        assert queue.wait(120.0) == 0
     finally:
         queue.kill()
         queue.wait()

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import psutil
@@ -178,7 +177,7 @@ if rank == 1:
     wait("ready-0")
     sys.exit(3)
 say("ready")
-time.sleep(0.4)
+time.sleep(0.2)
 say("last word")
 signal.pause()
 """
@@ -227,10 +226,8 @@ say("deaf")
 while True:
     time.sleep(60)
 """
-    started = time.monotonic()
     run = launch(program, "--grace-s", "0.3")
     assert run.wait() == 4
-    assert time.monotonic() - started < 10 * patience()
     assert "WARNING launcher hpcrl.trainer.launcher: SIGKILL to rank 1" in run.log
     assert find_dead_worker(run.log.encode()) is None
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -366,7 +365,7 @@ def start_ranks(run, context, ranks):
         "HPCRL_REPLICA": "0",
         "OMP_NUM_THREADS": "1",
     }
-    trainer = ["hpcrl.trainer.launcher", "--ranks", str(ranks)] if ranks > 1 else ["hpcrl.trainer"]
+    trainer = ["hpcrl.trainer.launcher", "--ranks", str(ranks), "--grace-s", "600"] if ranks > 1 else ["hpcrl.trainer"]
     (run.attempt_dir(context.attempt) / "logs" / "trainer").mkdir(exist_ok=True)
     return subprocess.Popen([sys.executable, "-m", *trainer], env=environment)
 
@@ -380,11 +379,9 @@ def test_ranks_train_and_obey_sigterm(tmp_path, model_dir, ranks):
         wait_for(lambda: sum(step == 4 for step, _, _ in dock.asked) >= ranks, 60, "request for batch 4 of each rank")
         # it is written beside the next step
         wait_for(lambda: CheckpointLedger(run.checkpoints_dir).steps() == [2], 60, "checkpoint of step 2")
-        started = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) != 0
-        # a launcher that waited for its ranks would take its 30 s
-        assert time.monotonic() - started < 10.0
+        # a launcher that waited for its ranks would take ten minutes
+        assert process.wait(timeout=120) != 0
     assert CheckpointLedger(run.checkpoints_dir).steps() == [2]
     with StubDock().serving() as dock:
         # to the end in processes that have imported torch; whole runs show that those of a plan exit with 0

@@ -258,7 +258,7 @@ def test_of_two_processes_that_write_only_the_newer_one_can(tmp_path: Path, mode
                     assert new.stdout is not None
                     new.stdout.readline()
                     old.send_signal(signal.SIGCONT)
-                    said, error = old.communicate(timeout=60)
+                    said, error = old.communicate(timeout=300)
                     before = len(HandoffStore(root).versions())
                     while len(HandoffStore(root).versions()) < before + 3:
                         assert new.stdout.readline(), "the newer one ended"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
+Number = TypeVar("Number", int, float)
 _MISSING = object()
 _PATH = re.compile(r"\$(?:\{[A-Z_]+\}|[A-Z_]+)/[\w./-]+")
 """A path below a variable of the environment, which hpcrl expands as well."""
@@ -95,6 +97,27 @@ class Settings:
         """Return the value of the first of these keys that the file has; one that is null counts as absent."""
         return next((value for key in keys if (value := self._values.get(key)) is not None), default)
 
+    def integer(self, *keys: str, default: int = 0) -> int:
+        """Return the first of these settings that is a whole number; without one the default.
+
+        The file is another program's: a value that cannot be read is lost, and counts as absent.
+        """
+        return self._converted(keys, _integer, default)
+
+    def number(self, *keys: str, default: float = 0.0) -> float:
+        """Return the first of these settings that is a finite number, as `integer` does."""
+        return self._converted(keys, _finite, default)
+
+    def _converted(self, keys: Sequence[str], convert: Callable[[Any], Number], default: Number) -> Number:
+        for key in keys:
+            if (value := self._values.get(key)) is None:
+                continue
+            try:
+                return convert(value)
+            except (TypeError, ValueError, OverflowError):
+                self.settle(Outcome.LOST, f"{value!r} cannot be read here", key)
+        return default
+
     def has(self, *keys: str) -> bool:
         """Return whether the file has one of these keys, with a value."""
         return self.get(*keys) is not None
@@ -127,7 +150,7 @@ class Settings:
             return
         try:
             converted = convert(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             converted, note = None, note or f"{value!r} cannot be read here"
         if converted is None:
             self.settle(Outcome.LOST, note or "hpcrl has no such value", key)
@@ -167,6 +190,20 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             found.append((key, value))
     return found
+
+
+def _integer(value: Any) -> int:
+    number = int(value)
+    if number != float(value):
+        raise ValueError(f"{value!r} is not whole")
+    return number
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not finite")
+    return number
 
 
 def whole(value: Any) -> int | None:

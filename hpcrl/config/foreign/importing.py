@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SELECT = re.compile(r"\$\{oc\.select:([\w.]+),\s*([^}]*)\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*([\w.]+),\s*([\w.]+)\}")
 _LONGEST_NAME = 40
+_MOST_VALUES = 100_000
 _DEPTH = 8
 """Maximum length of a chain of references."""
 
@@ -85,12 +87,16 @@ def import_recipe(path: Path, system: System | None = None, *, name: str | None 
     UsageError
         The file cannot be read as one of the systems.
     """
-    tree = _read(path)
+    try:
+        tree = _read(path)
+        resolved = _resolved(tree, path)
+    except RecursionError:
+        raise UsageError(f"{path} cannot be read: it is nested too deeply") from None
     chosen = system or _system_of(tree)
     if chosen is None:
         known = ", ".join(get_args(System))
         raise UsageError(f"the system of {path} cannot be recognised\n    hint: name it: --from with one of {known}")
-    settings = Settings(_resolved(tree), known_keys(chosen))
+    settings = Settings(resolved, known_keys(chosen))
     settings.put("name", name or _name_of(path))
     settings.put("model", {})
     settings.put("environments", [])
@@ -159,7 +165,8 @@ def _words(text: str) -> dict[str, Any]:
 def _plain(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # a name may look like YAML and be none: a date with a month 13 is a ValueError
         return text
 
 
@@ -175,8 +182,12 @@ def _system_of(tree: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree in which references of OmegaConf to other keys are their values; others stay as they are."""
+def _resolved(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a tree in which references of OmegaConf to other keys are their values; others stay as they are.
+
+    Dates and times of TOML become text. UsageError where the references stand for more values than any file has.
+    """
+    made = 0
 
     def at(key: str) -> Any:
         value: Any = tree
@@ -185,15 +196,21 @@ def _resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
         return value
 
     def whole_of(value: Any, depth: int = 0) -> Any:
+        nonlocal made
+        made += 1
+        if made > _MOST_VALUES:
+            raise UsageError(f"{path} cannot be read: its references stand for more than {_MOST_VALUES} values")
         if isinstance(value, Mapping):
             return {str(key): whole_of(each, depth) for key, each in value.items()}
-        if not isinstance(value, str) or depth > _DEPTH:
+        if not isinstance(value, str):
+            return _without_dates(value)
+        if depth > _DEPTH:
             return value
         if found := _REFERENCE.fullmatch(value):
             return whole_of(at(found[1]), depth + 1)
         if found := _SELECT.fullmatch(value):
             chosen = at(found[1])
-            return whole_of(chosen, depth + 1) if chosen is not None else yaml.safe_load(found[2])
+            return whole_of(chosen, depth + 1) if chosen is not None else _plain(found[2])
         if found := _PRODUCT.fullmatch(value):
             factors = [whole_of(at(found[number]), depth + 1) for number in (1, 2)]
             return factors[0] * factors[1] if all(isinstance(each, int | float) for each in factors) else value
@@ -201,6 +218,14 @@ def _resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     resolved: dict[str, Any] = whole_of(tree)
     return resolved
+
+
+def _without_dates(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_dates(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _without_dates(each) for key, each in value.items()}
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
 
 
 def _without_empty(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,12 +30,12 @@ def translate_nemo_rl(settings: Settings) -> None:
 
 
 def _loop(settings: Settings) -> None:
-    prompts, samples = (settings.get(f"grpo.num_{name}") for name in ("prompts_per_step", "generations_per_prompt"))
+    prompts, samples = (settings.integer(f"grpo.num_{name}") for name in ("prompts_per_step", "generations_per_prompt"))
     if prompts and samples:
-        rollouts = int(prompts) * int(samples)
-        batch = int(settings.get("policy.train_global_batch_size", default=rollouts))
+        rollouts = prompts * samples
+        batch = settings.integer("policy.train_global_batch_size", default=rollouts) or rollouts
         settings.put("rollouts.rollouts_per_step", min(batch, rollouts))
-        settings.put("rollouts.group_size", int(samples))
+        settings.put("rollouts.group_size", samples)
         settings.put("rollouts.max_in_flight", 2 * rollouts)
         note = f"{prompts} prompts x {samples} samples; an optimizer step has {min(batch, rollouts)} of them"
         keys = ("grpo.num_prompts_per_step", "policy.train_global_batch_size")
@@ -76,7 +76,7 @@ def _algorithm(settings: Settings) -> None:
     settings.settle(Outcome.CARRIED, "", "loss_fn.sequence_level_importance_ratios", target="algorithm.loss.kind")
     for side, key in _CLIPS.items():
         settings.carry(key, f"algorithm.loss.clip_{side}", positive)
-    if float(settings.get("loss_fn.reference_policy_kl_penalty", default=0)):
+    if settings.number("loss_fn.reference_policy_kl_penalty"):
         settings.carry("loss_fn.reference_policy_kl_penalty", "algorithm.kl.coefficient", float)
         settings.put("algorithm.kl.estimator", "k3")
     settings.settle(Outcome.NOT_NEEDED, "it is 0", "loss_fn.reference_policy_kl_penalty")
@@ -128,13 +128,13 @@ def _trainer(settings: Settings) -> None:
         settings.put("trainer.precision.fp8", {})
         note = "blocks of 128 x 128"
         settings.settle(Outcome.CHANGED, note, f"{part}.fp8_cfg.*", target="trainer.precision.fp8")
-    tokens = settings.get("policy.sequence_packing.train_mb_tokens")
+    tokens = settings.integer("policy.sequence_packing.train_mb_tokens")
     length, batch = (
-        settings.get("policy.max_total_sequence_length"),
-        settings.get("policy.train_micro_batch_size", default=1),
+        settings.integer("policy.max_total_sequence_length"),
+        settings.integer("policy.train_micro_batch_size", default=1),
     )
     if tokens or length:
-        settings.put("trainer.micro_batch_tokens", int(tokens) if isinstance(tokens, int) else int(length) * int(batch))
+        settings.put("trainer.micro_batch_tokens", tokens or length * batch)
         keys = ("policy.sequence_packing.train_mb_tokens", "policy.train_micro_batch_size")
         settings.settle(
             Outcome.CHANGED, "the budget of packed tokens of a rank", *keys, target="trainer.micro_batch_tokens"
@@ -157,13 +157,13 @@ def _engines(settings: Settings) -> None:
     settings.carry(f"{generation}.vllm_cfg.tensor_parallel_size", "engine.tp", whole)
     target = "engine.memory.gpu_memory_utilization"
     settings.carry(f"{generation}.vllm_cfg.gpu_memory_utilization", target, positive)
-    nodes, gpus = settings.get("cluster.num_nodes"), settings.get("cluster.gpus_per_node")
+    nodes, gpus = settings.integer("cluster.num_nodes"), settings.integer("cluster.gpus_per_node")
     apart = settings.get(f"{generation}.colocated.enabled") is False
-    serving = int(settings.get(f"{generation}.colocated.resources.num_nodes", default=0)) if apart else 0
+    serving = settings.integer(f"{generation}.colocated.resources.num_nodes") if apart else 0
     if nodes and gpus:
-        training = max(1, int(nodes) - serving)
+        training = max(1, nodes - serving)
         settings.put("trainer.nodes", training)
-        settings.put("trainer.ranks", training * int(gpus))
+        settings.put("trainer.ranks", training * gpus)
         if serving:
             settings.put("engine.replicas", serving)
         note = f"{training} nodes train" + (

@@ -153,8 +153,8 @@ def _trainer(settings: Settings) -> None:
 
 
 def _engines(settings: Settings) -> None:
-    gpus = settings.get("deployment.gpus_per_node", default=8)
-    if (nodes := settings.get("deployment.num_train_nodes")) is not None:
+    gpus = settings.integer("deployment.gpus_per_node", default=8)
+    if nodes := settings.integer("deployment.num_train_nodes"):
         settings.put("trainer.nodes", nodes)
         settings.put("trainer.ranks", nodes * gpus)
         note = f"with {gpus} ranks a node; the cluster profile says how many GPUs a node has"

@@ -97,13 +97,13 @@ def translate_slime(settings: Settings) -> None:
 
 
 def _loop(settings: Settings) -> None:
-    prompts, samples = settings.get("rollout-batch-size"), settings.get("n-samples-per-prompt", default=1)
+    prompts, samples = settings.integer("rollout-batch-size"), settings.integer("n-samples-per-prompt", default=1)
     settings.carry("n-samples-per-prompt", "rollouts.group_size", whole)
     updates = 1
     if prompts:
-        rollouts = int(prompts) * int(samples)
-        batch = int(settings.get("global-batch-size", default=rollouts))
-        updates = max(1, rollouts // batch)
+        rollouts = prompts * samples
+        batch = settings.integer("global-batch-size", default=rollouts) or rollouts
+        updates = max(1, rollouts // batch) if batch else 1
         settings.put("rollouts.rollouts_per_step", batch)
         settings.put("rollouts.max_in_flight", 2 * rollouts)
         note = f"{prompts} prompts x {samples} samples; an optimizer step has {batch} of them"
@@ -122,11 +122,10 @@ def _loop(settings: Settings) -> None:
         settings.carry(
             f"eval-{flag}", f"evaluation.sampling.{name}", float if name != "top_k" else lambda most: max(0, int(most))
         )
-    if not settings.has("rollout-max-context-len", "sglang-context-length") and settings.has(
-        "rollout-max-response-len"
-    ):
-        prompt = int(settings.get("rollout-max-prompt-len", default=_PROMPT))
-        settings.put("engine.max_model_len", int(settings.get("rollout-max-response-len")) + prompt)
+    answer = settings.integer("rollout-max-response-len")
+    if answer and not settings.has("rollout-max-context-len", "sglang-context-length"):
+        prompt = settings.integer("rollout-max-prompt-len", default=_PROMPT)
+        settings.put("engine.max_model_len", answer + prompt)
         settings.settle(Outcome.CARRIED, "", "rollout-max-prompt-len", target="engine.max_model_len")
     note = f"engine.max_model_len has {_PROMPT:,} tokens more, for the prompt, where the flags do not say it"
     settings.carry("rollout-max-response-len", "rollouts.sampling.max_new_tokens", whole, note=note)
@@ -157,18 +156,18 @@ def _algorithm(settings: Settings) -> None:
     note = "the ratio from the engine's log-probabilities is cut for each token: algorithm.loss.ratio_high"
     settings.settle(Outcome.CHANGED, note, "use-tis", "tis-*", target="algorithm.loss.kind")
     settings.carry("eps-clip", "algorithm.loss.clip_low", positive)
-    if settings.has("eps-clip"):
-        settings.put("algorithm.loss.clip_high", float(settings.get("eps-clip-high", "eps-clip")))
+    if high := settings.number("eps-clip-high", "eps-clip"):
+        settings.put("algorithm.loss.clip_high", high)
         settings.settle(Outcome.CARRIED, "", "eps-clip-high", target="algorithm.loss.clip_high")
-    coefficient = float(settings.get("kl-loss-coef", default=0))
+    coefficient = settings.number("kl-loss-coef")
     if settings.has("use-kl-loss") and coefficient:
         settings.put("algorithm.kl", {"coefficient": coefficient, "estimator": "k3"})
         settings.settle(Outcome.CARRIED, "", "use-kl-loss", "kl-loss-*", target="algorithm.kl")
-    elif float(settings.get("kl-coef", default=0)):
-        settings.put("algorithm.kl", {"coefficient": float(settings.get("kl-coef")), "applied_to": "reward"})
+    elif penalty := settings.number("kl-coef"):
+        settings.put("algorithm.kl", {"coefficient": penalty, "applied_to": "reward"})
         settings.settle(Outcome.CARRIED, "", "kl-coef", target="algorithm.kl")
     settings.settle(Outcome.NOT_NEEDED, "its weight is 0", "use-kl-loss", "kl-loss-*", "kl-coef")
-    if float(settings.get("entropy-coef", default=0)):
+    if settings.number("entropy-coef"):
         settings.settle(Outcome.LOST, "hpcrl's losses have no entropy bonus", "entropy-coef")
     settings.settle(Outcome.NOT_NEEDED, "it is 0", "entropy-coef")
     if settings.has("use-rollout-routing-replay"):
@@ -180,10 +179,10 @@ def _algorithm(settings: Settings) -> None:
 
 
 def _trainer(settings: Settings) -> None:
-    nodes, gpus = settings.get("actor-num-nodes"), settings.get("actor-num-gpus-per-node", default=8)
+    nodes, gpus = settings.integer("actor-num-nodes"), settings.integer("actor-num-gpus-per-node", default=8)
     if nodes:
-        settings.put("trainer.nodes", int(nodes))
-        settings.put("trainer.ranks", int(nodes) * int(gpus))
+        settings.put("trainer.nodes", nodes)
+        settings.put("trainer.ranks", nodes * gpus)
         target = "trainer.nodes"
         settings.settle(Outcome.CARRIED, "", "actor-num-nodes", "actor-num-gpus-per-node", target=target)
     note = "engines have nodes of their own here; or engine.placement"
@@ -244,13 +243,13 @@ def _trainer(settings: Settings) -> None:
 
 
 def _engines(settings: Settings) -> None:
-    per_engine, gpus = settings.get("rollout-num-gpus-per-engine"), settings.get("rollout-num-gpus")
+    per_engine, gpus = settings.integer("rollout-num-gpus-per-engine"), settings.integer("rollout-num-gpus")
     if per_engine:
-        settings.put("engine.tp", int(per_engine))
+        settings.put("engine.tp", per_engine)
         note = "tensor parallelism over the GPUs of an engine; wide expert parallelism is engine.tp 1 with engine.nodes"
         settings.settle(Outcome.CHANGED, note, "rollout-num-gpus-per-engine", target="engine.tp")
     if gpus and per_engine:
-        settings.put("engine.replicas", max(1, int(gpus) // int(per_engine)))
+        settings.put("engine.replicas", max(1, gpus // per_engine))
         settings.settle(Outcome.CHANGED, "by the GPUs of an engine", "rollout-num-gpus", target="engine.replicas")
     target, note = (
         "engine.memory.gpu_memory_utilization",

@@ -31,10 +31,10 @@ def translate_verl(settings: Settings) -> None:
 
 def _batches(settings: Settings) -> None:
     """Translate batches: a mini-batch of verl is an optimizer step, and so is a step of hpcrl."""
-    samples = int(settings.get(f"{ROLLOUT}.n", default=1))
+    samples = settings.integer(f"{ROLLOUT}.n", default=1)
     settings.carry(f"{ROLLOUT}.n", "rollouts.group_size", whole)
-    prompts = int(settings.get("data.train_batch_size", default=0))
-    mini = int(settings.get(f"{ACTOR}.ppo_mini_batch_size", default=prompts)) or prompts
+    prompts = settings.integer("data.train_batch_size")
+    mini = settings.integer(f"{ACTOR}.ppo_mini_batch_size", default=prompts) or prompts
     updates = max(1, prompts // mini) if mini else 1
     if mini:
         settings.put("rollouts.rollouts_per_step", mini * samples)
@@ -67,9 +67,9 @@ def _data(settings: Settings) -> None:
     for name in ("temperature", "top_p"):
         settings.carry(f"{ROLLOUT}.val_kwargs.{name}", f"evaluation.sampling.{name}", float)
     settings.carry("data.max_response_length", "rollouts.sampling.max_new_tokens", whole)
-    prompt, answer = settings.get("data.max_prompt_length"), settings.get("data.max_response_length")
+    prompt, answer = settings.integer("data.max_prompt_length"), settings.integer("data.max_response_length")
     if prompt and answer:
-        settings.put("engine.max_model_len", int(prompt) + int(answer))
+        settings.put("engine.max_model_len", prompt + answer)
         note = "prompt and response together"
         settings.settle(Outcome.CHANGED, note, "data.max_prompt_length", target="engine.max_model_len")
     settings.carry(f"{ROLLOUT}.max_model_len", "engine.max_model_len", whole)
@@ -118,20 +118,20 @@ def _algorithm(settings: Settings) -> None:
         for side in ("low", "high"):
             settings.carry(f"{ACTOR}.clip_ratio_{side}", f"algorithm.loss.clip_{side}", positive)
         both = f"{ACTOR}.clip_ratio"
-        if settings.has(both) and not settings.has(f"{both}_low", f"{both}_high"):
+        if not settings.has(f"{both}_low", f"{both}_high") and (width := settings.number(both)):
             for side in ("low", "high"):
-                settings.put(f"algorithm.loss.clip_{side}", float(settings.get(both)))
+                settings.put(f"algorithm.loss.clip_{side}", width)
         settings.settle(Outcome.CARRIED, "", both, target="algorithm.loss.clip_low")
     settings.settle(Outcome.LOST, "hpcrl's losses have no second clip of negative advantages", f"{ACTOR}.clip_ratio_c")
     _divergence(settings)
     note = "hpcrl divides by the tokens of the batch (docs/algorithms.md)"
     same = settings.get(f"{ACTOR}.loss_agg_mode") in (None, "token-mean")
     settings.settle(Outcome.NOT_NEEDED if same else Outcome.LOST, note, f"{ACTOR}.loss_agg_mode")
-    if float(settings.get(f"{ACTOR}.entropy_coeff", default=0)):
+    if settings.number(f"{ACTOR}.entropy_coeff"):
         settings.settle(Outcome.LOST, "hpcrl's losses have no entropy bonus", f"{ACTOR}.entropy_coeff")
     settings.settle(Outcome.NOT_NEEDED, "it is 0", f"{ACTOR}.entropy_coeff")
     settings.settle(Outcome.LOST, _NO_CRITIC, "critic.*", "algorithm.gamma", "algorithm.lam", "trainer.critic_warmup")
-    if int(settings.get(f"{ACTOR}.ppo_epochs", default=1)) > 1:
+    if settings.integer(f"{ACTOR}.ppo_epochs", default=1) > 1:
         settings.settle(Outcome.LOST, "hpcrl trains each rollout once", f"{ACTOR}.ppo_epochs")
     settings.settle(Outcome.NOT_NEEDED, "hpcrl trains each rollout once", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle")
 
@@ -181,7 +181,7 @@ def _memory(settings: Settings) -> None:
     settings.carry(f"{MODEL}.enable_activation_offload", "trainer.memory.activation_offload", bool)
     settings.carry(f"{ACTOR}.fsdp_config.param_offload", "trainer.memory.parameter_offload", bool)
     settings.carry(f"{ACTOR}.fsdp_config.optimizer_offload", "trainer.memory.optimizer_offload", bool)
-    if int(settings.get(f"{MODEL}.lora_rank", default=0)):
+    if settings.integer(f"{MODEL}.lora_rank"):
         settings.carry(f"{MODEL}.lora_rank", "trainer.lora.rank", whole)
         settings.carry(f"{MODEL}.lora_alpha", "trainer.lora.alpha", positive)
         note = "hpcrl names groups of matrices: attention, mlp, shared_experts, experts"
@@ -200,10 +200,10 @@ def _memory(settings: Settings) -> None:
 
 
 def _engines(settings: Settings) -> None:
-    nodes, gpus = (settings.get(f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    nodes, gpus = (settings.integer(f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
     if nodes and gpus:
-        settings.put("trainer.nodes", int(nodes))
-        settings.put("trainer.ranks", int(nodes) * int(gpus))
+        settings.put("trainer.nodes", nodes)
+        settings.put("trainer.ranks", nodes * gpus)
         note = "the same GPUs train and serve in verl; here engines have nodes of their own, or engine.placement"
         settings.settle(Outcome.CHANGED, note, "trainer.nnodes", "trainer.n_gpus_per_node", target="trainer.nodes")
     settings.carry(f"{ROLLOUT}.tensor_model_parallel_size", "engine.tp", whole)
@@ -223,7 +223,8 @@ def _engines(settings: Settings) -> None:
 
 def _rest(settings: Settings) -> None:
     loggers = settings.get("trainer.logger", default=[])
-    known = [name for name in ("wandb", "tensorboard", "mlflow", "trackio") if name in loggers]
+    named = loggers if isinstance(loggers, list | str) else []
+    known = [name for name in ("wandb", "tensorboard", "mlflow", "trackio") if name in named]
     if known:
         project = settings.get("trainer.project_name")
         parameters = {"parameters": {"project": project}} if project else {}

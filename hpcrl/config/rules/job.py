@@ -8,6 +8,7 @@ from hpcrl.config.node_demands import demands, engine_groups
 from hpcrl.config.recipe import EngineConfig, Recipe
 from hpcrl.config.rules.engine import PAYLOAD_RULE
 from hpcrl.config.rules.rule import Conflicts, Rule, on_slurm
+from hpcrl.config.rules.sandbox_rules import SANDBOX_RULES
 from hpcrl.config.rules.spare_rules import SPARE_RULES
 from hpcrl.config.rules.worker_rules import WORKER_RULES
 from hpcrl.config.sbatch_options import option_faults
@@ -235,4 +236,5 @@ JOB_RULES: tuple[Rule, ...] = (
     ),
     *SPARE_RULES,
     *WORKER_RULES,
+    *SANDBOX_RULES,
 )

@@ -90,11 +90,16 @@ def _replay_sees_all_routes(recipe: Recipe, _: ClusterProfile) -> Conflicts:
         yield from ((key, what) for key, value in vllm_flag(recipe, flag) if value)
 
 
-def _planned_utilization(recipe: Recipe, _: ClusterProfile) -> Conflicts:
-    planned = recipe.engine.memory.gpu_memory_utilization
+def _planned_memory(recipe: Recipe, _: ClusterProfile) -> Conflicts:
+    memory = recipe.engine.memory
+    share, dtype = memory.gpu_memory_utilization, memory.kv_cache_dtype
     for key, value in vllm_flag(recipe, "gpu-memory-utilization"):
-        if value != planned:
-            yield key, f"{value} is not engine.memory.gpu_memory_utilization ({planned:g}), which plans count with"
+        if value != share:
+            yield key, f"{value} is not engine.memory.gpu_memory_utilization ({share:g}), which plans count with"
+    for key, value in vllm_flag(recipe, "kv-cache-dtype"):
+        # vLLM has several kinds of FP8, of the same size
+        if value != dtype and not (dtype == "fp8" and str(value).startswith("fp8")):
+            yield key, f"{value} is not engine.memory.kv_cache_dtype ({dtype}), which plans count with"
 
 
 def _adapters_load(recipe: Recipe, _: ClusterProfile) -> Conflicts:
@@ -256,10 +261,10 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         _replay_sees_all_routes,
     ),
     Rule(
-        "planned-utilization",
-        "Engines use the share of a GPU that plans count.",
-        "give both the same value",
-        _planned_utilization,
+        "planned-engine-memory",
+        "Engines use the memory of a GPU that plans count.",
+        "leave the flag out: hpcrl gives vLLM the value of engine.memory",
+        _planned_memory,
     ),
     Rule(
         "checkpointing-applies",

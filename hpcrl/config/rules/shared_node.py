@@ -1,4 +1,4 @@
-"""Rules about engines that have GPUs of the trainer's node."""
+"""Rules about engines on the trainer's node, with GPUs of their own or on the trainer's GPUs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def _parts_fit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     if not engine.shares_node or not isinstance(cluster, SlurmCluster):
         return
     node = cluster.node_of("trainer")
+    if engine.shares_gpus and node.gpus:
+        return
     if node.gpus and engine.backend == "vllm" and engine.device == "auto":
         left = node.gpus - trainer.ranks
         if left < 1:
@@ -41,6 +43,23 @@ def _parts_fit(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     ranks = trainer.ranks + engine.replicas * engine_ranks_per_node(recipe, cluster, Role.ENGINE)
     if ranks > node.cpus:
         yield "trainer.ranks", f"{ranks} ranks of trainer and engines on a node of {node.cpus} CPUs"
+
+
+def _same_gpus(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
+    engine, ranks = recipe.engine, recipe.trainer.ranks
+    if not engine.shares_gpus or not isinstance(cluster, SlurmCluster):
+        return
+    gpus = cluster.node_of("trainer").gpus
+    if not gpus:
+        return
+    if engine.backend != "vllm":
+        yield "engine.backend", f"engines of the backend {engine.backend!r} compute on processors, and use no GPU"
+    if engine.device == "cpu":
+        yield "engine.device", "engines on processors use no GPU"
+    if ranks > gpus:
+        yield "trainer.ranks", f"{ranks} ranks on a node of {gpus} GPUs"
+    elif ranks % engine.replicas:
+        yield "engine.replicas", f"{engine.replicas} replicas cannot share the {ranks} GPUs of the trainer evenly"
 
 
 SHARED_NODE_RULES: tuple[Rule, ...] = (
@@ -56,5 +75,12 @@ SHARED_NODE_RULES: tuple[Rule, ...] = (
         "The parts of a shared node are whole GPUs, and there is a CPU for each rank.",
         "choose trainer.ranks below the GPUs of a node, and engine.replicas as a divisor of what is left",
         _parts_fit,
+    ),
+    Rule(
+        "shared-gpus",
+        "Engines on the trainer's GPUs are vLLM engines, each on as many of them.",
+        "set engine.placement: shared_node for engines on processors; otherwise engine.backend: vllm, engine.device: "
+        "auto, and engine.replicas as a divisor of trainer.ranks",
+        _same_gpus,
     ),
 )

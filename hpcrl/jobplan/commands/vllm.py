@@ -11,6 +11,7 @@ import json
 import math
 from typing import Any
 
+from hpcrl.config.engine import EngineConfig
 from hpcrl.config.engine_shape import engine_side, step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
@@ -94,10 +95,25 @@ def engine_flags(recipe: Recipe, role: Role, *, gpus: bool, rdma: bool, ranks_pe
         # sampling settings come from requests, not from the model directory
         "generation-config": "vllm",
         "enable-return-routed-experts": recipe.returns_routed_experts or None,
+        **(_gpu_memory(engine) if gpus else {}),
         "weight-transfer-config": {"backend": "hpcrl"},
         "worker-extension-cls": "hpcrl.inference.vllm.weights.StagingWorker",
         "kv-transfer-config": transfer_config(recipe, role, gpus=gpus, rdma=rdma, ranks_per_node=ranks_per_node),
     }
+
+
+def _gpu_memory(engine: EngineConfig) -> dict[str, Any]:
+    """Return the flags about the memory of a GPU, as plans count with it.
+
+    Where a trainer has the rest of the GPU, the KV cache has a fixed size: vLLM would take what it finds free while it
+    starts, and an engine may be restarted while the trainer runs.
+    """
+    flags: dict[str, Any] = {"gpu-memory-utilization": engine.memory.gpu_memory_utilization}
+    if engine.memory.kv_cache_dtype != "auto":
+        flags["kv-cache-dtype"] = engine.memory.kv_cache_dtype
+    if engine.shares_gpus:
+        flags["kv-cache-memory-bytes"] = int(engine.kv_cache_gib * (1 << 30))
+    return flags
 
 
 def own_flags(recipe: Recipe, role: Role) -> dict[str, Any]:

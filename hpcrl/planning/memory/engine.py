@@ -42,6 +42,8 @@ class EngineMemory:
         Limits of this kind of engine (`hpcrl.config.engine_shape.step_limits`): each side has its own.
     gpu_memory_utilization:
         Share of a GPU that the engine may use.
+    kv_cache_bytes:
+        Bytes of the KV cache of a GPU; None: what the engine's other needs leave of its share.
     prompts_only:
         Whether it is a prefill engine: without CUDA graphs.
     low_latency:
@@ -58,6 +60,7 @@ class EngineMemory:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
     prompts_only: bool = False
     low_latency: bool = False
 
@@ -118,6 +121,7 @@ def kv_capacity(facts: ModelFacts, memory: EngineMemory, gpu_bytes: int) -> KvCa
     Tokens are counted for such sequences too: where layers have a window, shorter sequences fit fewer tokens.
     """
     left = max(0, round(gpu_bytes * memory.gpu_memory_utilization) - engine_ledger(facts, memory).total)
+    left = left if memory.kv_cache_bytes is None else min(left, memory.kv_cache_bytes)
     state = facts.state_bytes_per_sequence(memory.kv_dtype) // memory.tp
     kv = kv_bytes_of_rank(facts, memory, memory.max_model_len)
     per_sequence = kv + state

@@ -13,6 +13,7 @@ from hpcrl.config.cluster import ClusterProfile, LocalCluster, SlurmCluster
 from hpcrl.config.engine_shape import engine_gpus, replica_nodes, step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineConfig, Recipe
+from hpcrl.config.sandbox_use import sandbox_node
 from hpcrl.jobplan.commands.vllm import LOW_LATENCY, all2all_backend
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import DTYPE_BYTES
@@ -20,6 +21,7 @@ from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.ledger import GIB, Ledger, Term
 from hpcrl.planning.memory.engine import EngineMemory, KvCapacity, engine_ledger, kv_bytes_of_rank, kv_capacity
 from hpcrl.planning.memory.host import engine_host, environment_terms, orchestrator_terms, pool_terms, trainer_host
+from hpcrl.planning.memory.sandbox_memory import SandboxMemory, open_sandboxes
 from hpcrl.planning.memory.settings import AUTO_CHUNK, AUTO_CHUNK_OF_ROLLOUTS, RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
 
@@ -40,7 +42,7 @@ class RoleMemory:
     capacity:
         Bytes that there are; None: the profile does not say, and nothing is compared.
     kv:
-        KV cache of an engine's GPU; it takes what the ledger leaves.
+        KV cache of an engine's GPU; it takes what the ledger leaves, unless the ledger has it.
     moments:
         All moments, where there are several.
     """
@@ -51,6 +53,11 @@ class RoleMemory:
     capacity: int | None
     kv: KvCapacity | None = None
     moments: tuple[Ledger, ...] = ()
+
+    @property
+    def kv_takes_rest(self) -> bool:
+        """Return whether free memory is KV cache."""
+        return self.kv is not None and all(term.name != "KV cache" for term in self.ledger)
 
     @property
     def needed(self) -> int:
@@ -80,9 +87,18 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """All places of a run."""
+    """All places of a run.
+
+    Attributes
+    ----------
+    places:
+        Memory of each role.
+    sandboxes:
+        Sandboxes of the fullest node, whose limits are in no place; None for a run without them.
+    """
 
     places: tuple[RoleMemory, ...]
+    sandboxes: SandboxMemory | None = None
 
     @property
     def ok(self) -> bool:
@@ -118,13 +134,27 @@ def memory_report(
         The profile lacks a number that this needs; it is named.
     """
     if isinstance(cluster, LocalCluster):
-        return MemoryReport((_local(recipe, cluster, facts, real),))
+        return _with_sandboxes(recipe, cluster, facts, (_local(recipe, cluster, facts, real),))
     if recipe.sft is not None:
         return MemoryReport(_trainer_places(recipe, cluster, facts, real))
     places = (*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts))
     if recipe.engine.shares_node:
         places = _one_host(places, recipe.engine.replicas)
-    return MemoryReport((*places, *_worker_places(recipe, cluster)))
+    return _with_sandboxes(recipe, cluster, facts, (*places, *_worker_places(recipe, cluster)))
+
+
+def _with_sandboxes(
+    recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts, places: tuple[RoleMemory, ...]
+) -> MemoryReport:
+    """Return the report of places, with the sandboxes that share one of them."""
+    node = sandbox_node(recipe, cluster)
+    if node.role is Role.ORCHESTRATOR:
+        own = Ledger.of("serving", orchestrator_terms(facts, recipe))
+        left = None if node.memory_gib is None else round(node.memory_gib * GIB * (1 - HOST_RESERVE)) - own.total
+    else:
+        # the engines of an evaluation may be of two roles, and no role has all nodes
+        left = next((place.headroom for place in places if (place.role, place.kind) == (node.role, "host")), None)
+    return MemoryReport(places, open_sandboxes(recipe, cluster, facts, left))
 
 
 def _worker_places(recipe: Recipe, cluster: SlurmCluster) -> list[RoleMemory]:
@@ -211,7 +241,10 @@ def _trainer_places(
         return (RoleMemory(Role.TRAINER, "host", Ledger.of(peak.name, (own, *host.terms)), available),)
     moments = trainer_moments(facts, memory)
     peak = max(moments, key=lambda ledger: ledger.total)
-    gpu = RoleMemory(Role.TRAINER, "gpu", peak, node.gpu_bytes, moments=moments)
+    mine = node.gpu_bytes
+    if recipe.engine.shares_gpus and recipe.sft is None:
+        mine -= round(node.gpu_bytes * recipe.engine.memory.gpu_memory_utilization)
+    gpu = RoleMemory(Role.TRAINER, "gpu", peak, mine, moments=moments)
     return gpu, RoleMemory(Role.TRAINER, "host", host, available)
 
 
@@ -232,6 +265,7 @@ def engine_memory(engine: EngineConfig, *, ranks: int, nodes: int, role: Role) -
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         gpu_memory_utilization=saving.gpu_memory_utilization,
+        kv_cache_bytes=round(engine.kv_cache_gib * GIB) if engine.shares_gpus else None,
         prompts_only=role is Role.PREFILL,
         low_latency=all2all_backend(role) == LOW_LATENCY,
     )
@@ -258,6 +292,12 @@ def _engine_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
             {"max_model_len": length, "KV of a token": token},
         )
         budget = round(node.gpu_bytes * memory.gpu_memory_utilization)
+        cache = memory.kv_cache_bytes
+        if cache is not None and cache < sequence.value:
+            # vLLM refuses a cache without room for one sequence, whatever else is free
+            budget = min(budget, ledger.total + cache)
+        elif cache is not None:
+            sequence = Term("KV cache", cache, "engine.kv_cache_gib")
         held = Ledger.of(ledger.name, (*ledger.terms, sequence))
         places.append(RoleMemory(role, "gpu", held, budget, kv_capacity(facts, memory, node.gpu_bytes)))
         places.append(engine_host_place(facts, recipe, node, role=role, memory=memory, ledger=ledger))

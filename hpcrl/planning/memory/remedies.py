@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrl.config.base import StrictModel
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
-from hpcrl.config.engine_shape import engine_side, step_limits
+from hpcrl.config.engine_shape import engine_gpus, engine_side, replica_nodes, step_limits
 from hpcrl.config.node_demands import demands
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
@@ -161,6 +161,11 @@ def _trainer_gpu(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> 
         yield (("trainer.memory.activation_offload", True),), "traffic over PCIe"
     if not memory.optimizer_offload:
         yield (("trainer.memory.optimizer_offload", True),), "a slower optimizer step, host memory"
+    if not memory.parameter_offload:
+        once = (("trainer.memory.optimizer_offload", False),) if memory.optimizer_offload else ()
+        yield (*once, ("trainer.memory.parameter_offload", True)), "weights come over PCIe in each pass, host memory"
+    if recipe.engine.shares_gpus:
+        yield from _smaller_share(recipe)
     for degree in (2, 4, 8, 16):
         cp = parallel.cp * degree
         if trainer.ranks % cp == 0 and cp <= 32:
@@ -169,6 +174,14 @@ def _trainer_gpu(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) -> 
         if ep > parallel.ep and trainer.ranks % ep == 0 and facts.num_experts and facts.num_experts % ep == 0:
             yield (("trainer.parallelism.ep", ep),), "tokens travel to their experts"
     yield from _more_trainer_nodes(recipe, cluster)
+
+
+def _smaller_share(recipe: Recipe) -> Iterator[tuple[Changes, str]]:
+    """Yield smaller shares of the GPUs for engines, the largest first."""
+    now = recipe.engine.memory.gpu_memory_utilization
+    for part in (0.6, 0.5, 0.4, 0.3, 0.2):
+        if part < now:
+            yield (("engine.memory.gpu_memory_utilization", part),), "the engine may use less of the GPU"
 
 
 def _more_trainer_nodes(recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[Changes, str]]:
@@ -223,14 +236,17 @@ def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator
     if role is Role.DECODE and tokens > sequences:
         # DeepEP's low-latency buffers are as large as the largest step, and a decode engine takes a token a sequence
         yield (("engine.decode.max_num_batched_tokens", sequences),), "prompts it has to compute again take more steps"
-    if memory.gpu_memory_utilization < 0.9:
+    if engine.shares_gpus:
+        yield from _other_cache(recipe)
+    elif memory.gpu_memory_utilization < 0.9:
         yield (("engine.memory.gpu_memory_utilization", 0.9),), "less room for what vLLM does not count"
     if memory.kv_cache_dtype != "fp8":
         yield (("engine.memory.kv_cache_dtype", "fp8"),), "a little accuracy"
     if memory.weights != "fp8":
         yield (("engine.memory.weights", "fp8"),), "a little accuracy; the trainer should compute in FP8 too"
+    ranks = replica_nodes(recipe)[role] * engine_gpus(recipe, cluster, role)
     for tp in (2, 4, 8):
-        if tp > engine.tp:
+        if tp > engine.tp and ranks % tp == 0:
             yield (("engine.tp", tp),), "communication in every layer, fewer data-parallel ranks"
     side = engine_side(engine, role)
     key = "engine" if side is None else f"engine.{role.value}"
@@ -242,6 +258,16 @@ def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator
                 yield ((f"{key}.nodes", more),), f"{_more_nodes(more - nodes)} a replica"
     if engine.max_model_len > 2048:
         yield (("engine.max_model_len", engine.max_model_len // 2),), "shorter rollouts"
+
+
+def _other_cache(recipe: Recipe) -> Iterator[tuple[Changes, str]]:
+    """Yield other sizes of the KV cache and of the engine's share, on GPUs that are the trainer's too."""
+    now, share = recipe.engine.kv_cache_gib, recipe.engine.memory.gpu_memory_utilization
+    for factor in (0.5, 0.25, 2, 4, 8, 16):
+        yield (("engine.kv_cache_gib", now * factor),), "fewer sequences at once" if factor < 1 else "more memory"
+    for part in (0.2, 0.3, 0.4, 0.5, 0.6):
+        if part > share:
+            yield (("engine.memory.gpu_memory_utilization", part),), "the trainer may use less of the GPU"
 
 
 def _engine_host(recipe: Recipe) -> Iterator[tuple[Changes, str]]:

@@ -136,6 +136,11 @@ def run_search(
     base = planned_layout(recipe, cluster, facts)
     mean_tokens = resolve_workload(recipe, calibration).mean("tokens")
     fits = memory_fits(recipe, cluster, facts, base, mean_tokens=mean_tokens)
+    if base.shared_gpus:
+        raise UsageError(
+            "trainer and engines have the same GPUs (engine.placement: shared_gpus): there is nothing to split\n"
+            "    hint: --set engine.placement=shared_node splits the GPUs of one node"
+        )
     if base.shared_node:
         found = _of_one_node(Problem(recipe, facts, base, site, fits), cluster, nodes, progress)
     else:
@@ -183,7 +188,9 @@ _WORTH = 0.98
 def better_split(outlook: Outlook, calibration: Calibration) -> Candidate | None:
     """Return a split of the same nodes with a shorter step than the plan's own; None where none was found."""
     layout, loop = outlook.layout, outlook.loop
-    if layout is None or loop is None or not (layout.shared_node or 2 <= layout.nodes <= _LOOKED_AT):
+    if layout is None or loop is None or layout.shared_gpus:
+        return None
+    if not (layout.shared_node or 2 <= layout.nodes <= _LOOKED_AT):
         return None
     if calibration.measured_for(outlook.recipe.name, outlook.cluster.name) is not None:
         return None

@@ -176,7 +176,8 @@ def forecast(
     serving = ServingFleet(
         facts, workload, layout.decode, site.decode, layout.prefill, site.prefill if layout.prefill else None, slots
     )
-    loop, loop_missing = _loop(recipe, tables, serving, max_rollouts_in_flight(recipe, facts))
+    places = max_rollouts_in_flight(recipe, facts)
+    loop, loop_missing = _loop(recipe, tables, serving, places, same_gpus=layout.shared_gpus)
     batch_size = float(layout.decode.max_num_seqs) if loop is None else loop.served.batch
     tables["decode"] = decode_step(
         facts, layout.decode, site.decode, batch=batch_size, context=workload.mean("context")
@@ -229,13 +230,26 @@ def trainer_seconds(recipe: Recipe, tables: Mapping[str, TimeTable]) -> float | 
 
 
 def _loop(
-    recipe: Recipe, tables: Mapping[str, TimeTable], serving: ServingFleet, places: tuple[int, str]
+    recipe: Recipe,
+    tables: Mapping[str, TimeTable],
+    serving: ServingFleet,
+    places: tuple[int, str],
+    *,
+    same_gpus: bool,
 ) -> tuple[LoopEstimate | None, tuple[str, ...]]:
     trainer_s, handoff_s = trainer_seconds(recipe, tables), tables["handoff"].seconds
     if trainer_s is None or handoff_s is None:
         return None, ()
     load_s = tables["handoff"]["handoff.load"].value or 0.0
-    inputs = LoopInputs.of(recipe, serving, trainer_s=trainer_s, handoff_s=handoff_s, load_s=load_s, places=places)
+    inputs = LoopInputs.of(
+        recipe,
+        serving,
+        trainer_s=trainer_s,
+        handoff_s=handoff_s,
+        load_s=load_s,
+        places=places,
+        same_gpus=same_gpus,
+    )
     try:
         return steady_state(inputs), ()
     except ConfigError as error:
@@ -329,6 +343,8 @@ def _warnings(recipe: Recipe, loop: LoopEstimate | None, workload: Workload) -> 
                 f"{loop.dropped:.0%} of the rollouts outlive max_off_policy_steps "
                 f"({recipe.rollouts.max_off_policy_steps}) and are thrown away: raise it, or shorten rollouts"
             )
+        if recipe.engine.shares_gpus:
+            return tuple(found)  # each side waits for the other, as it must
         if loop.engines_wait > 0.3:
             found.append(f"engines wait {loop.engines_wait:.0%} of a step for the trainer: fewer engines are enough")
         if loop.trainer_waits > 0.3:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.engine_shape import engine_ranks_per_node, step_limits
+from hpcrl.config.engine_shape import engine_gpus, engine_ranks_per_node, step_limits
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import EngineGroupConfig, Recipe
 from hpcrl.models.facts import ModelFacts
@@ -28,7 +28,9 @@ class PlannedLayout:
     router_replay:
         Rollouts carry the engines' choices of experts.
     shared_node:
-        Trainer and engines share the GPUs of one node.
+        Trainer and engines share one node.
+    shared_gpus:
+        They have the same GPUs of it.
     """
 
     trainer: TrainerShape
@@ -39,6 +41,7 @@ class PlannedLayout:
     delta_chain: int = 0
     router_replay: bool = False
     shared_node: bool = False
+    shared_gpus: bool = False
 
     @property
     def nodes(self) -> int:
@@ -61,6 +64,8 @@ class PlannedLayout:
     @property
     def gpus(self) -> int:
         """Return the number of GPUs of all roles."""
+        if self.shared_gpus:
+            return self.trainer.ranks
         prefill = 0 if self.prefill is None else self.prefill.all_ranks
         return self.trainer.ranks + self.decode.all_ranks + prefill
 
@@ -84,6 +89,8 @@ def planned_layout(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> 
         delta_chain=recipe.handoff.delta_chain,
         router_replay=recipe.returns_routed_experts,
         shared_node=engine.shares_node,
+        # engines on processors leave GPUs to the trainer
+        shared_gpus=engine.shares_gpus and engine_gpus(recipe, cluster, Role.ENGINE) > 0,
     )
 
 

@@ -54,7 +54,9 @@ class LoopInputs:
     pause_s:
         Seconds that an engine is paused for an update.
     serve:
-        Returns the service of engines for a number of rollouts in flight.
+        Returns the service of engines for a number of rollouts in flight, on GPUs of their own.
+    same_gpus:
+        Engines have the trainer's GPUs: while one side computes the other waits.
     """
 
     rollouts_per_step: int
@@ -67,6 +69,7 @@ class LoopInputs:
     serve: Callable[[float], ServedRate]
     ready_batches: int = 1
     places_by: str = "max_in_flight"
+    same_gpus: bool = False
 
     @classmethod
     def of(
@@ -78,6 +81,7 @@ class LoopInputs:
         handoff_s: float,
         load_s: float,
         places: tuple[int, str] | None = None,
+        same_gpus: bool = False,
     ) -> LoopInputs:
         """Read the loop of a recipe.
 
@@ -88,6 +92,8 @@ class LoopInputs:
         places:
             Rollouts that may be in flight and the setting that says so, where ``max_in_flight`` is not all that does
             (`hpcrl.planning.routes`).
+        same_gpus:
+            ``serve`` is of GPUs that the trainer does not use meanwhile, and it does.
         """
         rollouts = recipe.rollouts
         return cls(
@@ -101,6 +107,7 @@ class LoopInputs:
             pause_s=load_s if recipe.engine.pause == "keep" else 0.0,
             serve=serve,
             places_by="max_in_flight" if places is None else places[1],
+            same_gpus=same_gpus,
         )
 
 
@@ -165,6 +172,9 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
     With ``X`` rollouts a second, ``X E[D]`` are in flight (Little). They are at most ``max_in_flight``; and a group
     holds its place under the staleness bound until its last member ends, so ``X E[max of g] / g`` groups run, at most
     ``(η + 1) B`` less those that wait to be consumed (half a batch on average) and less what engines serve late.
+
+    On the same GPUs the work of both sides takes turns: a step takes the sum of what each needs alone, and rollouts
+    take longer in that ratio.
     """
     if inputs.max_off_policy_steps == 0:
         return _synchronous(inputs)
@@ -178,12 +188,14 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
         longest = served.durations.largest_of(g)
         rate = served.rate * alive * (1.0 - dropped)
         rollout_s = r / rate
-        new_step = max(rollout_s, inputs.trainer_s)
+        new_step = rollout_s + inputs.trainer_s if inputs.same_gpus else max(rollout_s, inputs.trainer_s)
         late = min(inputs.handoff_s / new_step, inputs.max_off_policy_steps)
         room = (inputs.max_off_policy_steps + 0.5 - late) * r * served.durations.mean / longest
         bounded = max(float(g), min(most, room))
         limit = "max_off_policy_steps" if room < most else inputs.places_by
-        dropped = 0.5 * (dropped + min(0.5, _too_old(served.durations, g, inputs.max_off_policy_steps, new_step)))
+        # in seconds of engines that compute all the time
+        served_s = rollout_s if inputs.same_gpus else new_step
+        dropped = 0.5 * (dropped + min(0.5, _too_old(served.durations, g, inputs.max_off_policy_steps, served_s)))
         # half steps: durations depend on the number in flight, and vice versa
         moved = 0.5 * (in_flight + bounded)
         settled = abs(moved - in_flight) < 1e-3 * in_flight and abs(new_step - step_s) < 1e-3 * new_step
@@ -191,9 +203,12 @@ def steady_state(inputs: LoopInputs) -> LoopEstimate:
         if settled:
             break
         served = inputs.serve(in_flight)
-    groups = r / g
-    deviation = rollout_s / math.sqrt(groups * (1 + inputs.max_off_policy_steps))
-    step_s = expected_later(inputs.trainer_s, rollout_s, deviation)
+    if inputs.same_gpus:
+        step_s = rollout_s + inputs.trainer_s
+        alive *= rollout_s / step_s
+    else:
+        deviation = rollout_s / math.sqrt(r / g * (1 + inputs.max_off_policy_steps))
+        step_s = expected_later(inputs.trainer_s, rollout_s, deviation)
     # engines work no faster than rollouts are consumed: other places are held by groups that have ended and wait
     consumed = r / step_s / alive / (1.0 - dropped)
     if served.rate > consumed * 1.001:

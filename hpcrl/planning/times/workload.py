@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -175,6 +175,10 @@ class Workload:
         (tokens in sight of a sampled one).
         """
         return self._means[what]
+
+    def waits_of(self, names: Collection[str]) -> float:
+        """Return the mean seconds of tools and rewards of a rollout, of those of some environments; 0 for others."""
+        return sum(load.weight * _mean(load, "waits") for load in self.environments if load.name in names)
 
     @cached_property
     def _means(self) -> dict[str, float]:

@@ -10,6 +10,8 @@ import msgspec
 from hpcrl.rollouts.environments.base import Message, Tool
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_LEVELS = 100
+"""Maximum nesting of a message, a tool or the arguments of a call. Code that copies or renders them is recursive."""
 
 
 def plain_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
@@ -45,7 +47,20 @@ def _plain(given: Any, what: str, problem_of: Any) -> dict[str, Any]:
         msgspec.msgpack.encode(found)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{what} is not plain data: {error}") from None
+    if is_nested_deeper(found, MAX_LEVELS):
+        raise ValueError(f"{what} is nested deeper than {MAX_LEVELS} levels")
     return found
+
+
+def is_nested_deeper(value: Any, levels: int) -> bool:
+    """Return whether plain data has more than ``levels`` objects and lists within each other."""
+    level: list[Any] = [value]
+    for _ in range(levels + 1):
+        level = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        if not level:
+            return False
+        level = [item for each in level for item in (each.values() if isinstance(each, Mapping) else each)]
+    return True
 
 
 def _message_problem(message: Mapping[str, Any]) -> str:

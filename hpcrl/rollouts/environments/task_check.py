@@ -1,8 +1,9 @@
 """Plays policies whose rewards are known on tasks of an environment, and says what is wrong.
 
-``python -m hpcrl.rollouts.environments.task_check tasks < request.json`` prints one JSON document, as `trial` does. The
-policies are: one that says nothing, which must not be rewarded; one that gives the right answer, where the environment
-knows it, which must earn at least 1, twice, because tests may be flaky; and those that tamper with the judge, where the
+``python -m hpcrl.rollouts.environments.task_check tasks < request.json`` prints one JSON document, as `trial` does;
+with a directory as a further argument it reads ``request.json`` there, and writes ``answer.json``. The policies are:
+one that says nothing, which must not be rewarded; one that gives the right answer, where the environment knows it,
+which must earn at least 1, twice, because tests may be flaky; and those that tamper with the judge, where the
 environment has such ones, which must earn nothing. The environment runs in this process.
 """
 
@@ -12,10 +13,12 @@ import asyncio
 import random
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from hpcrl.config.environment_sandboxes import needs_bubblewrap
 from hpcrl.config.environments import HostedEnv
 from hpcrl.config.recipe import EnvironmentConfig, Recipe
 from hpcrl.errors import ConfigError, HpcrlError
@@ -25,6 +28,8 @@ from hpcrl.rollouts.environments.child import NotBuiltError, load
 from hpcrl.rollouts.environments.outcomes import checked_outcome
 from hpcrl.rollouts.environments.registry import build_environments
 from hpcrl.rollouts.environments.trial import NullPolicy
+from hpcrl.sandboxes.limits_report import limits_report
+from hpcrl.storage.files import atomic_write
 
 _AT_ONCE = 4
 """Rollouts that are played at once."""
@@ -153,14 +158,29 @@ def _policies(environment: Environment, prompt: Prompt) -> list[tuple[str, NullP
     return found + again
 
 
-def main(what: str) -> None:
-    """Read a request from the standard input and print the answer."""
+def answer_request(request: bytes) -> bytes:
+    """Return the answer to a request, both as JSON.
+
+    ``environments`` are those of `check_tasks`. ``limits`` is the report on the limits of sandboxes on this node
+    (`hpcrl.sandboxes.limits_report.LimitsReport`), or null where none of the environments has sandboxes by bubblewrap.
+    """
+    asked = msgspec.json.decode(request)
+    recipe = Recipe.model_validate_json(msgspec.json.encode(asked["recipe"]))
+    found = check_tasks(recipe, asked["names"], asked["tasks"])
+    sandboxed = any(needs_bubblewrap(each) for each in recipe.environments if each.name in asked["names"])
+    limits = run_process(limits_report()) if sandboxed else None
+    return msgspec.json.encode({"environments": found, "limits": limits}) + b"\n"
+
+
+def main(what: str, directory: str | None = None) -> None:
+    """Answer a request: from the standard input to the standard output, or in a directory."""
     assert what == "tasks"
-    request = msgspec.json.decode(sys.stdin.buffer.read())
-    recipe = Recipe.model_validate_json(msgspec.json.encode(request["recipe"]))
-    answer = check_tasks(recipe, request["names"], request["tasks"])
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    if directory is None:
+        sys.stdout.buffer.write(answer_request(sys.stdin.buffer.read()))
+    else:
+        place = Path(directory)
+        atomic_write(place / "answer.json", answer_request((place / "request.json").read_bytes()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

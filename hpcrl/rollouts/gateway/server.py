@@ -30,6 +30,7 @@ from hpcrl.network.auth import Gate, Report
 from hpcrl.network.credentials import Refusal
 from hpcrl.network.http_server import listen, make_runner, stop_serving
 from hpcrl.network.interfaces import http_url
+from hpcrl.reporting.log_limits import limit_logger
 from hpcrl.rollouts.core.counters import Counters
 from hpcrl.rollouts.environments.base import PolicyEndpoint
 from hpcrl.rollouts.gateway.answers import ChatAnswer, models_body
@@ -155,6 +156,8 @@ class Gateway:
                     web.post(f"{_PATH}/v1/inference/v1/generate", self._generate),
                 ]
             )
+            # programs may repeat a request that fails as often as they like
+            limit_logger(__name__)
             # who hangs up ends what it has asked for
             runner = make_runner(app, handler_cancellation=True, shutdown_timeout=0.2)
             await runner.setup()

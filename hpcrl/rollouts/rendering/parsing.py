@@ -11,6 +11,7 @@ import msgspec
 
 from hpcrl.models.tokenizer import ChatTokenizer
 from hpcrl.rollouts.environments.base import CallStatus, Tool, ToolCall
+from hpcrl.rollouts.environments.messages import MAX_LEVELS, is_nested_deeper
 from hpcrl.rollouts.rendering.formats import ParseTurn
 
 _MAX_RAW = 4096
@@ -103,6 +104,8 @@ def _unusable(arguments: Mapping[str, Any]) -> str:
         msgspec.msgpack.encode(arguments)
     except (OverflowError, RecursionError, TypeError, ValueError, UnicodeEncodeError) as error:
         return _words(error)
+    if is_nested_deeper(arguments, MAX_LEVELS):
+        return f"they are nested deeper than {MAX_LEVELS} levels"
     return "" if _is_finite(arguments) else "a number is NaN or infinite"
 
 

@@ -17,6 +17,7 @@ from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.sharing.secret_scan import SecretScan
 from hpcrl.runs.views.diagnosis import diagnose, diagnosis_document
+from hpcrl.storage import lost_replies
 
 BUNDLE_SCHEMA = "hpcrl.bundle/1"
 _FIRST = ("recipe.yaml", "cluster.yaml", "plan.json", "run.json", "status.json", "restart.json", "job.sbatch")
@@ -120,7 +121,7 @@ def write_run_bundle(
                 "redacted": redacted,
             }
             _add(tar, f"{run.name}/MANIFEST.json", json.dumps(manifest, indent=2).encode())
-        os.link(temporary, output)  # replaces nothing
+        lost_replies.link(temporary, output)  # replaces nothing
     finally:
         temporary.unlink(missing_ok=True)
     return Bundled(output, len(written) + 1, output.stat().st_size, left_out, redacted)

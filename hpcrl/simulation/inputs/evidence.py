@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapreplace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.recipe import CalculatorEnv, Recipe
@@ -152,23 +153,36 @@ def read_evidence(run: RunDir, *, newest: int | None = None) -> Evidence:
 
 
 def _rollouts(consumed: ConsumedRollouts, step: int) -> Iterator[Recorded]:
-    for line in consumed.of(step):
-        value = json.loads(line)
-        turns = value.get("turns")
-        if not turns or not value.get("ended_s"):
-            continue
-        now = value["ended_s"] - value["seconds"]
-        recorded = Recorded(value["environment"], 0.0)
-        lengths: dict[int, int] = {}  # of the sequences so far
-        last = 0
-        for said, sampled, wait_s, reply_s, *branch in turns:
-            sequence, shared = branch[:2] or (0, 0)
-            at, context = Interval(now + wait_s, now + wait_s + reply_s), lengths.get(sequence, shared)
-            kept = -1 if sequence == last else context
-            recorded.requests.append(RecordedRequest(at, said, sampled, wait_s, kept))
-            now, last, lengths[sequence] = at.end_s, sequence, context + said + sampled
-        recorded.judge_s = max(0.0, value["ended_s"] - now)
-        yield recorded
+    try:
+        lines = consumed.of(step)
+    except OSError:
+        return
+    for line in lines:
+        try:
+            recorded = _recorded(json.loads(line))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue  # the torn last line of a writer that was killed, or a number that is missing
+        if recorded is not None:
+            yield recorded
+
+
+def _recorded(value: dict[str, Any]) -> Recorded | None:
+    """Return a rollout by its line; None where that does not say when its requests were."""
+    turns = value.get("turns")
+    if not turns or not value.get("ended_s"):
+        return None
+    now = value["ended_s"] - value["seconds"]
+    recorded = Recorded(value["environment"], 0.0)
+    lengths: dict[int, int] = {}  # of the sequences so far
+    last = 0
+    for said, sampled, wait_s, reply_s, *branch in turns:
+        sequence, shared = branch[:2] or (0, 0)
+        at, context = Interval(now + wait_s, now + wait_s + reply_s), lengths.get(sequence, shared)
+        kept = -1 if sequence == last else context
+        recorded.requests.append(RecordedRequest(at, said, sampled, wait_s, kept))
+        now, last, lengths[sequence] = at.end_s, sequence, context + said + sampled
+    recorded.judge_s = max(0.0, value["ended_s"] - now)
+    return recorded if math.isfinite(now) and math.isfinite(recorded.judge_s) else None
 
 
 def _batch_wait(step: StepRecord, rollouts: Sequence[Recorded]) -> float:

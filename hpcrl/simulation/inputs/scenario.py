@@ -199,6 +199,11 @@ def _env_words(nodes: int) -> str:
 
 def _scaled(recipe: Recipe, cluster: ClusterProfile, nodes: int | None, flying: int) -> SimulatedSize:
     engine, rollouts, shared = recipe.engine, recipe.rollouts, recipe.engine.shares_node
+    if engine.shares_gpus:
+        raise UsageError(
+            "engine.placement: shared_gpus: the simulator computes trainer and engines on devices of their own\n"
+            "    hint: --set engine.placement=shared_node simulates one node whose GPUs they divide"
+        )
     if shared and nodes is not None:
         raise UsageError(
             f"--nodes {nodes}: trainer and engines share one node (engine.placement), which has one size\n"

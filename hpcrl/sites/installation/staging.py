@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hpcrl.errors import UsageError
 from hpcrl.processes.procfs import hostname
+from hpcrl.storage import lost_replies
 
 _PREFIX = ".installing-"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -107,7 +108,7 @@ def give_final_name(stage: Stage, target: Path) -> None:
     if target.exists():  # a rename can replace an empty directory
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     os.sync()  # otherwise a power failure could leave the name without some of the files
-    os.rename(stage.environment, target)
+    lost_replies.rename(stage.environment, target)
 
 
 @contextmanager

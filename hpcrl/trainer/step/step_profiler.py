@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -29,6 +28,7 @@ from hpcrl.runs.profile_request import (
     request_path,
 )
 from hpcrl.runs.role import RoleContext
+from hpcrl.storage import lost_replies
 from hpcrl.storage.disk_space import find_shortage
 
 _log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class _Recording:
             temporary = self.directory / f".{TRACE}"
             with open(raw, "rb") as source, gzip.open(temporary, "wb", compresslevel=1) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-            os.replace(temporary, self.directory / TRACE)
+            lost_replies.replace(temporary, self.directory / TRACE)
         finally:
             raw.unlink(missing_ok=True)
         return [TRACE]
@@ -274,7 +274,7 @@ class _Recording:
             dump(str(path))
             if self._too_large(path, "the snapshot of memory"):
                 return []
-            os.replace(path, self.directory / SNAPSHOT)
+            lost_replies.replace(path, self.directory / SNAPSHOT)
         finally:
             path.unlink(missing_ok=True)
         return [SNAPSHOT]

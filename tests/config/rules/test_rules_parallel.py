@@ -45,8 +45,8 @@ BROKEN = {
     "quantised-once": (("handoff.kind=fp8",), "engine.vllm_args.quantization"),
     "fp8-is-one": (("trainer.precision.fp8.keep=['*.o_proj']",), "trainer.precision.fp8"),
     "fp8-multiplies": (("trainer.dtype=float32",), "trainer.precision.fp8.backend"),
-    "planned-utilization": (
-        ("engine.memory.gpu_memory_utilization=0.8",),
+    "planned-engine-memory": (
+        ("engine.vllm_args.gpu-memory-utilization=0.8",),
         "engine.vllm_args.gpu-memory-utilization",
     ),
     "checkpointing-applies": (

@@ -23,6 +23,11 @@ BROKEN = [
     ("shared-node-parts", ("trainer.ranks=8",), "trainer.ranks"),
     ("shared-node-parts", ("engine.replicas=3",), "engine.replicas"),
     ("shared-node-parts", ("engine.backend=embedded", "engine.replicas=200"), "trainer.ranks"),
+    ("shared-node", ("engine.placement=shared_gpus", "trainer.nodes=2"), "trainer.nodes"),
+    ("shared-gpus", ("engine.placement=shared_gpus", "engine.backend=embedded"), "engine.backend"),
+    ("shared-gpus", ("engine.placement=shared_gpus", "engine.device=cpu"), "engine.device"),
+    ("shared-gpus", ("engine.placement=shared_gpus", "trainer.ranks=16"), "trainer.ranks"),
+    ("shared-gpus", ("engine.placement=shared_gpus", "engine.replicas=3"), "engine.replicas"),
     # four GPUs of an engine are what its degrees divide, not the eight of its node
     ("replica-size", ("engine.tp=8",), "engine.tp"),
 ]
@@ -40,6 +45,8 @@ def findings(*settings: str, recipe: str = RECIPE) -> list[tuple[str, str]]:
 def test_the_recipe_is_right_and_rules_are_silent_about_others() -> None:
     assert findings() == []
     assert findings("engine.replicas=2", "engine.tp=2") == []
+    # eight ranks leave no GPU to others, and share all of them
+    assert findings("engine.placement=shared_gpus", "trainer.ranks=8", "engine.replicas=4", "engine.tp=2") == []
     assert findings("trainer.ranks=16", recipe="qwen3_30b_a3b") == []
 
 

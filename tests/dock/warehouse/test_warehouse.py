@@ -215,7 +215,7 @@ def test_a_server_of_blocks_says_what_it_must_be_given() -> None:
         module_command(sys.executable, "hpcrl.dock.warehouse.server"),
         capture_output=True,
         text=True,
-        timeout=60.0,
+        timeout=300.0,
         check=False,
     )
     assert found.returncode == 2

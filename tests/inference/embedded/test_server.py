@@ -6,7 +6,6 @@ import logging
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ from engine_helpers import (
     tensors_of,
 )
 from free_ports import free_port
+from patience import patience
 
 from hpcrl.inference.embedded.serving.errors import error_middleware
 from hpcrl.inference.embedded.serving.process import main
@@ -300,7 +300,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def run_main(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpcrl.inference.embedded.server", *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -355,11 +355,9 @@ def test_sigterm_ends_the_server_at_once(tiny: tuple[Path, Decoder], tmp_path: P
         futures = [pool.submit(running.generate, [5], max_tokens=900, ignore_eos=True) for _ in range(12)]
         running.wait_for(lambda: running.metrics()["vllm:num_requests_waiting"] == 4, "a queue")
         running.ok("/pause?mode=keep")
-        began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(10) == 0
-        # far less than the answers would take; a busy machine is given its time
-        assert time.monotonic() - began < 8.0
+        # they would not end at all
+        assert running.process.wait(10 * patience()) == 0
         for future in futures:
             error = future.exception()
             if error is None:

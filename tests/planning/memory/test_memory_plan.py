@@ -78,6 +78,42 @@ def test_a_shared_node_has_one_host_and_engines_have_the_gpus_that_are_left() ->
     assert two.place(Role.TRAINER, "host").ledger[window].value == 2 * host.ledger[window].value
 
 
+def test_on_the_same_gpus_each_side_has_its_part() -> None:
+    qwen, cluster = load_facts("Qwen3-30B-A3B"), load_cluster("h200-28").value
+    node = load_cluster("h200-28").value.partitions["gpu"].node
+
+    def report(*settings: str) -> MemoryReport:
+        named = ("engine.placement=shared_gpus", "engine.memory.gpu_memory_utilization=0.4", *settings)
+        return memory_report(load_recipe("qwen3_30b_a3b_node", named).value, cluster, qwen)
+
+    found = report("engine.kv_cache_gib=20")
+    trainer, engine = found.place(Role.TRAINER, "gpu"), found.place(Role.ENGINE, "gpu")
+    assert node.gpu is not None
+    assert trainer.capacity is not None
+    assert engine.capacity is not None
+    assert trainer.capacity + engine.capacity == pytest.approx(node.gpu.memory_gib * GIB)
+    assert engine.capacity == pytest.approx(0.4 * node.gpu.memory_gib * GIB)
+    assert engine.ledger["KV cache"].value == 20 * GIB
+    assert engine.kv is not None
+    assert engine.kv.cache_bytes == 20 * GIB
+    assert found.place(Role.TRAINER, "host").ledger["engines: processes"].value > 0
+    # more than the engine's share, and less than one sequence: vLLM would not start
+    assert not report("engine.kv_cache_gib=40").place(Role.ENGINE, "gpu").ok
+    assert not report("engine.kv_cache_gib=1").place(Role.ENGINE, "gpu").ok
+
+
+def test_what_makes_room_on_the_same_gpus_is_found() -> None:
+    qwen, site = load_facts("Qwen3-30B-A3B"), load_cluster("h200-28").value
+    for settings, key in (
+        (("engine.memory.gpu_memory_utilization=0.7",), "engine.memory.gpu_memory_utilization"),
+        (("engine.memory.gpu_memory_utilization=0.3", "engine.kv_cache_gib=1"), "engine.kv_cache_gib"),
+    ):
+        more = "engine.kv_cache_gib=10" if "engine.kv_cache_gib=1" not in settings else "engine.threads=1"
+        recipe = load_recipe("qwen3_30b_a3b_node", ["engine.placement=shared_gpus", more, *settings]).value
+        (shortage,) = why_not(recipe, site, qwen)
+        assert key in [changed for knob in shortage.knobs for changed, _ in knob.changes]
+
+
 def test_known_sizes_of_the_reference_run() -> None:
     report = _report()
     gpu = report.place(Role.TRAINER, "gpu").ledger

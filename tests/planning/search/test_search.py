@@ -170,6 +170,12 @@ def test_numbers_of_nodes_that_are_answered() -> None:
     assert len(node_range("2..256")) == 255
 
 
+def test_the_same_gpus_are_not_split() -> None:
+    same = load_recipe("qwen3_30b_a3b_node", ["engine.placement=shared_gpus"]).value
+    with pytest.raises(UsageError, match="nothing to split"):
+        run_search(same, site(), load_calibration(), default_range(same, site()))
+
+
 def test_gpus_of_a_shared_node_are_split() -> None:
     shared = load_recipe("qwen3_30b_a3b_node", ["trainer.parallelism.ep=4", "trainer.parallelism.cp=2"]).value
     assert list(default_range(shared, site())) == [1]

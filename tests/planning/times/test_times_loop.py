@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import random
@@ -103,6 +104,48 @@ def test_the_estimate_is_near_a_simulation(
     durations = quantiles_of(LogNormal(kind="lognormal", median=10.0, sigma=sigma))
     setting = {"groups": 8, "size": 8, "most": most, "bound": bound, "trainer_s": trainer_s}
     assert estimate(durations, **setting) == pytest.approx(simulate(durations, **setting)[0], rel=within)  # type: ignore[arg-type]
+
+
+def taking_turns(trainer_s: float, rollout_s: float, *, waiting: int, steps: int = 200) -> float:
+    """Return the seconds of a step of two programs on one device, each at half its pace while the other computes.
+
+    The engine makes batches until ``waiting`` of them wait.
+    """
+    ready, made, left, taken, at, tick = 0, 0.0, 0.0, 0, 0.0, 0.01
+    while taken < steps:
+        if left <= 0 and ready:
+            ready, left, taken = ready - 1, trainer_s, taken + 1
+        trains, serves = left > 0, ready < waiting
+        pace = tick / 2 if trains and serves else tick
+        at += tick
+        left -= pace if trains else 0.0
+        made += pace if serves else 0.0
+        if made >= rollout_s:
+            made, ready = made - rollout_s, ready + 1
+    return at / steps
+
+
+@pytest.mark.parametrize(("trainer_s", "rollout_s"), [(10.0, 10.0), (2.0, 20.0), (20.0, 2.0)])
+def test_on_the_same_gpus_a_step_is_the_work_of_both(trainer_s: float, rollout_s: float) -> None:
+    durations = Quantiles.of([rollout_s])
+    inputs = LoopInputs(
+        rollouts_per_step=64,
+        group_size=8,
+        max_in_flight=64,
+        max_off_policy_steps=3,
+        trainer_s=trainer_s,
+        handoff_s=0.0,
+        pause_s=0.0,
+        # engines that compute all the time end 64 rollouts in `rollout_s`
+        serve=lambda n: ServedRate(durations, 64 / rollout_s, n, 0.0, "decode"),
+        same_gpus=True,
+    )
+    found = steady_state(inputs)
+    assert found.step_s == pytest.approx(taking_turns(trainer_s, rollout_s, waiting=2), rel=0.03)
+    # as long as a step: rollouts wait for the trainer's kernels, too
+    assert found.served.durations.mean == pytest.approx(found.step_s)
+    assert (found.trainer_s, found.rollout_s) == (trainer_s, rollout_s)
+    assert found.step_s > 1.05 * steady_state(dataclasses.replace(inputs, same_gpus=False)).step_s
 
 
 def test_a_long_tail_costs_the_synchronous_loop_most() -> None:

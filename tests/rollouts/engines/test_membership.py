@@ -59,7 +59,7 @@ async def test_without_any_engine_rollouts_wait_for_the_next(tmp_path: Path) -> 
         await asyncio.sleep(0.5)
         assert not batch.done()
         loop.tell_members(None, two)
-        await asyncio.wait_for(batch, 10.0)
+        await asyncio.wait_for(batch, 120.0)
 
 
 async def test_a_new_start_at_the_same_address_is_another_engine(tmp_path: Path) -> None:

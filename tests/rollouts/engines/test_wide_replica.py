@@ -230,7 +230,7 @@ async def test_a_silent_rank_is_not_hidden_by_those_that_sample(tmp_path: Path) 
         ranks[1].hung = False
         await loop.until(lambda: not view(loop, 0).stuck, 20.0)
         assert view(loop, 0).silent_rank is None
-        await asyncio.wait_for(batch, 60.0)
+        await asyncio.wait_for(batch, 120.0)
 
 
 async def test_load_is_that_of_all_ranks_or_not_known(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ async def test_the_router_gets_all_servers_of_a_replica_or_none(tmp_path: Path, 
     assert set(router.known) == {urls[3]}
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 async def test_who_waits_for_engines_that_do_not_answer_lets_others_go_on(
     tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
@@ -346,7 +346,7 @@ async def test_who_waits_for_engines_that_do_not_answer_lets_others_go_on(
     assert not done
     pool.engines[0].answered()
     await pool.notify()
-    assert await asyncio.wait_for(waiting, 10.0) is pool.front
+    assert await asyncio.wait_for(waiting, 60.0) is pool.front
 
 
 # -- the client
@@ -397,13 +397,13 @@ async def test_a_problem_says_which_server_has_it(http: aiohttp.ClientSession) -
     assert await client.weight_labels(timeout_s=5.0) == ["initial"] * 3
     await ranks[1].stop()
     ranks[2].awake.clear()
-    problem = await client.problem(timeout_s=0.5)
+    problem = await client.problem(timeout_s=2.0)
     assert problem is not None
     # nobody listens at rank 1: that counts more than the silence of rank 2
     assert (problem.refused, problem.unreachable) == (True, True)
     assert "2 of 3 servers are not healthy" in str(problem)
     assert "engine-0 rank 1" in str(problem)
-    assert await client.weight_labels(timeout_s=0.5) == ["initial", None, None]
+    assert await client.weight_labels(timeout_s=2.0) == ["initial", None, None]
     ranks[2].awake.set()
     for rank in ranks:
         await rank.stop()
@@ -417,6 +417,6 @@ async def test_the_first_failure_ends_a_call_that_the_others_wait_in(http: aioht
     client = ReplicaClient(http, name="engine-0", urls=urls_of(ranks))
     # rank 0 would wait for rank 1 until the end of its time
     with pytest.raises(EngineError) as error:
-        await asyncio.wait_for(client.freeze(timeout_s=60.0), 10.0)
+        await asyncio.wait_for(client.freeze(timeout_s=600.0), 120.0)
     assert error.value.refused
     await ranks[0].stop()

@@ -334,3 +334,20 @@ def test_answers_whose_last_number_is_not_their_value_are_noted(tmp_path: Path) 
     assert "line 1 has more than one number (2\\sqrt{3})" in note
     assert "line 4" in note
     assert read_partition(config_of(path, **held_out)).notes == []
+
+
+@pytest.mark.parametrize("column", ["messages", "tools", "more"])
+def test_what_is_nested_too_deeply_is_named(tmp_path: Path, column: str) -> None:
+    """JSON can be read much deeper than code that copies it reaches."""
+    deep: Any = "x"
+    for _ in range(600):
+        deep = [deep]
+    value = {
+        "messages": [{"role": "user", "content": "Go.", "more": deep}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": deep}}}],
+        "more": deep,
+    }[column]
+    file = write_jsonl(tmp_path / "q.jsonl", [*questions(30), questions(1, **{column: value})[0]])
+    columns = {"columns": {column: column}} if column != "more" else {}
+    found = findings(file, {"kind": "function", "function": "operator:length_hint"}, **columns)
+    assert any(f"column '{column}' is nested deeper than 100 levels" in each.what for each in found)

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
+from hpcrl.models.chat_template import plain_data
 from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
 
 GOOD = {"role": "user", "content": "hello"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, None, "x"]}}}
+
+
+def nested(levels: int) -> Any:
+    """Lists and objects within each other."""
+    value: Any = "x"
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
 
 
 def test_messages_come_out_as_plain_data() -> None:
@@ -41,6 +50,8 @@ def test_messages_come_out_as_plain_data() -> None:
         ({**GOOD, "more": object()}, "message 1 is not plain data"),
         ({**GOOD, "more": 1 << 70}, "message 1 is not plain data"),
         ({**GOOD, "content": "\ud800"}, "message 1 is not plain data"),
+        ({**GOOD, "more": nested(100)}, "message 1 is nested deeper than 100 levels"),
+        ({**GOOD, "more": nested(600)}, "message 1 is nested deeper than 100 levels"),
     ],
 )
 def test_what_is_not_a_message_is_named(message: Any, problem: str) -> None:
@@ -54,3 +65,11 @@ def test_what_is_not_a_tool_is_named(tool: Any) -> None:
     assert plain_tools([good]) == [good]
     with pytest.raises(ValueError, match=r"tool 1: it is not \{'type': 'function'"):
         plain_tools([good, tool])
+
+
+def test_what_is_just_not_too_deep_can_be_copied() -> None:
+    (made,) = plain_messages([{**GOOD, "more": nested(99)}])
+    assert plain_data(made) == made
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(99)}}
+    with pytest.raises(ValueError, match="tool 0 is nested deeper than 100 levels"):
+        plain_tools([tool])

@@ -210,7 +210,7 @@ print(json.dumps({"reward": 1.0, "parts": {name: float(value) for name, value in
 
 async def test_limits_and_failures(front: Front, tmp_path: Path) -> None:
     program = "print(json.dumps({'reward': 0.25}), flush=True)\nimport subprocess; subprocess.run(['sleep', '600'])\n"
-    async with environment(tmp_path, program, time_limit_s=2.0) as made:
+    async with environment(tmp_path, program, time_limit_s=5.0 * patience()) as made:
         outcome = await made.rollout(made.prompt("train", 0), front)  # type: ignore[arg-type]
         assert (outcome.reward, outcome.parts) == (0.25, {"timed_out": 1.0})
     async with environment(tmp_path, "raise SystemExit('not today')") as made:

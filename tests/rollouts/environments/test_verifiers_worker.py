@@ -75,6 +75,10 @@ class Backend:
         if what == "garbage":
             os.write(int(sys.argv[1]), bytes([0, 0, 0, 2]) + b"{{!")
             await asyncio.sleep(3600)
+        if what == "deep":
+            text = b'{{"id": 0, "value": ' + b"[" * 20_000 + b"]" * 20_000 + b"}}"
+            os.write(int(sys.argv[1]), len(text).to_bytes(4, "big") + text)
+            await asyncio.sleep(3600)
         if what == "start":
             started = subprocess.Popen(["sleep", "3600"], start_new_session=True)
             return {{"reward": 0.0, "parts": {{"pid": started.pid}}}}
@@ -191,6 +195,7 @@ async def test_servers_that_never_run_end_the_process(start: Start) -> None:
         ("die", "it was killed by SIGKILL"),
         ("block", "its event loop was blocked"),
         ("garbage", "it sent an invalid message"),
+        ("deep", "it sent an invalid message: it is nested too deeply"),
         ("stay", "did not end within"),
     ],
 )
@@ -198,7 +203,7 @@ async def test_a_lost_worker_fails_all_its_runs(
     start: Start, monkeypatch: pytest.MonkeyPatch, what: str, why: str
 ) -> None:
     monkeypatch.setattr(worker_process, "_CANCEL_S", 0.1)
-    worker = start(answer_timeout_s=1.0 if what in ("block", "stay") else 60.0)
+    worker = start(answer_timeout_s={"block": 1.0, "stay": 8.0}.get(what, 60.0))
     waiting = asyncio.create_task(worker.run(asked("wait"), timeout_s=600.0))
     await asyncio.sleep(0.05)
     run = asyncio.create_task(worker.run(asked(what), timeout_s=0.2 if what == "stay" else 600.0))

@@ -22,6 +22,7 @@ from stub_engine import StubEngine
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import PolicyEndpoint
 from hpcrl.rollouts.gateway import messages, server
+from hpcrl.rollouts.gateway.recorder import RolloutRecorder
 from hpcrl.rollouts.parts import gateway_host
 from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.rollouts.sampling.turn_sampler import TurnSampler
@@ -53,6 +54,11 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": f'{{"a": {arguments}}}'}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def slow(stub: StubEngine) -> None:
@@ -225,6 +231,7 @@ async def test_an_ended_rollout_is_freed_without_the_garbage_collector(tmp_path:
         ({"messages": [{"role": "king", "content": "x"}]}, 400, "roles are"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "not text"),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, 400, "must be a list"),
+        ({"messages": [USER, calling("[" * 600 + "]" * 600)]}, 400, "nested deeper"),
         ({"messages": [USER], "tools": [{}]}, 400, "tool 0"),
         ({"messages": [USER], "n": 2}, 400, "n must be 1"),
         ({"messages": [USER], "temperature": "hot"}, 400, "Expected"),
@@ -235,6 +242,21 @@ async def test_what_is_no_request_is_refused(body: Any, status: int, said: str, 
         found, answer = await post(bench.endpoint, body)
         assert (found, said in answer["error"]["message"]) == (status, True), answer
         assert not bench.stub.requests
+
+
+async def test_requests_that_fail_are_logged_at_a_bounded_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that a model wrote may repeat one that ends in a defect of ours for as long as it runs."""
+
+    async def fail(self: RolloutRecorder, request: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(RolloutRecorder, "chat", fail)
+    async with gateway_bench(tmp_path) as bench:
+        for number in range(60):
+            assert (await post(bench.endpoint, {**BODY, "seed": number}))[0] == 500
+    assert len([record for record in caplog.records if record.name == server.__name__]) < 60
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [1 << 20], [1 << 70]])

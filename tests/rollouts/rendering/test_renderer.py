@@ -224,6 +224,8 @@ def test_fifty_turns_with_thinking_are_the_whole_at_each_turn(name: str, tmp_pat
         ('<tool_call>{"name": "weather", "arguments": {"days": ' + "9" * 30 + "}}</tool_call>", None),
         ('<tool_call>{"name": "weather", "arguments": {"days": ' + "9" * 5000 + "}}</tool_call>", None),
         ("<tool_call>" + '{"a":' * 3000 + "</tool_call>", None),
+        # JSON that all readers take, and that is too deep for code that copies it
+        ('<tool_call>{"name": "weather", "arguments": {"days": ' + "[" * 600 + "]" * 600 + "}}</tool_call>", None),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", None),
         ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', None),
         ('<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', None),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from free_ports import free_port
 from harness import make_run, running
 from patience import patience
 from prometheus_rules import prometheus_program
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(not PROMETHEUS, reason="Prometheus is not there 
 @asynccontextmanager
 async def prometheus(directory: Path, configuration: dict[str, Any]) -> AsyncIterator[str]:
     """A server on loopback; gives its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(configuration))
     with (directory / "prometheus.log").open("wb") as log:

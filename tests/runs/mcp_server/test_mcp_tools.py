@@ -200,7 +200,7 @@ def test_it_ends_with_its_input() -> None:
         input="no message\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0

@@ -72,7 +72,7 @@ def test_a_filesystem_that_hangs_does_not_hang_a_submit(
     recipe = run.recipe()
     (environment,) = recipe.environments
     hung = environment.model_copy(update={"held_out_path": str(tmp_path / "pipe")})
-    found = data_states(recipe.model_copy(update={"environments": (hung,)}), longest_s=0.5)
+    found = data_states(recipe.model_copy(update={"environments": (hung,)}), longest_s=3.0)
     assert found[str(rows)].startswith("sha256:")
     assert found[str(tmp_path / "pipe")] == ""
     (thread,) = [each for each in threading.enumerate() if each.name == "files of tasks"]

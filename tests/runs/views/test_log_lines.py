@@ -157,7 +157,7 @@ def test_following_over_a_requeue(asked: int | None, tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while (1, "first") not in seen:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -171,7 +171,7 @@ def test_following_over_a_requeue(asked: int | None, tmp_path: Path) -> None:
             assert time.monotonic() < deadline, seen
             time.sleep(0.01)
         write_status(run, RunState.COMPLETED)
-    thread.join(timeout=10)
+    thread.join(timeout=120)
     assert not thread.is_alive()
     rest = [(2, "second")] if asked is None else []
     assert seen == [(1, "first"), (1, "last of the first"), *rest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from hpcrl.cli.main import app
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.jobplan import make_plan
 from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.runs.consumed import first_step, shared_name
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.simulation import make_scenario, simulate
 from hpcrl.simulation.inputs.durations import load_durations
+from hpcrl.simulation.inputs.evidence import read_evidence
 from hpcrl.simulation.inputs.measure import measure
 
 OVERHEAD, PER_TOKEN, TOOL = 0.02, 0.003, 0.25
@@ -161,3 +164,32 @@ def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
         measure(write_run(tmp_path / "short", steps=4))
     with pytest.raises(UsageError, match="how long each request took"):
         measure(write_run(tmp_path / "old", turns=False))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line[: len(line) // 2],  # torn where its writer was killed
+        lambda line: line.replace(b'"seconds": ', b'"seconds": null, "was": '),
+        lambda line: line.replace(b'"ended_s": ', b'"ended_s": NaN, "was": '),
+        lambda line: line.replace(b'"turns": [[', b'"turns": [[null, "12", '),
+        lambda line: b'"no object"',
+        lambda line: b"[" * 100_000,
+    ],
+)
+def test_a_damaged_line_of_a_rollout_costs_that_rollout(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    run = write_run(tmp_path / "run")
+    path = run.rollouts_dir / "step-000012.jsonl"
+    first, last = path.read_bytes().splitlines()
+    path.write_bytes(first + b"\n" + damage(last))
+    found = read_evidence(run)
+    assert len(found.rollouts) == 2 * len(found.steps) - 1
+    assert measure(run).trainer.optimizer_s.kind == "samples"
+
+
+def test_a_shared_file_of_rollouts_that_is_damaged_costs_its_steps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=24)
+    whole = len(read_evidence(run).rollouts)
+    (run.rollouts_dir / "step-000012.jsonl").unlink()
+    (run.rollouts_dir / shared_name(first_step(12))).write_bytes(b"\x1f\x8b no gzip")
+    assert len(read_evidence(run).rollouts) == whole - 2

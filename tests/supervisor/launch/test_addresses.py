@@ -120,14 +120,14 @@ def test_virtual_nodes_of_one_machine_keep_the_loopback_addresses_of_their_own()
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "timeout_s", "words"),
     [
-        (["sh", "-c", "echo 'srun: error: Task launch failed on node n1' >&2"], ["ended", "Task launch failed"]),
-        (["sleep", "60"], ["within 0.5 s", "n1", "limits.start_timeout_s"]),
+        (["sh", "-c", "echo 'srun: error: Task launch failed on node n1' >&2"], 60.0, ["ended", "Task launch failed"]),
+        (["sleep", "60"], 0.5, ["within 0.5 s", "n1", "limits.start_timeout_s"]),
     ],
 )
-def test_nodes_that_do_not_answer_are_named_in_time(command: list[str], words: list[str]) -> None:
-    with pytest.raises(NodesSilentError) as caught, Survey([(command, ["n1"])], env=os.environ, timeout_s=0.5):
+def test_nodes_that_do_not_answer_are_named_in_time(command: list[str], timeout_s: float, words: list[str]) -> None:
+    with pytest.raises(NodesSilentError) as caught, Survey([(command, ["n1"])], env=os.environ, timeout_s=timeout_s):
         pass
     assert all(word in str(caught.value) for word in words), caught.value
 

@@ -123,7 +123,7 @@ async def test_variables_that_differ_by_node_are_filled_there(tmp_path: Path) ->
 
 
 async def test_what_dead_processes_left_in_shared_memory_goes_with_their_role(tmp_path: Path) -> None:
-    """The role's own, which the guard has noted, and that of a run that is gone; none of the living."""
+    """The role's own, which the guard notes after two seconds, and that of a run that is gone; none of the living."""
     kill = (
         "import os; from hpcrl.storage.shm_directories import *; print(make_owned(SHARED_MEMORY)[0], flush=True); "
         "os.kill(os.getpid(), 9)"
@@ -131,7 +131,7 @@ async def test_what_dead_processes_left_in_shared_memory_goes_with_their_role(tm
     other = subprocess.run([sys.executable, "-c", kill], capture_output=True, text=True, check=False).stdout.strip()
     living, lock = make_owned(SHARED_MEMORY)
     try:
-        program = kill.replace("; os.kill", "; import time; time.sleep(2.5); os.kill")
+        program = kill.replace("; os.kill", "; import time; time.sleep(4.0); os.kill")
         process = await start_guarded(guard_command(sys.executable), spec(tmp_path, program), env=os.environ)
         assert (await process.ended()).signal == signal.SIGKILL
         await process.gone()

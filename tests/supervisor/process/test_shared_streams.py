@@ -72,11 +72,11 @@ async def test_a_damaged_report_ends_the_replica_with_its_cause(printed: bytes, 
     (tmp_path / "said").write_bytes(printed)
     argv = ["sh", "-c", f"cat {tmp_path}/said; sleep 600"]
     process = await start_guarded(argv, spec(tmp_path), env=os.environ)
-    end = await asyncio.wait_for(process.ended(), 10.0)
+    end = await asyncio.wait_for(process.ended(), 60.0)
     assert "a report of its guard cannot be read" in end.spawn_error
     assert not end.no_step
     assert await process.started() is None
-    assert await asyncio.wait_for(process.gone(), 10.0) == []
+    assert await asyncio.wait_for(process.gone(), 60.0) == []
 
 
 async def test_a_wrapper_that_is_cut_off_takes_what_it_started_with_it(
@@ -88,7 +88,7 @@ async def test_a_wrapper_that_is_cut_off_takes_what_it_started_with_it(
         process = await start_guarded(["sh", "-c", inside], spec(tmp_path), env=os.environ)
         await asyncio.sleep(0.3)
         process.cut_off()
-        assert (await asyncio.wait_for(process.ended(), 10.0)).guard_lost
+        assert (await asyncio.wait_for(process.ended(), 25.0)).guard_lost
         assert await process.started() is None
 
 
@@ -98,7 +98,8 @@ def test_nodes_are_understood_behind_labels_and_greetings() -> None:
     command = ["env", "SLURMD_NODENAME=n1", "sh", "-c", noise, "sh", *answers]
     with Survey([(command, ["n1"])], env=os.environ, timeout_s=30) as survey:
         assert survey.answers["n1"].machine
-        assert abs(survey.clocks()["n1"].ahead_s) < 1.0
+        clock = survey.clocks()["n1"]
+        assert abs(clock.ahead_s) <= clock.uncertain_s
 
 
 def test_a_line_of_a_step_is_as_short_as_slurm_hands_on_whole() -> None:

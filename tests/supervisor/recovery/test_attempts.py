@@ -272,8 +272,8 @@ def test_a_supervisor_that_wakes_up_leaves_the_status_to_the_newer_attempt(run: 
 async def test_saving_waits_for_the_answer(run: RunDir, step: int | None) -> None:
     checkpoint(run, 10)
     run.start_attempt()
-    saving = asyncio.create_task(save_now(run, 1, timeout_s=20.0))
-    async with asyncio.timeout(10.0):
+    saving = asyncio.create_task(save_now(run, 1, timeout_s=60.0))
+    async with asyncio.timeout(60.0):
         while not save_request_path(run, 1).exists():
             await asyncio.sleep(0.01)
         checkpoint(run, 12)  # of a save that was under way: not what was asked for
@@ -286,9 +286,9 @@ async def test_saving_waits_for_the_answer(run: RunDir, step: int | None) -> Non
 @pytest.mark.parametrize("unreadable", [b"{", b"{}", b"[]", b'{"step": '])
 async def test_an_answer_that_cannot_be_read_yet_is_read_again(run: RunDir, unreadable: bytes) -> None:
     run.start_attempt()
-    saving = asyncio.create_task(save_now(run, 1, timeout_s=20.0))
+    saving = asyncio.create_task(save_now(run, 1, timeout_s=60.0))
     answer = save_answer_path(run, 1)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not save_request_path(run, 1).exists():
             await asyncio.sleep(0.01)
         answer.write_bytes(unreadable)

@@ -144,7 +144,7 @@ def test_a_task_that_cannot_watch_does_not_say_that_it_does(tmp_path: Path) -> N
     run = spared_run(tmp_path)
     run.record_path.unlink()
     command = module_command(sys.executable, batch_node_watch.__name__, str(run.path), "7", "n1")
-    ended = subprocess.run(command, capture_output=True, timeout=60.0, check=False)
+    ended = subprocess.run(command, capture_output=True, timeout=300.0, check=False)
     assert ended.returncode != 0
     assert ended.stdout == b""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +34,11 @@ class Scene:
         self.problems: list[str] = []
         self.now, self.time_s = 0.0, 5000.0
         self.refuses: OSError | None = None
-        self.takes_s = 0.0
+        self.go_on = threading.Event()
+        self.go_on.set()
         self.told = 0
         self.watch = SpaceWatch(self.run, board=self.board, find=self.find, clock=lambda: self.now)
+        monkeypatch.setattr(f"{MODULE}._VERDICT_S", 60.0)
         monkeypatch.setattr(reports, "problems", lambda: list(self.problems))
         monkeypatch.setattr(f"{MODULE}.time", SimpleNamespace(time=lambda: self.time_s))
         monkeypatch.setattr(self.board, "changed", self.changed)
@@ -46,7 +48,7 @@ class Scene:
 
     def find(self, directory: Path) -> list[Space]:
         assert directory == self.run.path
-        time.sleep(self.takes_s)
+        assert self.go_on.wait(60.0)
         if self.refuses:
             raise self.refuses
         return self.limits
@@ -249,10 +251,11 @@ async def test_a_role_that_was_refused_space_in_the_run_is_believed(scene: Scene
 
 async def test_the_last_look_does_not_hold_up_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{MODULE}._VERDICT_S", 0.05)
-    scene.limits, scene.takes_s = [FULL], 0.6
-    cause, began_s = scene.ended(), time.monotonic()
+    scene.limits, cause = [FULL], scene.ended()
+    scene.go_on.clear()
+    # the look ends only after the answer
     assert await scene.watch.explain(cause) == cause
-    assert time.monotonic() - began_s < 0.5
+    scene.go_on.set()
 
 
 async def test_it_looks_again_and_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

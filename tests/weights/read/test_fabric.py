@@ -275,7 +275,7 @@ def test_a_writer_that_dies_while_readers_pull(root: Path) -> None:
 
 def test_a_writer_that_hangs_costs_one_time_limit(root: Path) -> None:
     with (
-        writer_process(root, {1: SHAPE, 2: SHAPE}, timeout_s=0.5, slots=2) as process,
+        writer_process(root, {1: SHAPE, 2: SHAPE}, timeout_s=3.0, slots=2) as process,
         Subscriber(root, "r", SETTINGS) as reader,
     ):
         os.kill(process.pid, signal.SIGSTOP)

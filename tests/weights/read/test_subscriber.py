@@ -144,7 +144,7 @@ def read_in_process(root: Path, cache: Path, name: str, *, limit: int, together:
     with Subscriber(root, name, chosen) as subscriber:
         with subscriber.reading(2) as reading:
             # all at once, however long a process takes to start
-            together.wait(60)
+            together.wait(300)
             check_content(reading)
         assert subscriber.cache is not None
         result.put((subscriber.share.bytes_read, subscriber.cache.private_bytes))
@@ -164,7 +164,7 @@ def ranks(store: HandoffStore, cache: Path, count: int, limit: int) -> Iterator[
     ]
     for process in processes:
         process.start()
-    figures = [queue.get(timeout=60) for _ in processes]
+    figures = [queue.get(timeout=300) for _ in processes]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0

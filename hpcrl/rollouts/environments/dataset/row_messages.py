@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, shown
-from hpcrl.rollouts.environments.messages import plain_messages, plain_tools
+from hpcrl.rollouts.environments.messages import MAX_LEVELS, is_nested_deeper, plain_messages, plain_tools
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -72,6 +72,8 @@ def _objects(value: Any, column: str, noun: str, form: str, *, may_be_empty: boo
             raise BadRowError(f"column {column!r} is text, and no JSON list", f"give a list of {noun}") from None
     if not isinstance(value, list | tuple) or not (value or may_be_empty):
         raise BadRowError(f"column {column!r} is not a list of {noun}", f"give {form}")
+    if is_nested_deeper(value, MAX_LEVELS):
+        raise BadRowError(f"column {column!r} is nested deeper than {MAX_LEVELS} levels", f"give {form}")
     return list(value)
 
 

@@ -16,6 +16,7 @@ from hpcrl.config.row_template import fill_template, template_columns
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, shown
 from hpcrl.rollouts.environments.dataset.reading import RawRow
 from hpcrl.rollouts.environments.dataset.row_messages import normal_text, question_of, read_conversation, read_tools
+from hpcrl.rollouts.environments.messages import MAX_LEVELS, is_nested_deeper
 from hpcrl.rollouts.environments.rewards.answers import AnswerCheck
 
 _MAX_BITS = 4096
@@ -175,6 +176,8 @@ class RowChecker:
     def _row(self, values: dict[str, Any]) -> dict[str, Any]:
         if not self._wants_row:
             return {}
+        if deep := next((column for column in values if is_nested_deeper(values[column], MAX_LEVELS)), None):
+            raise BadRowError(f"column {deep!r} is nested deeper than {MAX_LEVELS} levels", "remove it from the file")
         return {column: _plain(value, column) for column, value in values.items()}
 
     def _optional(self, values: dict[str, Any], column: str | None, key: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.processes.interpreter import module_command, with_safe_path
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.storage.msgspec_types import decode_json
 
 _HEADER_BYTES = 8
@@ -79,7 +80,7 @@ async def run_program(
     HarnessProgramError
         It cannot be started, or nothing is known of its end.
     """
-    place = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-harness-"))
+    place = Path(await acquire_in_thread(os.rmdir, tempfile.mkdtemp, prefix="hpcrl-harness-"))
     try:
         directory = place / "work"
         await asyncio.to_thread(_prepare, place, task)

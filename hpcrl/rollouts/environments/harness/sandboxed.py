@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hpcrl.config.harness_sandbox import HarnessSandboxConfig
+from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.rollouts.environments.harness import relay_program
 from hpcrl.rollouts.environments.harness.forwarding import forwarded
 from hpcrl.rollouts.environments.harness.program import EndedProgram, filled, usable
@@ -72,7 +73,7 @@ class SandboxedPrograms:
             The sandbox did.
         """
         config = self._config
-        place = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="hpcrl-harness-"))
+        place = Path(await acquire_in_thread(os.rmdir, tempfile.mkdtemp, prefix="hpcrl-harness-"))
         split = urlsplit(url)
         outside, inside = f"{split.scheme}://{split.netloc}", f"http://127.0.0.1:{GATEWAY_PORT}"
         addresses = {"policy": (split.hostname or "127.0.0.1", split.port or 80)}

@@ -92,8 +92,12 @@ class _Answered(msgspec.Struct, frozen=True):
 
 
 def _decoded(data: bytes) -> _Answered:
-    # Python's parser reads NaN, which is refused later under its name
-    return msgspec.convert(json.loads(data), _Answered)
+    """Return a message of the worker (ValueError where it is none)."""
+    try:
+        # Python's parser reads NaN, which is refused later under its name
+        return msgspec.convert(json.loads(data), _Answered)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 class WorkerProcess:
