@@ -119,6 +119,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     held_out_loss:
         Token mean of the cross entropy on held-out conversations after the step, in nats (supervised runs); None where
         it was not computed.
+    peak_memory_gib:
+        The most GPU memory that rank 0 of the trainer has allocated since its start, in GiB; None without a GPU.
     """
 
     time_s: float
@@ -165,6 +167,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     branches_max: int = 1
     prefix_repeated_tokens: int = 0
     loss_metrics: dict[str, float] = {}
+    peak_memory_gib: float | None = None
 
 
 class FinalPhases(msgspec.Struct, frozen=True, kw_only=True, gc=False):

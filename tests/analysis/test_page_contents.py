@@ -23,7 +23,8 @@ from hpcrl.analysis.page.definitions import definition_rows
 from hpcrl.analysis.page.idle_seconds import divided, role_seconds
 from hpcrl.analysis.page.marks import read_marks
 from hpcrl.analysis.page.material import read_material
-from hpcrl.analysis.page.work_plots import counted
+from hpcrl.analysis.page.role_hours import request_rows
+from hpcrl.analysis.page.work_plots import counted, work_plots
 from hpcrl.analysis.page.write_html import MOST_BYTES, write_page
 from hpcrl.analysis.series import (
     Line,
@@ -36,6 +37,7 @@ from hpcrl.analysis.series import (
 )
 from hpcrl.cli.main import main
 from hpcrl.errors import MissingExtraError, UsageError
+from hpcrl.runs.metrics import MetricsWriter
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.usage import attempt_spans
 
@@ -93,7 +95,7 @@ def test_marks_are_faults_and_restarts_where_they_happened(run: RunDir) -> None:
 
 def test_seconds_of_a_role_add_up_to_those_that_were_held(run: RunDir) -> None:
     history = read_history(run)
-    rows = role_seconds(history)
+    rows = role_seconds(history, run.recipe())
     held = sum(end - begin for begin, end in attempt_spans(history.run, history.view).values())
     for role in ("engine", "trainer"):
         own = [row for row in rows if row.role == role]
@@ -110,6 +112,47 @@ def test_seconds_of_a_role_add_up_to_those_that_were_held(run: RunDir) -> None:
         seconds for (role, _, cause), seconds in causes.items() if role == "trainer" and "waits for rollouts" in cause
     )
     assert waited == pytest.approx(sum(r.phases_s["wait_batch"] for r in history.records), rel=1e-4)
+
+
+def test_requests_router_and_pool_have_their_figures(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_steps(run, 3)
+    # a run without router, pool and requests on record has no such table
+    assert request_rows(read_material(run)) == []
+    writer = MetricsWriter(run, 1)
+    for step, retries in ((4, 0.0), (5, 3.0)):
+        counters = {"engine_requests": 10.0 * step, "engine_retries": retries, "unusable_answers": 1.0}
+        writer.write(msgspec.structs.replace(step_record(step), rollouts=counters))
+    writer.close()
+    orchestrator = {"writer": "orchestrator-0"}
+    for number in range(2):
+        write_event(run, "router.engine_added", time_s=START_S + 1, engine=f"engine-{number}", **orchestrator)
+    write_event(run, "router.engine_removed", time_s=START_S + 2, engine="engine-1", **orchestrator)
+    for kind, at in (("away", 3.0), ("back", 10.0), ("away", 20.0), ("back", 25.0), ("away", 40.0)):
+        write_event(run, f"router.{kind}", time_s=START_S + at, why="refused", **orchestrator)
+    write_event(run, "component.restarting", time_s=START_S + 4, role="router", replica=0, cause="killed")
+    for put_s, get_s in ((0.25, 0.5), (0.01, 0.01)):
+        write_event(run, "store.canary", time_s=START_S + 1, host="n1", put_s=put_s, get_s=get_s)
+    write_event(run, "store.segment_joined", time_s=START_S + 1, segment="n1", segments=1)
+    write_event(run, "store.segment_lost", time_s=START_S + 9, segment="n1", segments=0)
+    material = read_material(run)
+    assert request_rows(material) == [
+        ("requests to engines", "50"),
+        ("requests that were made again", "3 (6.00%)"),
+        ("answers that were damaged or unusable", "1"),
+        ("router: engines taken in", "2"),
+        ("router: engines left out", "1"),
+        ("router: did not answer", "3 times, 0:12, 1 until the end of an attempt"),
+        ("router: restarts", "1"),
+        ("KV pool: segments that joined", "1"),
+        ("KV pool: segments that were lost", "1"),
+        ("KV pool: slowest trial block of 1 MiB, put and got", "0.750 s"),
+        ("KV pool: restarts of its master", "0"),
+    ]
+    (plot,) = [plot for plot in work_plots([material]) if plot.id == "repeated-requests"]
+    assert plot.lines[0][2].ys[-2:] == [0.0, 3.0]
+    text = write_page([run], tmp_path / "page.html").read_text()
+    assert "<td>router: engines left out</td><td>1</td>" in text
 
 
 def test_intervals_are_divided_by_a_cover() -> None:

@@ -137,6 +137,15 @@ def test_versions_of_a_rollout_follow_the_updates(run: RunDir) -> None:
     assert spans[0]["ts"] + spans[0]["dur"] == pytest.approx(spans[1]["ts"], abs=0.002)
 
 
+def test_calls_of_sandboxed_tools_are_spans_of_their_own(tmp_path: Path) -> None:
+    made = run_trace(play(tmp_path, "boxed", Pace(tool=0.5, environment="calculator", steps=6)))
+    spans = [event for event in made.events if event["ph"] == "X" and event["name"] == "sandbox"]
+    # each rollout of the batches calls its tool once, for about half a second
+    assert len(spans) == 6 * 8
+    assert all(0.35e6 < span["dur"] < 0.65e6 for span in spans)
+    assert {event["cat"] for event in spans} == {"rollouts"}
+
+
 def test_its_size_is_bounded(run: RunDir) -> None:
     whole = run_trace(run)
     some = run_trace(run, most_events=len(whole.events) // 2)

@@ -48,7 +48,15 @@ def test_every_number_of_an_evaluation_has_a_curve() -> None:
 def test_names_in_sinks_are_unique() -> None:
     names = [curve.name for curve in (*CURVES.values(), *FAMILIES.values())]
     assert len(names) == len(set(names))
-    assert curve_name("phases_s/wait_batch") == "time/wait_batch"
+    # phases that other trainers have under a name of their own, and one that they do not have
+    phases = ("wait_batch", "publish", "checkpoint", "forward_backward", "swap")
+    assert [curve_name(f"phases_s/{phase}") for phase in phases] == [
+        "time/wait_for_batch",
+        "time/broadcast_weights",
+        "time/save_ckpt",
+        "time/forward_backward",
+        "time/swap",
+    ]
     assert curve_name("of_my_own") == "of_my_own"
 
 
@@ -66,3 +74,4 @@ def test_the_pictures_of_page_and_board_are_made_by_a_test() -> None:
     page = (ROOT / "docs/observing.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"images/((?:board|page)-[\w.-]+)\)", page))
     assert shown == set(re.findall(r'"((?:board|page)-[\w-]+\.png)"', test))
+    assert "(docs/images/board-quickstart.png)" in (ROOT / "README.md").read_text(encoding="utf-8")

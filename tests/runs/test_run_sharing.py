@@ -211,6 +211,8 @@ def test_the_commands(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no page: run-1 has no step yet" in err
     write_steps(run, 3)
     bundle(str(run.path), output=tmp_path / "whole", max_mib=16, no_rollouts=False, root=None)
-    page = contents(tmp_path / "whole")["run-1/report.html"]
+    files = contents(tmp_path / "whole")
+    assert files["run-1/metrics/0001.jsonl"].count(b"\n") == 3
+    page = files["run-1/report.html"]
     assert b"<html" in page
     assert b"reward-env" in page

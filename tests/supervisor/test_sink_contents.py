@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import time
@@ -19,7 +20,7 @@ from hpcrl.config.layout import JobComponent, Layout
 from hpcrl.runs.consumed import step_name
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
-from hpcrl.runs.outlets.derived import DerivedMetrics, mean_lengths, staleness_percentiles
+from hpcrl.runs.outlets.derived import DerivedMetrics, mean_lengths, staleness_percentiles, step_ratios
 from hpcrl.runs.outlets.feed import SinkFeed, given_position
 from hpcrl.runs.outlets.interface import RunInfo
 from hpcrl.runs.outlets.samples import SAMPLE_COLUMNS, sample_rows
@@ -80,6 +81,16 @@ def test_percentiles_and_means_of_a_record() -> None:
     assert staleness_percentiles(record(3)) == mean_lengths(record(3)) == {}
 
 
+def test_ratios_of_a_step_are_there_where_they_are_known() -> None:
+    made = msgspec.structs.replace(
+        record(3), entropy=0.5, mismatch_kl=0.01, tokens_per_s=80.0, phases_s={"wait_batch": 1.5, "other": 0.5}
+    )
+    assert step_ratios(made, 4) == {"step_s": 2.0, "tokens_per_s_per_gpu": 20.0, "kl_ent_ratio": 0.02}
+    # no GPUs; a policy without entropy; a number that a record does not know
+    assert step_ratios(msgspec.structs.replace(made, entropy=0.0), 0) == {"step_s": 2.0}
+    assert step_ratios(msgspec.structs.replace(made, mismatch_kl=math.nan), 0) == {"step_s": 2.0}
+
+
 def test_lengths_engines_and_gpu_hours_of_a_step(tmp_path: Path) -> None:
     run = create(tmp_path)
     part = JobComponent(
@@ -108,6 +119,10 @@ def test_lengths_engines_and_gpu_hours_of_a_step(tmp_path: Path) -> None:
     }
     # eight GPUs for an hour
     assert found["gpu_hours"] == pytest.approx(8.0, rel=0.01)
+    # the trainer of the plan has one rank, on nodes with GPUs
+    made = record(4, attempt)
+    assert found["tokens_per_s_per_gpu"] == made.tokens_per_s
+    assert found["step_s"] == pytest.approx(sum(made.phases_s.values()))
     assert found["fleet/kv_usage/mean"] == 0.625
     assert found["fleet/kv_usage/max"] == 0.75
     assert found["fleet/tokens_per_s/min"] == 50.0

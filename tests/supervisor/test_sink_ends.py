@@ -16,6 +16,7 @@ from test_shipped_sinks import PARAMETERS, PYTHON, ROOT, evaluate, given, needs_
 
 from hpcrl.config.outlets import SinkConfig
 from hpcrl.runs.contents import RunContents
+from hpcrl.runs.events import EventWriter
 from hpcrl.runs.outlets.run_end import final_summary
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -152,8 +153,12 @@ def test_the_summary_has_first_and_last(tmp_path: Path) -> None:
     run.start_attempt()
     write_steps(run, range(1, 13), reward=0.25)
     write_steps(run, range(13, 15), reward=0.75)
-    for version, reward in ((0, 0.5), (8, 0.75), (12, 0.625)):
-        evaluate(run, version, reward)
+    evaluate(run, 0, 0.5)
+    # a mean of few rollouts is easily the best one
+    log = EventWriter(run, attempt=1, writer="orchestrator")
+    log.emit("evaluation", version=8, reward=0.75, prompts=8, failed=5, counted=3)
+    log.close()
+    evaluate(run, 12, 0.625)
     assert final_summary(run) == {
         "steps": 14.0,
         "attempts": 1.0,
@@ -162,6 +167,8 @@ def test_the_summary_has_first_and_last(tmp_path: Path) -> None:
         "heldout_first": 0.5,
         "heldout_last": 0.625,
         "heldout_best": 0.75,
+        "heldout_last_count": 8.0,
+        "heldout_best_count": 3.0,
     }
 
 

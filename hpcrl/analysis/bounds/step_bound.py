@@ -7,30 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from hpcrl.analysis.bounds.rollout_states import (
-    RolloutStays,
-    TimeHolder,
-    delayed_environments,
-    rollout_stays,
-    sandboxed_environments,
-)
+from hpcrl.analysis.bounds.rollout_states import TimeHolder
+from hpcrl.analysis.bounds.step_waits import WAIT, StepWaits
 from hpcrl.analysis.bounds.tried_settings import WARM_STEPS
-from hpcrl.analysis.bounds.waiting_time import HandoffTimes, Parts, wait_parts
-from hpcrl.analysis.role_clocks import RoleClocks
-from hpcrl.config.recipe import Recipe
+from hpcrl.analysis.bounds.waiting_time import Parts
 from hpcrl.errors import UsageError
-from hpcrl.runs.consumed import ConsumedRollouts
-from hpcrl.runs.events import Event, read_events
+from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import StepRecord, read_metrics
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.words import PHASES
-from hpcrl.simulation.inputs.timeline import Interval
 
 _NOW_STEPS = 20
 """Maximum number of newest steps that are called now."""
 _MOST_STEPS = 200
 """Maximum number of steps whose rollouts are read; evenly spaced ones of a longer run stand for all."""
-_WAIT = "wait_batch"
 TRAINER = "trainer"
 SIDES: dict[str, str] = {
     **{holder.value: holder.value for holder in TimeHolder},
@@ -107,7 +97,7 @@ def read_windows(run: RunDir) -> tuple[StepWindow, StepWindow]:
     warm = metrics[WARM_STEPS:] if len(metrics) > 2 * WARM_STEPS else metrics
     newest = [record for record in warm if record.attempt == warm[-1].attempt]
     newest = newest[-min(_NOW_STEPS, max(5, len(newest) // 4)) :]
-    waits = _StepWaits(run)
+    waits = StepWaits(run, run.recipe(), read_events(run))
     chosen = {record.step: record for record in (*_spaced(warm, _MOST_STEPS), *newest)}
     parts = {step: waits.parts(record) for step, record in sorted(chosen.items())}
     return _window(warm, parts), _window(newest, parts)
@@ -133,7 +123,7 @@ def _window(records: Sequence[StepRecord], waits: Mapping[int, Parts]) -> StepWi
         for part, seconds in waits[record.step].items():
             known[part] += seconds
     attributed = sum(known.values())
-    wait_s = phases.pop(_WAIT, 0.0)
+    wait_s = phases.pop(WAIT, 0.0)
     scale = wait_s / attributed if attributed else 0.0
     holders: dict[str, dict[str, float]] = defaultdict(dict)
     for (holder, of), seconds in known.items():
@@ -168,73 +158,6 @@ def _window(records: Sequence[StepRecord], waits: Mapping[int, Parts]) -> StepWi
 def part_label(name: str) -> str:
     """Return the words for a part of a step."""
     return PHASES[name][0] if name in PHASES else name
-
-
-class _StepWaits:
-    """Attributes the waits of single steps of a run."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._consumed = ConsumedRollouts(run.rollouts_dir)
-        recipe: Recipe = run.recipe()
-        self._sandboxed, self._delayed = sandboxed_environments(recipe), delayed_environments(recipe)
-        events = read_events(run)
-        self._updates = [
-            event
-            for event in events
-            if event.kind == "engine.weights_updated" and isinstance(event.data.get("seconds"), int | float)
-        ]
-        self._published: dict[tuple[int, object], float] = {}
-        for event in events:
-            if event.kind in ("trainer.version_announced", "trainer.version_published"):
-                # engines can have it from the first of the two on
-                self._published.setdefault((event.attempt, event.data.get("version")), event.time_s)
-        self._clocks = RoleClocks(run, events)
-        self._engines = max(1, len({event.data.get("engine") for event in self._updates}))
-
-    def parts(self, record: StepRecord) -> Parts:
-        """Return the parts of the wait of one step."""
-        wait_s = record.phases_s.get(_WAIT, 0.0)
-        end_s = self._corrected(record)
-        begin_s = end_s - sum(record.phases_s.values())
-        if wait_s <= 0:
-            return {}
-        return wait_parts(begin_s, begin_s + wait_s, self._rollouts(record), self._handoff(record, begin_s, wait_s))
-
-    def _rollouts(self, record: StepRecord) -> list[RolloutStays] | None:
-        try:
-            lines = self._consumed.of(record.step)
-        except OSError:
-            return None
-        return rollout_stays(
-            lines,
-            sandboxed=self._sandboxed,
-            delayed=self._delayed,
-            ahead_s=self._clocks.ahead_s(record.attempt, "orchestrator"),
-        )
-
-    def _corrected(self, record: StepRecord) -> float:
-        """Return the end of a step by the supervisor's clock."""
-        return record.time_s - self._clocks.ahead_s(record.attempt, "trainer")
-
-    def _handoff(self, record: StepRecord, begin_s: float, wait_s: float) -> HandoffTimes:
-        """Return the updates of engines and the writing of the version before, as far as they touch the wait."""
-        end_s = begin_s + wait_s
-        near = [event for event in self._updates if _began_s(event) < end_s and event.time_s > begin_s]
-        moving = [Interval(_began_s(event), event.time_s) for event in near]
-        published_s = self._published.get((record.attempt, record.step - 1))
-        if published_s is not None and published_s > begin_s:
-            moving.append(Interval(begin_s, published_s))
-        frozen = [Interval(event.time_s - _pause_s(event), event.time_s) for event in near]
-        return HandoffTimes(frozen, moving, self._engines)
-
-
-def _began_s(event: Event) -> float:
-    return event.time_s - float(event.data["seconds"])
-
-
-def _pause_s(event: Event) -> float:
-    pause_s = event.data.get("pause_s")
-    return float(pause_s) if isinstance(pause_s, int | float) else 0.0
 
 
 def largest_side(window: StepWindow) -> tuple[str, float]:

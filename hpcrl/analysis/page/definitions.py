@@ -21,6 +21,12 @@ PAGE_CURVES: dict[str, Curve] = {
     "page/zero_variance": Curve(
         "page/zero_variance", "groups", "low", "Groups whose rewards were all equal, in each step: they teach nothing."
     ),
+    "page/repeated_requests": Curve(
+        "page/repeated_requests",
+        "requests",
+        "low",
+        "Requests to engines that were made again because one failed, in each step.",
+    ),
     "page/update_s": Curve(
         "page/update_s", "s", "low", "Seconds from the request to an engine to load a version until it serves it."
     ),

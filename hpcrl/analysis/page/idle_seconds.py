@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from hpcrl.analysis.bounds.rollout_states import TimeHolder
+from hpcrl.analysis.bounds.step_waits import WAIT, StepWaits
 from hpcrl.analysis.page.time_spans import (
     Span,
     away_spans,
@@ -14,9 +16,10 @@ from hpcrl.analysis.page.time_spans import (
     lane_of,
     phase_intervals,
     state_spans,
-    update_intervals,
 )
 from hpcrl.analysis.series import RunHistory
+from hpcrl.config.recipe import Recipe
+from hpcrl.runs.metrics import StepRecord
 from hpcrl.runs.views.usage import attempt_spans
 
 _Interval = tuple[float, float]
@@ -30,6 +33,19 @@ _OTHER_PHASES = {
 _UNKNOWN_ENGINE = "ready: sampling or idle, which the files of a run do not distinguish"
 _UNKNOWN_ROLE = "ready: the files of a run do not say how busy it was"
 _UNKNOWN_TRAINER = "between records: steps that were computed again, the end of attempts"
+_HOLDERS = {
+    TimeHolder.ENGINES: "they were at an engine, its queue included",
+    TimeHolder.ENVIRONMENTS: "they were in the code of an environment",
+    TimeHolder.SANDBOXES: "they were in an environment whose tools run in sandboxes",
+    TimeHolder.JUDGE: "they had their last reply, and no reward yet",
+    TimeHolder.HAND_OFF: "a version was written or loaded",
+    TimeHolder.ADMISSION: "they had not begun: the staleness bound or max_in_flight",
+    TimeHolder.BATCH: "they had all ended, and the batch was built",
+    TimeHolder.UNKNOWN: "the times of their requests are not on record",
+}
+"""Causes by what the rollouts of a batch did."""
+_PARTS, _STEPS_A_PART = 4, 15
+"""Parts of a long run of which some steps each are read: rollouts of a hundred steps share a file."""
 
 
 class RoleSeconds(NamedTuple):
@@ -52,7 +68,7 @@ class RoleSeconds(NamedTuple):
     share: float
 
 
-def role_seconds(history: RunHistory) -> list[RoleSeconds]:
+def role_seconds(history: RunHistory, recipe: Recipe) -> list[RoleSeconds]:
     """Return the seconds of each role by kind and cause; they add up to those that attempts held."""
     spans, attempts = state_spans(history), attempt_spans(history.run, history.view)
     aways, pauses = away_spans(history), _pauses(history)
@@ -70,7 +86,7 @@ def role_seconds(history: RunHistory) -> list[RoleSeconds]:
         for key, seconds in _outside(own, whole).items():
             found[role][key] += seconds
         if role == "trainer":
-            parts = _trainer(history, ready, spans)
+            parts = _trainer(history, ready, spans, recipe)
         elif role in ENGINES:
             parts = _engine([span for span in aways if span.lane == lane], pauses.get(lane, 0.0), ready)
         else:
@@ -107,15 +123,17 @@ def _outside(own: Sequence[Span], attempts: Sequence[_Interval]) -> dict[tuple[s
     return found
 
 
-def _trainer(history: RunHistory, ready: Sequence[_Interval], states: Sequence[Span]) -> dict[tuple[str, str], float]:
+def _trainer(
+    history: RunHistory, ready: Sequence[_Interval], states: Sequence[Span], recipe: Recipe
+) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = defaultdict(float)
     for record in history.records:
         for phase, seconds in record.phases_s.items():
             if phase in _WORK:
                 found["work", "forward, backward, optimizer"] += seconds
-            elif phase != "wait_batch":
+            elif phase != WAIT:
                 found["idle", _OTHER_PHASES.get(phase, phase)] += seconds
-    for cause, seconds in waiting_causes(history, states).items():
+    for cause, seconds in waiting_causes(history, states, recipe).items():
         found["idle", f"waits for rollouts: {cause}"] += seconds
     steps = [(record.time_s - sum(record.phases_s.values()), record.time_s) for record in history.records]
     _, rest = divided(ready, steps)
@@ -123,9 +141,13 @@ def _trainer(history: RunHistory, ready: Sequence[_Interval], states: Sequence[S
     return found
 
 
-def waiting_causes(history: RunHistory, states: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds in which the trainer waits for a batch, by what happened meanwhile; the first cause counts."""
-    waits = phase_intervals(history.records, "wait_batch")
+def waiting_causes(history: RunHistory, states: Sequence[Span], recipe: Recipe) -> dict[str, float]:
+    """Return the seconds in which the trainer waits for a batch, by what happened meanwhile.
+
+    The first of the causes that hold up all rollouts counts. The rest is divided by what the rollouts of the batch did,
+    as ``hpcrl why --slow`` divides it (`hpcrl.analysis.bounds.waiting_time`).
+    """
+    waits = phase_intervals(history.records, WAIT)
     down = [span for span in states if span.lane.split()[0] in ENGINES and span.what in ("restarting", "starting")]
     first_s = {record.attempt: record.time_s for record in reversed(history.records)}
     attempts = attempt_spans(history.run, history.view)
@@ -134,14 +156,47 @@ def waiting_causes(history: RunHistory, states: Sequence[Span]) -> dict[str, flo
         ("an engine was away or started", _intervals([*down, *away_spans(history)])),
         ("the first rollouts after a start", starts),
         ("engines evaluated held-out prompts", _intervals(evaluation_spans(history))),
-        ("engines read a version", update_intervals(history)),
     )
     found = {}
     for cause, cover in covers:
         covered, waits = divided(waits, cover)
         found[cause] = _total(covered)
-    found["engines or environments had not finished rollouts; the files do not distinguish these"] = _total(waits)
-    return found
+    return found | _rollout_causes(history, waits, recipe)
+
+
+def _rollout_causes(history: RunHistory, waits: Sequence[_Interval], recipe: Recipe) -> dict[str, float]:
+    """Return the seconds of some waits by what the rollouts of their batches did.
+
+    Of a long run some steps are read, and stand for the others.
+    """
+    by_step: list[tuple[StepRecord, list[_Interval]]] = []
+    # clocks of nodes may differ, so that steps of two attempts overlap
+    waits = sorted(waits)
+    begins = [begin_s for begin_s, _ in waits]
+    for record in history.records:
+        begin_s = record.time_s - sum(record.phases_s.values())
+        end_s = begin_s + record.phases_s.get(WAIT, 0.0)
+        if own := waits[bisect_left(begins, begin_s) : bisect_left(begins, end_s)]:
+            by_step.append((record, own))
+    read = _chosen(by_step)
+    step_waits = StepWaits(history.run, recipe, history.events)
+    found: dict[str, float] = defaultdict(float)
+    for record, own in read:
+        for (holder, _), seconds in step_waits.parts_of(record, own).items():
+            found[_HOLDERS[holder]] += seconds
+    total = _total(waits)
+    if not (known := sum(found.values())):
+        return {_HOLDERS[TimeHolder.UNKNOWN]: total}
+    note = "" if len(read) == len(by_step) else f" (as in {len(read)} of {len(by_step):,} steps)"
+    return {f"{cause}{note}": seconds * total / known for cause, seconds in found.items()}
+
+
+def _chosen(steps: list[tuple[StepRecord, list[_Interval]]]) -> list[tuple[StepRecord, list[_Interval]]]:
+    """Return all steps of a short run; of a long one a few successive steps of each part, the newest among them."""
+    if len(steps) <= _PARTS * _STEPS_A_PART:
+        return steps
+    lasts = [round(len(steps) * (part + 1) / _PARTS) for part in range(_PARTS)]
+    return [each for last in lasts for each in steps[last - _STEPS_A_PART : last]]
 
 
 def _pauses(history: RunHistory) -> dict[str, float]:

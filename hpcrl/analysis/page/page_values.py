@@ -20,7 +20,7 @@ from hpcrl.analysis.page.marks import Mark
 from hpcrl.analysis.page.material import Plot, RunMaterial
 from hpcrl.analysis.page.planned_times import planned_times
 from hpcrl.analysis.page.recipe_rows import code_differences, code_values, recipe_differences, recipe_rows
-from hpcrl.analysis.page.role_hours import checkpoint_rows, engine_rows, goodput_rows, version_rows
+from hpcrl.analysis.page.role_hours import checkpoint_rows, engine_rows, goodput_rows, request_rows, version_rows
 from hpcrl.analysis.page.time_spans import timelines
 from hpcrl.analysis.page.work_plots import FLEET, ROLLOUTS, TIME, work_plots
 from hpcrl.analysis.series import MOST_POINTS
@@ -235,10 +235,11 @@ def _run_tables(material: RunMaterial) -> dict[str, Any]:
         "goodput": goodput_rows(material),
         "seconds": [
             (each.role, each.kind, each.cause, f"{each.seconds:,.1f}", f"{each.share:.1%}")
-            for each in role_seconds(material.history)
+            for each in role_seconds(material.history, material.recipe)
         ],
         "planned": planned_times(material),
         "engines": [list(row.values()) for row in engine_rows(material)],
+        "requests": request_rows(material),
         "versions": version_rows(material),
         "checkpoints": [list(row.values()) for row in checkpoint_rows(material)],
         "recipe": [row for row in rows if row[2] != "default"],

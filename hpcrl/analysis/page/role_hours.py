@@ -1,4 +1,4 @@
-"""Hours that a run held, the share of them in steps that count, and its engines, versions and checkpoints."""
+"""Hours that a run held, the share of them in steps that count, its engines, router, pool, versions and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from hpcrl.analysis.page.material import RunMaterial
 from hpcrl.analysis.page.time_spans import lane_of
+from hpcrl.analysis.series import RunHistory
+from hpcrl.config.plan import Role
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.fleet import read_fleet
 from hpcrl.runs.views.checkpoints import checkpoint_items
@@ -67,6 +69,62 @@ def engine_rows(material: RunMaterial) -> list[dict[str, str]]:
         }
         for name in dict.fromkeys([*states, *sorted(seconds)])
     ]
+
+
+def request_rows(material: RunMaterial) -> list[tuple[str, str]]:
+    """Return names and values of requests to engines, of the router and of the KV pool, in words."""
+    history = material.history
+    counters = history.records[-1].rollouts if history.records else {}
+    rows = []
+    if requests := counters.get("engine_requests", 0.0):
+        repeated = counters.get("engine_retries", 0.0)
+        rows += [
+            ("requests to engines", f"{requests:,.0f}"),
+            ("requests that were made again", f"{repeated:,.0f} ({repeated / requests:.2%})"),
+            ("answers that were damaged or unusable", f"{counters.get('unusable_answers', 0.0):,.0f}"),
+        ]
+    roles = {group.role for group in material.run.plan().groups}
+    if Role.ROUTER in roles or history.of_kind("router.engine_added"):
+        rows += [
+            ("router: engines taken in", f"{len(history.of_kind('router.engine_added')):,}"),
+            ("router: engines left out", f"{len(history.of_kind('router.engine_removed')):,}"),
+            ("router: did not answer", _absences(history)),
+            ("router: restarts", _restarts(history, Role.ROUTER)),
+        ]
+    if Role.STORE in roles or history.of_kind("store.segment_joined"):
+        rows += [
+            ("KV pool: segments that joined", f"{len(history.of_kind('store.segment_joined')):,}"),
+            ("KV pool: segments that were lost", f"{len(history.of_kind('store.segment_lost')):,}"),
+            ("KV pool: slowest trial block of 1 MiB, put and got", _slowest_trial(history)),
+            ("KV pool: restarts of its master", _restarts(history, Role.STORE)),
+        ]
+    return rows
+
+
+def _absences(history: RunHistory) -> str:
+    """Return how often the router was away, and for how long where it came back in the same attempt."""
+    away = history.of_kind("router.away")
+    seconds, begun = 0.0, dict[int, float]()
+    for event in history.of_kind("router.away", "router.back"):
+        if event.kind == "router.away":
+            begun.setdefault(event.attempt, event.time_s)
+        elif event.attempt in begun:
+            seconds += event.time_s - begun.pop(event.attempt)
+    for_good = f", {len(begun)} until the end of an attempt" if begun else ""
+    return f"{len(away):,} times, {duration(seconds)}{for_good}" if away else "never"
+
+
+def _restarts(history: RunHistory, role: Role) -> str:
+    return str(sum(event.data.get("role") == role.value for event in history.of_kind("component.restarting")))
+
+
+def _slowest_trial(history: RunHistory) -> str:
+    trials = [
+        [seconds for name in ("put_s", "get_s") if isinstance(seconds := event.data.get(name), int | float)]
+        for event in history.of_kind("store.canary")
+    ]
+    slowest = max((sum(each) for each in trials if each), default=None)
+    return "unknown" if slowest is None else f"{slowest:.3f} s"
 
 
 def version_rows(material: RunMaterial) -> list[tuple[str, str]]:

@@ -93,15 +93,6 @@ def phase_intervals(records: Iterable[StepRecord], phase: str) -> list[tuple[flo
     return found
 
 
-def update_intervals(history: RunHistory) -> list[tuple[float, float]]:
-    """Return the begin and the end of each weight update of an engine."""
-    return [
-        (event.time_s - float(seconds), event.time_s)
-        for event in history.of_kind("engine.weights_updated")
-        if isinstance(seconds := event.data.get("seconds"), int | float)
-    ]
-
-
 def update_spans(history: RunHistory) -> list[Span]:
     """Return the times of the weight updates of engines."""
     spans = []

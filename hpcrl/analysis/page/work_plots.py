@@ -32,6 +32,7 @@ def work_plots(runs: Sequence[RunMaterial]) -> list[Plot]:
         _zero_variance(runs),
         _phases(runs) if len(runs) == 1 else _steps(runs),
         _throughput(runs),
+        _repeated_requests(runs),
         _updates(runs),
         _checkpoints(runs),
     ]
@@ -113,6 +114,17 @@ def _throughput(runs: Sequence[RunMaterial]) -> Plot:
     plot = Plot("throughput", "Throughput", "tokens/s", ("tokens_per_s",), TIME)
     for number, each in enumerate(runs):
         plot.add(number, [line_of(each.history.records, lambda record: record.tokens_per_s)])
+    return plot
+
+
+def _repeated_requests(runs: Sequence[RunMaterial]) -> Plot:
+    plot = Plot(
+        "repeated-requests", "Requests that were made again", "requests a step", ("page/repeated_requests",), FLEET
+    )
+    for number, each in enumerate(runs):
+        # a run whose engines never failed has no such plot
+        if any(record.rollouts.get("engine_retries") for record in each.history.records):
+            plot.add(number, [counted(each.history.records, ("engine_retries",), "")])
     return plot
 
 

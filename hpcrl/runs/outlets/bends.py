@@ -78,16 +78,28 @@ BENDS: tuple[Bend, ...] = (
         "Fewer `rollouts.max_in_flight`.",
     ),
     Bend(
-        ("time/NAME",),
-        "`time/wait_batch` is most of a step",
+        ("time/wait_for_batch",),
+        "`time/wait_for_batch` is most of a step",
         "Engines or environments are the limit.",
         "`hpcrl why --slow` says which of them, and which settings would change it.",
     ),
     Bend(
-        ("perf/throughput",),
+        ("perf/throughput", "perf/throughput_per_gpu"),
         "`perf/throughput` falls slowly",
         "Rollouts get longer.",
         "Look at `perf/tokens`; `rollouts.sampling.max_new_tokens`.",
+    ),
+    Bend(
+        ("kl_ent_ratio/mean",),
+        "`kl_ent_ratio/mean` rises",
+        "The mismatch grows, or the entropy falls, so that an equal mismatch weighs more.",
+        "Look at `mismatch_kl/all/mean` and `entropy/all/mean`: as for the one that moved.",
+    ),
+    Bend(
+        ("perf/peak_memory",),
+        "`perf/peak_memory` comes near the memory of the GPU",
+        "Sequences or micro-batches grew; the next longer one may end the trainer.",
+        "The tools of `trainer.memory` (docs/training.md); `hpcrl profile RUN --memory` shows what holds it.",
     ),
     Bend(
         ("reward/std", "page/zero_variance"),
@@ -198,9 +210,9 @@ BENDS: tuple[Bend, ...] = (
         "As for `mismatch_kl/all/mean`. At larger lags alone it is age: a lower `rollouts.max_off_policy_steps`.",
     ),
     Bend(
-        ("time/NAME", "page/steps_s"),
-        "`page/steps_s` rises, or one phase of `time/NAME` does",
-        "Batches grew, a filesystem is slow (`checkpoint`, `publish`), or a node is.",
+        ("time/NAME", "time/step", "time/broadcast_weights", "time/save_ckpt", "page/steps_s"),
+        "`time/step` or `page/steps_s` rises, or one phase of `time/NAME` does",
+        "Batches grew, a filesystem is slow (`time/save_ckpt`, `time/broadcast_weights`), or a node is.",
         "`hpcrl why --slow`; `hpcrl profile RUN` for a phase of the trainer.",
     ),
     Bend(
@@ -214,6 +226,12 @@ BENDS: tuple[Bend, ...] = (
         "`loss_metrics/NAME` leaves its usual range",
         "It is what your loss measures.",
         "What the loss says of it.",
+    ),
+    Bend(
+        ("page/repeated_requests",),
+        "`page/repeated_requests` rises",
+        "An engine was lost or hangs, or the router or the network loses connections.",
+        "Marks of faults at these steps; `hpcrl status` shows engines, `hpcrl logs RUN --role engine` their words.",
     ),
     Bend(
         ("page/update_s", "page/pause_s"),

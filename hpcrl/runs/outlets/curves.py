@@ -40,6 +40,7 @@ CURVES: dict[str, Curve] = {
     "loss": Curve("loss/policy", "1", "-", "Mean loss of trained tokens; its size says little by itself."),
     "entropy": Curve("entropy/all/mean", "nats", "steady", "Entropy of the trainer's distribution at trained tokens."),
     "mismatch_kl": Curve("mismatch_kl/all/mean", "nats", "low", "KL of engine and trainer at trained tokens (k3)."),
+    "kl_ent_ratio": Curve("kl_ent_ratio/mean", "1", "low", "Mismatch KL divided by the entropy."),
     "masked_share": Curve("is_masked/mean", "1", "low", "Share of trained tokens that the loss masks or cuts."),
     "ess": Curve("importance/ess", "1", "high", "Effective sample size of importance ratios, as a share of tokens."),
     "reference_kl": Curve("reference_kl/mean", "nats", "low", "KL of trainer and reference model (k3)."),
@@ -65,6 +66,16 @@ CURVES: dict[str, Curve] = {
     "tokens": Curve("perf/tokens", "tokens", "-", "Tokens in the batch."),
     "sampled_tokens": Curve("perf/sampled_tokens", "tokens", "-", "Tokens in the batch that the policy sampled."),
     "tokens_per_s": Curve("perf/throughput", "tokens/s", "high", "Tokens of the batch by seconds of the step."),
+    "tokens_per_s_per_gpu": Curve(
+        "perf/throughput_per_gpu", "tokens/s", "high", "The same by GPUs of the trainer; not known without GPUs."
+    ),
+    "peak_memory_gib": Curve(
+        "perf/peak_memory", "GiB", "steady", "The most GPU memory that rank 0 of the trainer has used since its start."
+    ),
+    "step_s": Curve("time/step", "s", "low", "Seconds of the step: the sum of its phases."),
+    "phases_s/wait_batch": Curve("time/wait_for_batch", "s", "low", "Seconds of waiting for rollouts."),
+    "phases_s/publish": Curve("time/broadcast_weights", "s", "low", "Seconds for which a hand-off blocked the step."),
+    "phases_s/checkpoint": Curve("time/save_ckpt", "s", "low", "Seconds for which a checkpoint blocked the step."),
     "routing_mismatch": Curve("router/mismatch", "1", "low", "Share of tokens and layers with other routed experts."),
     "replayed_share": Curve("router/replayed_share", "1", "high", "Share of tokens that took the engine's experts."),
     "replayed_mismatch_kl": Curve("mismatch_kl/replayed/mean", "nats", "low", "Mismatch KL with router replay."),
@@ -86,7 +97,7 @@ FAMILIES: dict[str, Curve] = {
     "routing_mismatch_by_lag/": Curve("router/mismatch_lag/", "1", "low", "Router mismatch by lag in versions."),
     "unknown_routing/": Curve("router/unknown/", "1", "low", "Share of tokens without experts of an engine, by kind."),
     "staleness_histogram/": Curve("off_policy/histogram/", "rollouts", "-", "Rollouts by staleness."),
-    "phases_s/": Curve("time/", "s", "low", "Seconds of a phase of the step; `wait_batch` is waiting for rollouts."),
+    "phases_s/": Curve("time/", "s", "low", "Seconds of another phase of the step."),
     "fleet/kv_usage/": Curve(
         "inference/agg/kv_cache_usage_perc/", "1", "-", _FLEET.format("Share of the KV cache in use")
     ),
@@ -125,7 +136,10 @@ def by_summary(summary: Mapping[str, float]) -> dict[str, float]:
 
 
 def curve_name(name: str) -> str:
-    """Return the name of a metric in sinks; one without an entry keeps its own."""
+    """Return the name of a metric in sinks; one without an entry keeps its own.
+
+    A whole name in `CURVES` counts before a family: the field has names of its own for some phases of a step.
+    """
     if name in CURVES:
         return CURVES[name].name
     for prefix, curve in FAMILIES.items():

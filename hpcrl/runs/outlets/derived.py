@@ -1,4 +1,4 @@
-"""Numbers of a step that its record does not have, for sinks: percentiles, GPU-hours, and the engines at that time."""
+"""Numbers of a step that its record does not have, for sinks: ratios, percentiles, GPU-hours, engines at that time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from hpcrl.config.plan import Plan, Role
 from hpcrl.runs.consumed import ConsumedRollouts
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.lenient import decode_lenient
@@ -40,10 +41,12 @@ class DerivedMetrics:
         self._consumed = ConsumedRollouts(run.rollouts_dir)
         self._hours: HeldHours | None = None
         self._hours_of = 0
+        self._trainer_gpus = trainer_gpus(run.plan())
 
     def of(self, record: StepRecord) -> dict[str, float]:
         """Return the numbers of a step by name, without those that are unknown."""
         return {
+            **step_ratios(record, self._trainer_gpus),
             **staleness_percentiles(record),
             **mean_lengths(record),
             **self._lengths(record.step),
@@ -76,6 +79,31 @@ class DerivedMetrics:
             return {}
         view = FleetView.read(self._run, self._attempt)
         return {} if view is None else dict(fleet_numbers(view))
+
+
+def trainer_gpus(plan: Plan) -> int:
+    """Return the GPUs of the trainer: one for each of its ranks where their nodes have GPUs, else 0."""
+    ranks = 0
+    for group in plan.groups:
+        if group.role is Role.TRAINER and plan.layout.components and plan.component(group).gpus_per_node:
+            ranks += group.replicas * group.ranks
+    return ranks
+
+
+def step_ratios(record: StepRecord, trainer_gpus: int) -> dict[str, float]:
+    """Return the seconds of a step, its throughput by GPU, and the mismatch KL as a share of the entropy.
+
+    Parameters
+    ----------
+    trainer_gpus:
+        GPUs of the trainer; 0 where it has none.
+    """
+    found = {"step_s": math.fsum(record.phases_s.values())}
+    if trainer_gpus:
+        found["tokens_per_s_per_gpu"] = record.tokens_per_s / trainer_gpus
+    if record.entropy > 0.0:
+        found["kl_ent_ratio"] = record.mismatch_kl / record.entropy
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def staleness_percentiles(record: StepRecord) -> dict[str, float]:

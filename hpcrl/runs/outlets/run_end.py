@@ -10,7 +10,7 @@ import msgspec
 
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.metrics import StepRecord, read_metrics
-from hpcrl.runs.run_progress import read_evaluations
+from hpcrl.runs.run_progress import Evaluation, read_evaluations
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.held_hours import recorded_hours
@@ -49,11 +49,12 @@ def final_summary(run: RunDir) -> dict[str, float]:
     """Return the final numbers of a run, without those that are unknown.
 
     ``steps``, ``attempts``; ``reward_first`` and ``reward_last``, means over the first and the last ten steps;
-    ``heldout_first``, ``heldout_last`` and ``heldout_best``; ``wall_hours`` and ``gpu_hours``, which the attempts held.
+    ``heldout_first``, ``heldout_last`` and ``heldout_best``, and the rollouts that the last two are over
+    (``heldout_last_count``, ``heldout_best_count``); ``wall_hours`` and ``gpu_hours``, which the attempts held.
     """
     try:
         records, hours = read_metrics(run), recorded_hours(run)
-        heldout = [each.reward for each in read_evaluations(run) if math.isfinite(each.reward)]
+        heldout = [each for each in read_evaluations(run) if math.isfinite(each.reward)]
     except (HpcrlError, OSError):
         return {}
     found = {
@@ -61,13 +62,21 @@ def final_summary(run: RunDir) -> dict[str, float]:
         "attempts": float(len(run.attempts())),
         "reward_first": _mean_reward(records[:_NEWEST_STEPS]),
         "reward_last": _mean_reward(records[-_NEWEST_STEPS:]),
-        "heldout_first": heldout[0] if heldout else None,
-        "heldout_last": heldout[-1] if heldout else None,
-        "heldout_best": max(heldout, default=None),
+        **_heldout_numbers(heldout),
         "wall_hours": hours.wall_h,
         "gpu_hours": hours.gpu_hours(hours.wall_h),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _heldout_numbers(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    if not evaluations:
+        return {}
+    last, best = evaluations[-1], max(evaluations, key=lambda each: each.reward)
+    counts = {"heldout_last_count": last.count, "heldout_best_count": best.count}
+    rewards = {"heldout_first": evaluations[0].reward, "heldout_last": last.reward, "heldout_best": best.reward}
+    # 0 in evaluations of earlier versions: unknown
+    return rewards | {name: float(count) for name, count in counts.items() if count}
 
 
 def _path(run: RunDir, attempt: int) -> Path:

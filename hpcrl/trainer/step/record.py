@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
+import torch
+
 from hpcrl.dock.wire import BatchStats
 from hpcrl.runs.metrics import StepRecord
 from hpcrl.trainer.step.metrics import TokenMetrics
@@ -53,5 +55,17 @@ def step_record(
         branches_mean=stats.branches_mean,
         branches_max=stats.branches_max,
         prefix_repeated_tokens=stats.prefix_repeated_tokens,
+        peak_memory_gib=peak_memory_gib(),
         **measured,
     )
+
+
+def peak_memory_gib() -> float | None:
+    """Return the most GPU memory that this process has allocated since its start, in GiB; None without a GPU.
+
+    The count of the allocator is not reset: others that watch it, such as a profile of memory, keep their own view.
+    """
+    # a question to CUDA would begin it in a process that computes on the CPU
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.max_memory_allocated() / 2**30

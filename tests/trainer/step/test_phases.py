@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hpcrl.dock.wire import BatchStats
 from hpcrl.trainer.step import phases, record
@@ -163,3 +164,17 @@ def test_a_record_has_the_loss_of_held_out_conversations(clock: Time, tokens: To
 def test_a_step_that_took_no_time_has_a_rate(clock: Time, tokens: TokenMetrics) -> None:
     made = step_record(STATS, tokens, attempt=1, step=1, update=None, phases_s={})
     assert made.tokens_per_s > 1e9
+
+
+def test_a_record_has_the_peak_of_the_memory_of_a_gpu(
+    clock: Time, tokens: TokenMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked() -> int:
+        pytest.fail("a process on the CPU must not begin CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", asked)
+    assert step_record(STATS, tokens, attempt=1, step=1, update=None, phases_s={}).peak_memory_gib is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
+    assert step_record(STATS, tokens, attempt=1, step=1, update=None, phases_s={}).peak_memory_gib == 1.5
