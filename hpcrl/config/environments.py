@@ -142,7 +142,8 @@ class TaskFileEnv(HostedEnv):
     system: str | None = None
     """Text of a system message in front of each prompt."""
     template: RowTemplate | None = None
-    """Text of the prompt, with ``{column}`` in place of the value of a column; ``{{`` and ``}}`` are braces."""
+    """Text of the prompt, with ``{column}`` in place of the value of a column; ``{{`` and ``}}`` are braces. A column
+    must have text, unless it stands there as ``{column:optional}``."""
     demonstration: RowTemplate | None = None
     """Text of a right reply, as ``template``, for ``hpcrl env try`` and ``hpcrl warmup``; by default the answer."""
     held_out_share: Annotated[float, Field(gt=0, lt=1)] | None = None

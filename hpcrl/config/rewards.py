@@ -160,35 +160,37 @@ class FunctionReward(_SlowReward):
     """Highest score it may give."""
 
 
+_Columns = Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
 _Inside = Annotated[str, Field(pattern=r"^/")]
 
 
 class CodeReward(_Reward):
     """1 where the program in the reply passes the tests of the row, in a sandbox of its own.
 
-    Tests are assert lines (a list of them, or one text, as in MBPP and HumanEval), or inputs and outputs (a list of
-    mappings with ``input`` and ``output``, or a mapping with ``inputs`` and ``outputs``, as in APPS and LiveCodeBench);
-    both also as JSON text.
+    Tests are assert lines (a list of them, or one text, as in MBPP and HumanEval), or inputs and outputs of the program
+    or of a function (a list of mappings with ``input`` and ``output``, or a mapping with ``inputs`` and ``outputs``, as
+    in APPS and LiveCodeBench); both also as JSON text.
     """
 
     kind: Literal["code"]
-    tests: str = "tests"
-    """Column with the tests of a row."""
+    tests: str | _Columns = "tests"
+    """Column with the tests of a row, or several columns whose tests are all run."""
     entry_point: str | None = None
-    """Column with the name of the function that tests call; a text of tests that defines ``check`` is ended by
-    ``check(NAME)``, as in HumanEval."""
+    """Column with the name of the function that tests call, or with a mapping whose ``func_name`` it is, as in
+    LiveCodeBench. A text of tests that defines ``check`` is ended by ``check(NAME)``, as in HumanEval."""
     before: str | None = None
-    """Column with code that runs before the program, in its process: imports, for example. Of assert lines only."""
+    """Column with code that runs before the program, in its process: imports, for example. Not for inputs and outputs
+    of programs."""
     setup: str | None = None
-    """Column with code that runs after the program, in its process. Of assert lines only."""
+    """Column with code that runs after the program, in its process. Not for inputs and outputs of programs."""
     extract: Literal["fenced", "all"] = "fenced"
     """The program: the last ``fenced`` block, between lines of three backticks, or ``all`` of the reply. A reply
     without it scores 0."""
     score: Literal["all", "share"] = "all"
     """1 for a program that passes ``all`` tests and 0 for any other one, or the ``share`` of the tests that pass."""
     interpreter: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("/usr/bin/python3",)
-    """Interpreter in the sandbox, and its arguments; the last one is the program's file. Assert lines need Python 3.8
-    or later."""
+    """Interpreter in the sandbox, and its arguments; the last one is the program's file. Assert lines and
+    functions need Python 3.8 or later."""
     test_timeout_s: PositiveFloat = 10.0
     """Longest time for one test in seconds; one that takes longer fails."""
     timeout_s: PositiveFloat = 60.0

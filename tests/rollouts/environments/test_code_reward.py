@@ -10,53 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from code_testing import SHARE, fenced, made, score_of, skip_without_sandboxes
 from dataset_testing import OneReply, make_dataset, write_jsonl
 from patience import patience
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.config.rewards import CodeReward
 from hpcrl.errors import ConfigError
 from hpcrl.rollouts.environments.dataset.environment import DatasetEnvironment
+from hpcrl.rollouts.environments.rewards.code_cases import CodeTestsError
 from hpcrl.rollouts.environments.rewards.code_check import CodeCheck, CodeNotRunError
-from hpcrl.rollouts.environments.rewards.code_tests import CodeTestsError, program_of, read_code_tests
+from hpcrl.rollouts.environments.rewards.code_tests import program_of, read_code_tests
 from hpcrl.rollouts.environments.rewards.processes import CheckerError
 from hpcrl.rollouts.environments.task_check import check_tasks
-from hpcrl.sandboxes import SandboxStartError
-from hpcrl.sandboxes.bubblewrap import find_bubblewrap
 
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert math.isclose(add(.5, .25), .75)"]}
 SUMS = {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]}
 READ = "a, b = map(int, input().split())\n"
 
 
-def fenced(program: str) -> str:
-    return f"Here it is:\n```python\n{program}\n```\nDone."
-
-
-def made(**settings: Any) -> CodeReward:
-    return CodeReward.model_validate({"kind": "code", "test_timeout_s": 1.0 * patience(), **settings})
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _needs_sandboxes() -> None:
-    try:
-        find_bubblewrap()
-    except SandboxStartError as error:
-        pytest.skip(str(error))
-    if not Path("/usr/bin/python3").exists():
-        pytest.skip("there is no /usr/bin/python3")
+    skip_without_sandboxes()
 
 
 @pytest.fixture(scope="module")
 def share() -> Iterator[CodeCheck]:
     """A checker whose sandboxes all tests use."""
-    settings = {"score": "share", "entry_point": "name", "memory_gib": 0.25, "timeout_s": 30.0 * patience()}
-    with closing(CodeCheck(made(**settings))) as check:
+    with closing(CodeCheck(made(entry_point="name", **SHARE))) as check:
         yield check
-
-
-def score(check: CodeCheck, program: str, row: dict[str, Any]) -> float:
-    return round(check.score(fenced(program), "", {"name": "", **row}), 3)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +55,7 @@ def score(check: CodeCheck, program: str, row: dict[str, Any]) -> float:
     ],
 )
 def test_assert_lines(share: CodeCheck, program: str, share_of_tests: float) -> None:
-    assert score(share, program, ADD) == share_of_tests
+    assert score_of(share, program, ADD) == share_of_tests
 
 
 BRIBES = {
@@ -103,7 +84,7 @@ BRIBES = {
 
 @pytest.mark.parametrize("bribe", BRIBES)
 def test_bribes_of_assert_lines(share: CodeCheck, bribe: str) -> None:
-    assert score(share, BRIBES[bribe], ADD) == 0
+    assert score_of(share, BRIBES[bribe], ADD) == 0
 
 
 @pytest.mark.parametrize(
@@ -116,7 +97,7 @@ def test_bribes_of_assert_lines(share: CodeCheck, bribe: str) -> None:
     ],
 )
 def test_ways_around_a_test(share: CodeCheck, program: str, test: str) -> None:
-    assert score(share, program, {"tests": test}) == 0
+    assert score_of(share, program, {"tests": test}) == 0
 
 
 def test_memory_of_the_judge_is_unreadable(share: CodeCheck) -> None:
@@ -132,7 +113,7 @@ def tried():
             found.append(name)
     return found
 """
-    assert score(share, program, {"tests": ["assert tried() == ['mem', 'environ', 'fd/0', 'fd/1']"]}) == 1
+    assert score_of(share, program, {"tests": ["assert tried() == ['mem', 'environ', 'fd/0', 'fd/1']"]}) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,15 +143,15 @@ def tried():
     ],
 )
 def test_what_tests_see_of_a_program(share: CodeCheck, program: str, tests: str) -> None:
-    assert score(share, program, {"tests": tests}) == 1
+    assert score_of(share, program, {"tests": tests}) == 1
 
 
 def test_forms_of_humaneval(share: CodeCheck) -> None:
     tests = "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n"
     row = {"tests": tests, "name": "sum"}
     # a function of the name of a builtin is the program's where entry_point names it
-    assert score(share, "def sum(x):\n  return x[0] + x[1] if x else 0", row) == 1
-    assert score(share, "def sum(x): return 3", row) == 0
+    assert score_of(share, "def sum(x):\n  return x[0] + x[1] if x else 0", row) == 1
+    assert score_of(share, "def sum(x): return 3", row) == 0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +168,7 @@ def test_forms_of_humaneval(share: CodeCheck) -> None:
     ],
 )
 def test_inputs_and_outputs(share: CodeCheck, program: str, share_of_tests: float) -> None:
-    assert score(share, program, SUMS) == share_of_tests
+    assert score_of(share, program, SUMS) == share_of_tests
 
 
 def test_all_or_nothing_and_code_around() -> None:
@@ -210,7 +191,7 @@ def test_missing_interpreter_gives_none(row: dict[str, Any]) -> None:
 
 def test_functions_cannot_be_given(share: CodeCheck) -> None:
     with pytest.raises(CodeNotRunError, match="test 1 gives the program a function"):
-        score(share, "def f(g): return g(1)", {"tests": ["assert f(lambda x: x) == 1"]})
+        score_of(share, "def f(g): return g(1)", {"tests": ["assert f(lambda x: x) == 1"]})
 
 
 @pytest.mark.parametrize(
@@ -236,7 +217,6 @@ def test_forms_of_pairs(value: Any, pairs: tuple[tuple[str, str], ...]) -> None:
         (["f = 1"], "asserts nothing"),
         ("def check(c): assert c(1)", "does not call it"),
         ({"inputs": ["1"], "outputs": []}, "not as many inputs as outputs"),
-        ({"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}, "inputs of a function"),
         ([{"input": "1"}], "not text"),
     ],
 )

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from dataset_testing import OneReply, asked, config_of, make_dataset, questions, write_jsonl
+from pydantic import ValidationError
 
 from hpcrl.errors import ConfigError, Finding
 from hpcrl.rollouts.environments.dataset.partition import read_partition
@@ -268,6 +269,23 @@ def test_templates(tmp_path: Path) -> None:
     assert {p.split()[-2] for p in asked(environment, "heldout", 9)} <= {
         f"({p.split()[2]})" for p in asked(other, "heldout", 9)
     }
+
+
+def test_optional_columns_of_templates(tmp_path: Path) -> None:
+    codes = ["x", "", None, " "]
+    rows = [{"question": f"Which {i} ?", "code": codes[i % 4], "answer": "1"} for i in range(40)]
+    path = write_jsonl(tmp_path / "q.jsonl", rows)
+    for prompt in asked(make_dataset(path, template="{question}{code:optional}"), "train", 30):
+        assert prompt.split()[2] == ("?x" if int(prompt.split()[1]) % 4 == 0 else "?")
+    for template in ("{question}{code}", "{question}{code:optional}{code}"):
+        (finding, *_) = findings(path, template=template)
+        assert "line 2: column 'code' is empty" in finding.what
+    (finding, *_) = findings(path, template="{code:optional}")
+    assert "line 2: each column of template is empty" in finding.what
+    (finding, *_) = findings(path, template="{codes:optional}")
+    assert "line 1: column 'codes' does not exist" in finding.what
+    with pytest.raises(ValidationError, match=r"only \{column\} and \{column:optional\} are known"):
+        config_of(path, template="{code:>9}")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from hpcrl.config.environments import TaskFileEnv
-from hpcrl.config.row_template import fill_template, template_columns
+from hpcrl.config.row_template import fill_template, optional_columns, template_columns
 from hpcrl.rollouts.environments.dataset.problems import BadRowError, shown
 from hpcrl.rollouts.environments.dataset.reading import RawRow
 from hpcrl.rollouts.environments.dataset.row_messages import normal_text, question_of, read_conversation, read_tools
@@ -133,7 +133,9 @@ class RowChecker:
         if template is None:
             text = _text(values, self._config.columns.prompt, "columns.prompt", numbers=False)
             return text, normal_text(text)
-        parts = {column: _text(values, column, "template") for column in template_columns(template)}
+        parts = _columns_of(values, template, "template")
+        if not any(parts.values()) and parts:
+            raise BadRowError("each column of template is empty", _TEXT_HINT.format(key="template"))
         question = "\0".join(normal_text(parts[column]) for column in sorted(parts))
         return fill_template(template, parts), question
 
@@ -171,7 +173,7 @@ class RowChecker:
         template = self._config.demonstration
         if template is None:
             return answer
-        return fill_template(template, {c: _text(values, c, "demonstration") for c in template_columns(template)})
+        return fill_template(template, _columns_of(values, template, "demonstration"))
 
     def _row(self, values: dict[str, Any]) -> dict[str, Any]:
         if not self._wants_row:
@@ -229,6 +231,16 @@ def _text(values: dict[str, Any], column: str, key: str, *, numbers: bool = True
         return str(value)
     wanted = "neither text nor a number" if numbers else "not text"
     raise BadRowError(f"column {column!r} is {wanted}: {shown(value)}", _TEXT_HINT.format(key=key))
+
+
+def _columns_of(values: dict[str, Any], template: str, key: str) -> dict[str, str]:
+    """Return the text of each column of a template; optional ones may be empty."""
+    optional, texts = optional_columns(template), {}
+    for column in template_columns(template):
+        value = _given(values, column, key)
+        empty = value is None or (isinstance(value, str) and not value.strip())
+        texts[column] = "" if empty and column in optional else _text(values, column, key)
+    return texts
 
 
 def _are_calls(value: Any) -> bool:

@@ -16,7 +16,8 @@ from hpcrl.config.rewards import (
     RewardConfig,
     ToolCallReward,
 )
-from hpcrl.rollouts.environments.rewards.code_tests import CodeTestsError, read_code_tests
+from hpcrl.rollouts.environments.rewards.code_cases import CodeTestsError
+from hpcrl.rollouts.environments.rewards.code_tests import read_code_tests
 from hpcrl.rollouts.environments.rewards.quick import ExactCheck, NumericCheck, QuickCheck
 from hpcrl.rollouts.environments.rewards.tool_calls import ToolCallCheck
 

@@ -1,7 +1,8 @@
 """Programs of a policy, run in sandboxes against the tests of a row.
 
 Inputs and outputs: each input is given to a process of its own, and what it prints is compared here, so that the
-sandbox never has an expected output. Assert lines: see `hpcrl.rollouts.environments.rewards.code_judge`.
+sandbox never has an expected output. Assert lines and calls of a function: see
+`hpcrl.rollouts.environments.rewards.code_judge`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,23 @@ from hpcrl.sandboxes.on_demand import SandboxesOnDemand
 from hpcrl.swe.judging.records import read_records
 
 _ROOM = "hpcrl.rollouts.environments.rewards"
-_NAMES = ("code_values", "code_host", "code_judge")
-_VALUES, _HOST, _JUDGE = ((f"{_ROOM}.{name}", (Path(__file__).parent / f"{name}.py").read_text()) for name in _NAMES)
+_NAMES = ("code_values", "code_compare", "code_host", "code_judge")
+_VALUES, _COMPARE, _HOST, _JUDGE = (
+    (f"{_ROOM}.{name}", (Path(__file__).parent / f"{name}.py").read_text()) for name in _NAMES
+)
 _START = f"{LOADER}given = json.loads(sys.stdin.buffer.read())\nload(given['judge']).run_tests(given)\n"
+_USUAL = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
+)
+_BEFORE_FUNCTIONS = "\n".join(
+    # modules and builtins last: some modules have a function of the name of either
+    [f"from {each} import *" for each in _USUAL]
+    + [f"import {each}" for each in _USUAL]
+    + ["from builtins import *", "sys.setrecursionlimit(50000)"]
+)
+"""Runs before a program with a tested function, as in the graders of APPS and LiveCodeBench: the beginnings of programs
+that their questions give use ``List`` and others without an import."""
 _FILE = "program.py"
 _SLACK_BYTES = 64 << 10
 """Bytes that a program may print more than is expected: blanks, for example."""
@@ -64,7 +79,7 @@ class CodeCheck:
         if not program.strip():
             return 0.0
         passed = self._runner.run(self._passed(program, tests))
-        count = len(tests.asserts) + len(tests.pairs)
+        count = len(tests.asserts) + len(tests.pairs) + len(tests.calls)
         return passed / count if self._config.score == "share" else float(passed == count)
 
     def close(self) -> None:
@@ -79,16 +94,22 @@ class CodeCheck:
             lambda host: host.start(image=config.image, mounts=config.mounts, limits=sandbox_limits(config))
         )
         try:
-            if tests.asserts:
-                return await self._run_asserts(sandbox, program, tests)
-            return await self._run_pairs(sandbox, program, tests.pairs)
+            if tests.pairs:
+                await self._probe(sandbox)
+            deadline = time.monotonic() + config.timeout_s
+            passed = 0
+            if tests.asserts or tests.calls:
+                passed = await self._run_judge(sandbox, program, tests)
+            if tests.pairs and (config.score == "share" or passed == len(tests.calls)):
+                passed += await self._run_pairs(sandbox, program, tests.pairs, deadline)
+            return passed
         finally:
             await sandbox.kill()
 
-    async def _run_pairs(self, sandbox: Sandbox, program: str, pairs: tuple[tuple[str, str], ...]) -> int:
-        await self._probe(sandbox)
+    async def _run_pairs(
+        self, sandbox: Sandbox, program: str, pairs: tuple[tuple[str, str], ...], deadline: float
+    ) -> int:
         await sandbox.put({_FILE: program.encode("utf-8", "replace")})
-        deadline = time.monotonic() + self._config.timeout_s
         passed = 0
         for given, expected in pairs:
             left = deadline - time.monotonic()
@@ -121,15 +142,17 @@ class CodeCheck:
             raise self._not_run(result)
         self._probed = True
 
-    async def _run_asserts(self, sandbox: Sandbox, program: str, tests: CodeTests) -> int:
+    async def _run_judge(self, sandbox: Sandbox, program: str, tests: CodeTests) -> int:
+        """Return the number of assert lines or calls that pass."""
         key = secrets.token_bytes(32)
         config = self._config
         request = {
-            "judge": [_VALUES, _JUDGE],
+            "judge": [_VALUES, _COMPARE, _JUDGE],
             "modules": [_VALUES, _HOST],
             "key": key.hex(),
             "tests": tests.asserts,
-            "texts": [each for each in (tests.before, program, tests.setup) if each],
+            "calls": [(each.arguments, each.expected, each.encoded, each.wrapped) for each in tests.calls],
+            "texts": [each for each in (*_imports(tests), tests.before, program, tests.setup) if each],
             "entry_point": tests.entry_point,
             "test_timeout_s": config.test_timeout_s,
             "every": config.score == "share",
@@ -141,7 +164,7 @@ class CodeCheck:
             timeout_s=config.timeout_s,
             max_output=_MAX_RECORDS,
         )
-        names = [str(number) for number in range(len(tests.asserts))]
+        names = [str(number) for number in range(len(tests.asserts) + len(tests.calls))]
         records = read_records(result.out, key, names)
         if not records.started:
             raise self._not_run(result)
@@ -154,3 +177,11 @@ class CodeCheck:
         said = f"exit code {result.rc}" if result.killed_by is None else f"limit of {result.killed_by}"
         what = f"{' '.join(self._config.interpreter)} does not run in a sandbox ({said}): {result.text.strip()[-300:]}"
         return CodeNotRunError(f"{what}\n    hint: see interpreter, image and mounts")
+
+
+def _imports(tests: CodeTests) -> tuple[str, ...]:
+    """Return code that runs before a program with a tested function.
+
+    The function itself must come from the program: modules have a ``gcd`` and a ``permutations`` of their own.
+    """
+    return (_BEFORE_FUNCTIONS, f"globals().pop({tests.entry_point!r}, None)\n") if tests.calls else ()

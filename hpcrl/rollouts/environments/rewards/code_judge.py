@@ -1,11 +1,11 @@
-"""Runs assert lines inside a sandbox on a program that runs in another process there.
+"""Runs assert lines, and calls of a function, inside a sandbox on a program that runs in another process there.
 
-`code_check` sends the text of this module, of `code_host` and of `code_values` to the interpreter of the sandbox on the
-standard input, with a request. They import nothing else of hpcrl, and run with Python 3.8 and later. This process is
-the *judge*: it has the tests and the secret of the run, and executes nothing of the policy. It starts the *host*, which
-executes the program. Calls in tests go to the host as JSON. Only plain data comes back (numbers, text, lists and the
-like, by their values). Of any other object the tests get a reference, whose methods can be called, and which is equal
-to itself alone. So no method of an object of the program decides on a test.
+`code_check` sends the text of this module, of `code_host`, `code_values` and `code_compare` to the interpreter of the
+sandbox on the standard input, with a request. They import nothing else of hpcrl, and run with Python 3.8 and later.
+This process is the *judge*: it has the tests and the secret of the run, and executes nothing of the policy. It starts
+the *host*, which executes the program. Calls in tests go to the host as JSON. Only plain data comes back (numbers,
+text, lists and the like, by their values). Of any other object the tests get a reference, whose methods can be called,
+and which is equal to itself alone. So no method of an object of the program decides on a test.
 
 The judge makes itself unreadable for processes of its user before it starts the host. It signs each record about a
 test with the secret, as the program of `hpcrl.swe.judging` does, and in the same form: ``number kind text signature``.
@@ -26,6 +26,7 @@ import sys
 import time
 from typing import Any, Callable, NoReturn  # noqa: UP035
 
+from hpcrl.rollouts.environments.rewards.code_compare import same_value
 from hpcrl.rollouts.environments.rewards.code_values import decode_value, encode_value
 
 LOADER = """import json, sys, types
@@ -284,11 +285,53 @@ def _imported(tests: list[ast.Module]) -> dict[str, Any]:
     return found
 
 
-def _outcome(code: Any, link: _Link, modules: dict[str, Any]) -> str:
+def _assert_test(code: Any, modules: dict[str, Any]) -> Callable[[_Link], None]:
+    """Return a test that executes an assert line, and raises what that raises."""
+
+    def test(link: _Link) -> None:
+        exec(code, {"__name__": "tests", **link.begin(), **modules})
+
+    return test
+
+
+def _call_test(function: str, call: list[Any]) -> Callable[[_Link], None]:
+    """Return a test that calls a function, and raises `AssertionError` where it does not return what is expected."""
+    arguments, expected, encoded, wrapped = call
+
+    def test(link: _Link) -> None:
+        number = _function(link, link.begin(), function)
+        given, wanted = json.loads(arguments), json.loads(expected)
+        if encoded:
+            given, wanted = given[1:], link.decode(wanted)
+        else:
+            given = [link.encode(each) for each in given]
+        # what the function has changed of its arguments is not read: its result counts
+        found = link.decode(link.ask("call", number, given, {})[0])
+        if not (same_value(found, wanted) or (wrapped and same_value(found, wanted[0]))):
+            raise AssertionError
+
+    return test
+
+
+def _function(link: _Link, names: dict[str, Any], function: str) -> int:
+    """Return the host's number of a function: a method of a new ``Solution``, or one of the program itself."""
+    solution = names.get("Solution")
+    if type(solution) is _Reference:
+        place = _place_of(solution)[1]
+        try:
+            link.ask("get", place, function)
+        except AttributeError:
+            pass
+        else:
+            made = link.decode(link.ask("call", place, [], {})[0])
+            return _place_of(link.decode(link.ask("get", _place_of(made)[1], function)))[1]
+    return _place_of(names[function])[1]
+
+
+def _outcome(test: Callable[[_Link], None], link: _Link) -> str:
     """Run one test."""
     try:
-        space: dict[str, Any] = {"__name__": "tests", **link.begin(), **modules}
-        exec(code, space)
+        test(link)
     except BaseException:  # noqa: BLE001 - whatever a test raises, it has failed
         return "F"
     return "P"
@@ -308,13 +351,17 @@ def run_tests(request: dict[str, Any]) -> NoReturn:
     used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
     # a function of the program never stands in the place of one that tests take from Python
     wanted = (used - set(vars(builtins)) - set(modules)) | {request["entry_point"]}
+    tests = [_assert_test(code, modules) for code in codes]
+    if request["calls"]:
+        wanted.add("Solution")
+        tests += [_call_test(request["entry_point"], call) for call in request["calls"]]
     wanted = {name for name in wanted if name and not name.startswith("__")}
     link = _Link(request["modules"], request["texts"], sorted(wanted), request["test_timeout_s"])
     os.dup2(null, 2)  # errors up to here are shown to people
     report("ready", "")
     counts = {"P": 0, "F": 0}
-    for number, code in enumerate(codes):
-        outcome = _outcome(code, link, modules)
+    for number, test in enumerate(tests):
+        outcome = _outcome(test, link)
         if link.unsendable:
             report("message", f"{number} {link.unsendable}")
         report("test", f"{number} {outcome}")

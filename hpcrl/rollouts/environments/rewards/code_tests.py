@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import ast
-import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.rewards import CodeReward
+from hpcrl.rollouts.environments.rewards.code_cases import (
+    CodeCall,
+    CodeCases,
+    CodeTestsError,
+    checked_function,
+    json_of,
+    read_cases,
+)
 from hpcrl.rollouts.environments.rewards.extraction import last_fenced_block
+from hpcrl.rollouts.environments.rewards.packed_tests import UnpackError, is_packed, unpacked_text
 
-_FORMS = "assert lines, or mappings with input and output"
-
-
-class CodeTestsError(ValueError):
-    """Raised where columns of a row are no tests; the message is a sentence without its end."""
+_EMPTY: tuple[Any, ...] = (None, "", [], (), {})
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """Tests of a program: assert lines, or pairs.
+    """Tests of a program: assert lines, or pairs and calls.
 
     Attributes
     ----------
@@ -29,6 +33,8 @@ class CodeTests:
         Texts in Python, each a test.
     pairs:
         Standard input and expected standard output of each test.
+    calls:
+        Tests that call the function ``entry_point``.
     entry_point:
         Name of the tested function; empty where it is not known.
     before, setup:
@@ -37,6 +43,7 @@ class CodeTests:
 
     asserts: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
+    calls: tuple[CodeCall, ...] = ()
     entry_point: str = ""
     before: str = ""
     setup: str = ""
@@ -50,17 +57,42 @@ def read_code_tests(config: CodeReward, values: Mapping[str, Any]) -> CodeTests:
     CodeTestsError
         Its columns are none.
     """
-    column = config.tests
-    found = values.get(column)
-    if isinstance(found, str):
-        found = _from_json(found)
-    if found is None or found in ("", [], (), {}):
-        raise CodeTestsError(f"column {column!r} has no tests")
-    if isinstance(found, str) or (isinstance(found, list | tuple) and all(isinstance(each, str) for each in found)):
-        return _asserts(config, values, [found] if isinstance(found, str) else list(found))
-    if config.before is not None or config.setup is not None:
-        raise CodeTestsError(f"column {column!r} has inputs and outputs, with which before and setup cannot be used")
-    return CodeTests(pairs=tuple(_pairs(column, found)))
+    columns = (config.tests,) if isinstance(config.tests, str) else config.tests
+    entry_point = _entry_point(values, config.entry_point)
+    asserts: list[str] = []
+    cases: list[CodeCases] = []
+    for column in columns:
+        found = _tests_of(column, values)
+        if found in _EMPTY:
+            continue
+        if isinstance(found, str) or (isinstance(found, list | tuple) and all(isinstance(each, str) for each in found)):
+            asserts += _asserts(column, entry_point, [found] if isinstance(found, str) else list(found))
+        else:
+            cases.append(read_cases(column, found, entry_point))
+    shown = " and ".join(repr(column) for column in columns)
+    shown = f"column{'s' if len(columns) > 1 else ''} {shown}"
+    if not asserts and not cases:
+        raise CodeTestsError(f"{shown} {'have' if len(columns) > 1 else 'has'} no tests")
+    if asserts and cases:
+        raise CodeTestsError(f"{shown} have assert lines, and inputs and outputs as well")
+    before, setup = _code(values, config.before), _code(values, config.setup)
+    if asserts:
+        return CodeTests(asserts=tuple(asserts), entry_point=entry_point, before=before, setup=setup)
+    return _joined(shown, cases, before, setup)
+
+
+def _joined(shown: str, cases: list[CodeCases], before: str, setup: str) -> CodeTests:
+    """Return the tests of all columns with inputs and outputs."""
+    pairs = tuple(pair for each in cases for pair in each.pairs)
+    calls = tuple(call for each in cases for call in each.calls)
+    functions = sorted({each.function for each in cases if each.calls})
+    if len(functions) > 1:
+        raise CodeTestsError(f"{shown} name two functions, {functions[0]} and {functions[1]}")
+    if pairs and (before or setup):
+        raise CodeTestsError(f"{shown}: with inputs and outputs of programs, before and setup cannot be used")
+    return CodeTests(
+        pairs=pairs, calls=calls, entry_point=functions[0] if functions else "", before=before, setup=setup
+    )
 
 
 def program_of(reply: str, part: str) -> str:
@@ -79,33 +111,65 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
+def _tests_of(column: str, values: Mapping[str, Any]) -> Any:
+    """Return what a column has, read from JSON and unpacked where it is either."""
+    if column not in values:
+        raise CodeTestsError(f"column {column!r} does not exist")
+    found = values[column]
+    if not isinstance(found, str):
+        return found
+    if is_packed(found):
+        try:
+            return json_of(unpacked_text(found))
+        except UnpackError as error:
+            raise CodeTestsError(f"column {column!r} {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise CodeTestsError(f"column {column!r} is not JSON when it is unpacked: {error}") from None
+    return _from_json(found)
+
+
 def _from_json(text: str) -> Any:
     """Return a list or a mapping that a text is the JSON of, and any other text as it is."""
     if text.lstrip()[:1] not in ("[", "{"):
         return text
     try:
-        return json.loads(text)
+        return json_of(text)
     except (ValueError, RecursionError):
         return text
 
 
-def _asserts(config: CodeReward, values: Mapping[str, Any], tests: list[str]) -> CodeTests:
-    entry_point = _text(values, config.entry_point).strip()
-    if entry_point and not entry_point.isidentifier():
-        raise CodeTestsError(f"column {config.entry_point!r} is not a name of Python")
+def _entry_point(values: Mapping[str, Any], column: str | None) -> str:
+    """Return the name of the tested function: of the column itself, or ``func_name`` of the mapping that it has."""
+    if column is None:
+        return ""
+    found = values.get(column)
+    if isinstance(found, str):
+        found = _from_json(found)
+    if isinstance(found, Mapping):
+        name = found.get("func_name")
+        return "" if name in (None, "") else checked_function(name, f"func_name of column {column!r}")
+    name = _text(values, column).strip()
+    return checked_function(name, f"column {column!r}") if name else ""
+
+
+def _asserts(column: str, entry_point: str, tests: list[str]) -> list[str]:
     for number, test in enumerate(tests):
-        tree = _parsed(test, f"test {number + 1} of column {config.tests!r}")
+        where = f"test {number + 1} of column {column!r}"
+        tree = _parsed(test, where)
         defined = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
         if "check" in defined and entry_point:
             tests[number] = f"{test}\ncheck({entry_point})\n"
         elif not any(isinstance(each, ast.Assert | ast.Call | ast.Raise) for each in ast.walk(tree)):
-            raise CodeTestsError(f"test {number + 1} of column {config.tests!r} asserts nothing")
+            raise CodeTestsError(f"{where} asserts nothing")
         elif "check" in defined and not any(isinstance(each, ast.Assert | ast.Expr) for each in tree.body):
-            raise CodeTestsError(f"column {config.tests!r} defines check and does not call it: name entry_point")
-    before, setup = _text(values, config.before), _text(values, config.setup)
-    _parsed(before, f"column {config.before!r}")
-    _parsed(setup, f"column {config.setup!r}")
-    return CodeTests(asserts=tuple(tests), entry_point=entry_point, before=before, setup=setup)
+            raise CodeTestsError(f"column {column!r} defines check and does not call it: name entry_point")
+    return tests
+
+
+def _code(values: Mapping[str, Any], column: str | None) -> str:
+    text = _text(values, column)
+    _parsed(text, f"column {column!r}")
+    return text
 
 
 def _parsed(text: str, where: str) -> ast.Module:
@@ -127,34 +191,3 @@ def _text(values: Mapping[str, Any], column: str | None) -> str:
     if found is not None and not isinstance(found, str):
         raise CodeTestsError(f"column {column!r} is not text")
     return found or ""
-
-
-def _pairs(column: str, found: Any) -> list[tuple[str, str]]:
-    """Return inputs and outputs of either form."""
-    if isinstance(found, Mapping):
-        if found.get("fn_name") is not None:
-            what = "has inputs of a function, fn_name: write them as assert lines"
-            raise CodeTestsError(f"column {column!r} {what}")
-        inputs, outputs = found.get("inputs"), found.get("outputs")
-        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-            raise CodeTestsError(f"column {column!r} has not as many inputs as outputs")
-        if not inputs:
-            raise CodeTestsError(f"column {column!r} has no tests")
-        pairs = list(zip(inputs, outputs, strict=True))
-    elif isinstance(found, list | tuple) and all(isinstance(each, Mapping) for each in found):
-        if any(each.get("testtype") == "functional" for each in found):
-            what = "has inputs of a function, testtype: write them as assert lines"
-            raise CodeTestsError(f"column {column!r} {what}")
-        pairs = [(each.get("input"), each.get("output")) for each in found]
-    else:
-        raise CodeTestsError(f"column {column!r} has neither {_FORMS}")
-    return [(_stream(column, said), _stream(column, wanted)) for said, wanted in pairs]
-
-
-def _stream(column: str, value: Any) -> str:
-    """Return the text of a stream; some data sets have a list of its lines."""
-    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
-        return "\n".join(value)
-    if not isinstance(value, str):
-        raise CodeTestsError(f"column {column!r} has an input or an output that is not text")
-    return value
