@@ -158,7 +158,7 @@ class PreparedRun:
 
 def prepare(
     recipe: str,
-    cluster: str,
+    cluster: str | Loaded[ClusterProfile],
     overrides: Sequence[str] = (),
     *,
     environ: Mapping[str, str],
