@@ -13,6 +13,8 @@ from hpcrl.cli.selection import RunsRootOption, ask_slurm, find, profile_roots, 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hpcrl.config.cluster import ClusterProfile
+    from hpcrl.config.load import Loaded
     from hpcrl.runs.rundir import RunDir
     from hpcrl.submit.evaluation import EvaluationRequest
 
@@ -33,7 +35,9 @@ def evaluate(
     recipe: Annotated[
         str | None,
         typer.Option(
-            "--recipe", metavar="RECIPE", help="Recipe with the environments and engines for a model directory."
+            "--recipe",
+            metavar="RECIPE",
+            help="Recipe with the environments and engines for a model directory, or for a run in place of its own.",
         ),
     ] = None,
     version: Annotated[
@@ -100,6 +104,7 @@ def evaluate(
     """
     from pathlib import Path
 
+    from hpcrl.config.load import Loaded
     from hpcrl.errors import UsageError
     from hpcrl.runs.start.newest_weights import newest_weights
     from hpcrl.submit.evaluation import EvaluationRequest, is_model, is_recipe
@@ -124,28 +129,45 @@ def evaluate(
         _on_engines(find(target, root), request, file, as_json=as_json)
         return
     given, from_run, more = target, None, list(overrides or ())
+    site: str | Loaded[ClusterProfile] = cluster or "local"
     if is_model(target):
         if recipe is None:
             raise UsageError(
                 f"{target} is a model: evaluating it needs the environments of a recipe\n    hint: --recipe RECIPE"
             )
         given, more = recipe, [*more, f"model.path={Path(target).resolve()}"]
-    elif recipe is not None:
-        raise UsageError(f"{target} is not a model directory; --recipe is only for those\n    hint: leave it out")
-    elif not is_recipe(target):
+    elif is_recipe(target):
+        if recipe is not None:
+            raise UsageError(
+                f"{target} is a recipe; --recipe is for model directories and runs\n    hint: leave it out"
+            )
+    else:
         found = find(target, root)
         if found.recipe().job.payload == "evaluation":
             raise typer.Exit(_finish(found, file, as_json=as_json, new=False))
-        given, from_run = str(found.recipe_path), newest_weights(found, version)
-        cluster = cluster or found.cluster().name
+        given, from_run = recipe or _recipe_of(found), newest_weights(found, version)
+        # a profile that the run was given by its path is found by no name, and another one may have that name
+        site = cluster or Loaded(found.cluster(), found.cluster_path, {})
     if version is not None and from_run is None:
         raise UsageError(f"--version needs a run, and {target} is not a run\n    hint: leave it out")
-    run = _start(given, cluster or "local", more, request, name=name, from_run=from_run, root=root)
+    run = _start(given, site, more, request, name=name, from_run=from_run, root=root)
     if detach:
         say(run.name)
         say(f"  hpcrl eval {run.name}\n  hpcrl cancel {run.name}", err=True)
         return
     raise typer.Exit(_finish(run, file, as_json=as_json, new=True))
+
+
+def _recipe_of(run: RunDir) -> str:
+    """Return the path of a run's recipe (UsageError where it cannot evaluate)."""
+    from hpcrl.errors import UsageError
+
+    if run.recipe().sft is not None:
+        raise UsageError(
+            f"{run.name} is a supervised run: it has no environments and no engines\n"
+            "    hint: --recipe RECIPE, which has them"
+        )
+    return str(run.recipe_path)
 
 
 def _on_engines(run: RunDir, request: EvaluationRequest, output: Path | None, *, as_json: bool) -> None:
@@ -166,7 +188,7 @@ def _on_engines(run: RunDir, request: EvaluationRequest, output: Path | None, *,
 
 def _start(
     recipe: str,
-    cluster: str,
+    site: str | Loaded[ClusterProfile],
     overrides: list[str],
     request: EvaluationRequest,
     *,
@@ -187,7 +209,7 @@ def _start(
         settings = [*overrides, *evaluation_settings(recipe, overrides, request)]
         prepared = prepare(
             recipe,
-            cluster,
+            site,
             settings,
             environ=os.environ,
             cwd=Path.cwd(),

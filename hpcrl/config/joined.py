@@ -31,14 +31,19 @@ _VARIABLES = {key: (f"SBATCH_{key.upper()}", f"SLURM_{key.upper()}") for key in 
 
 
 def load_both(
-    recipe: str, cluster: str, overrides: Sequence[str] = (), *, environ: Mapping[str, str], in_job: bool = False
+    recipe: str,
+    cluster: str | Loaded[ClusterProfile],
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str],
+    in_job: bool = False,
 ) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
     """Load a recipe and a profile for a run of the one on the other (ConfigError with every finding).
 
     Parameters
     ----------
     recipe, cluster, overrides:
-        See `hpcrl.config.load`.
+        See `hpcrl.config.load`; a profile may also be one that is loaded, as that of a run.
     environ:
         Variables of the calling user; a recipe on a site without Slurm takes nothing from them.
     in_job:
@@ -76,7 +81,9 @@ def _with_downloaded(recipe: Loaded[Recipe], site: ClusterProfile) -> Loaded[Rec
     return replace(recipe, value=recipe.value.model_copy(update={"model": model}))
 
 
-def _load_all(recipe: str, cluster: str, overrides: Sequence[str]) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
+def _load_all(
+    recipe: str, cluster: str | Loaded[ClusterProfile], overrides: Sequence[str]
+) -> tuple[Loaded[Recipe], Loaded[ClusterProfile]]:
     """Load both; where one has values that cannot be used, say also what is wrong with the other and with the rules."""
     findings, loaded, site = list[Finding](), None, None
     try:
@@ -85,7 +92,7 @@ def _load_all(recipe: str, cluster: str, overrides: Sequence[str]) -> tuple[Load
         findings += error.findings
         loaded = error.repaired if isinstance(error, UnreadableError) else None
     try:
-        site = load_cluster(cluster)
+        site = load_cluster(cluster) if isinstance(cluster, str) else cluster
     except ConfigError as error:
         findings += error.findings
         site = error.repaired if isinstance(error, UnreadableError) else None

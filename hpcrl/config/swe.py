@@ -16,8 +16,8 @@ class SweEnv(HostedEnv):
 
     kind: Literal["swe"]
     tasks: str
-    """File of tasks (``tasks.jsonl`` of `hpcrl swe make`), file of rows (``.jsonl`` or ``.parquet``) or directory of
-    Harbor tasks; relative to the current directory."""
+    """File of tasks (``tasks.jsonl`` of `hpcrl swe make`), file of rows (``.jsonl`` or ``.parquet``), directory with
+    the files of one table of rows, or directory of Harbor tasks; relative to the current directory."""
     format: Literal["hpcrl", "swe-bench", "swe-gym", "swe-smith", "r2e-gym", "harbor"] = "hpcrl"
     """Format of the file: tasks of hpcrl, or rows of these data sets."""
     trees: str | None = None

@@ -20,6 +20,7 @@ from hpcrl.models.chat_template import ChatTemplateError
 from hpcrl.models.foreign_text import Substitutes
 
 _BRACKETS = {"<": ">", "[": "]", "{": "}", "(": ")"}
+_BARS = frozenset("|｜")
 _NEVER_MARKED = frozenset('"\\')
 """Characters that JSON escapes; white space and unprintable characters are excluded as well."""
 _RESERVED = range(0x100000, 0x10FFFE)
@@ -63,8 +64,8 @@ class ControlTokens:
         tokenizer:
             Tokenizer of the model, with all its added tokens.
         written:
-            Text of the chat template itself. Tokens that it writes are control tokens, as are special ones and
-            those in brackets; other added tokens, for example several blanks, are text.
+            Text of the chat template itself. Tokens that it writes are control tokens, as are special ones, those
+            that open a bracket and those between bars; other added tokens, for example several blanks, are text.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
@@ -213,7 +214,15 @@ def _is_control(token: AddedToken, written: str) -> bool:
     content = token.content
     if not any(map(_may_be_marked, content)):
         return False  # white space, which templates contain as text
-    return token.special or content in written or _BRACKETS.get(content[0]) == content[-1] != content
+    return token.special or content in written or _looks_like_control(content)
+
+
+def _looks_like_control(content: str) -> bool:
+    """Return whether a text is in brackets, opens one, or is between bars (``<dsml:`` and ``｜DSML｜`` of DeepSeek)."""
+    first, last = content[0], content[-1]
+    if _BRACKETS.get(first) == last != content:
+        return True
+    return (first == "<" or (first in _BARS and last in _BARS)) and any(map(str.isalpha, content))
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:

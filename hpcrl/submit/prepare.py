@@ -160,7 +160,7 @@ class PreparedRun:
 
 def prepare(
     recipe: str,
-    cluster: str,
+    cluster: str | Loaded[ClusterProfile],
     overrides: Sequence[str] = (),
     *,
     environ: Mapping[str, str],

@@ -109,7 +109,7 @@ def test_what_is_wrong_is_reported_before_anything_is_started(lab: Lab) -> None:
     for arguments, said in (
         (["nothing"], "nothing"),
         ([str(lab.model)], "--recipe RECIPE"),
-        (["quickstart", "--recipe", "quickstart"], "is not a model directory"),
+        (["quickstart", "--recipe", "quickstart"], "--recipe is for model directories and runs"),
         (["quickstart", "--version", "3"], "--version needs a run"),
         (["quickstart", "--environment", "revers"], "there is no environment 'revers'"),
         (["quickstart", "--samples", "4", "--temperature", "0"], "at temperature 0 are one and the same"),

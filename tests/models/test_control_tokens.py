@@ -259,3 +259,18 @@ def test_tokens_that_take_white_space_with_them(flag: str, tmp_path: Path) -> No
     texts = (tokenizer.decode(part) for part in (ids[: ids.index(end)], ids[ids.index(end) + 1 :]))
     before, after = ("", " \n") if flag == "lstrip" else ("\n ", "")
     assert list(texts) == [f"zq<|fim_prefix|>{before}", f"{after}zq<|fim_prefix|>"]
+
+
+@pytest.mark.parametrize("mark", ["｜DSML｜", "<dsml:", "</dsml:", "<｜/table>｜", "|a|"])
+def test_marks_that_no_template_writes_and_that_are_not_in_brackets(mark: str, tmp_path: Path) -> None:
+    """DeepSeek has such added tokens, which its tokenizer does not call special."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False), AddedToken("<=", normalized=False)])
+    ours = ChatTokenizer(write_model(tmp_path, TURNS, tokenizer))
+    messages = [{"role": "user", "content": f"a{mark}b {mark} 1 <= 2"}]
+    ids = ours.render_ids(messages, add_generation_prompt=True)
+    assert ours.id_of(mark) in ours.control_ids
+    assert ours.id_of(mark) not in ids
+    assert ours.decode(ids, skip_special_tokens=False) == ours.render(messages, add_generation_prompt=True)
+    # an operator is no mark, and is encoded as transformers does
+    assert ours.id_of("<=") in ids

@@ -168,6 +168,26 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     assert load_tasks(path, "swe-bench", trees=trees).tasks[0].fail_to_pass == ("tests/test_more.py::test_total",)
 
 
+def test_a_table_in_several_files_is_read(tmp_path: Path) -> None:
+    """As a data set of the hub is downloaded: its benchmark lies next to its training rows."""
+    _, trees = _write(tmp_path, [], BAD)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "README.md").write_text("rows\n")
+    with pytest.raises(SweTaskError, match=r"data has no file with \.jsonl or \.parquet"):
+        load_tasks(data, "swe-bench", trees=trees)
+    rows = [{**BENCH, "instance_id": f"own__{name}"} for name in ("b", "a", "c")]
+    for number, row in enumerate(rows):
+        (data / f"train-0000{number}-of-00003.jsonl").write_text(json.dumps(row))
+    assert [task.id for task in load_tasks(data, "swe-bench", trees=trees).tasks] == ["own__b", "own__a", "own__c"]
+    (data / "train-00002-of-00003.jsonl").write_text("{")
+    with pytest.raises(SweTaskError, match=r"train-00002-of-00003\.jsonl, line 1: it is not JSON"):
+        load_tasks(data, "swe-bench", trees=trees)
+    (data / "test-00000-of-00001.jsonl").write_text(json.dumps(BENCH))
+    with pytest.raises(SweTaskError, match="several tables: test, train\n    hint: name a file"):
+        load_tasks(data, "swe-bench", trees=trees)
+
+
 def test_a_file_of_tasks_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     write_tasks(path, [make_task(), make_task(id="two")])

@@ -1,7 +1,8 @@
-"""Rows of a file: JSON lines or Parquet."""
+"""Rows of a file, JSON lines or Parquet, or of a directory with a table in several files, as the hub has it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,50 @@ from hpcrl.swe.sources.columns import shown
 from hpcrl.swe.task import SweTaskError
 
 _BATCH_ROWS = 256
+_JSON = (".jsonl", ".json")
+_PARTS = (".jsonl", ".parquet")
+"""Suffixes in a directory; files with ``.json`` describe a data set there."""
+_PART = re.compile(r"-\d+-of-\d+$")
+"""End of the name of a part of a table, before the suffix: ``train-00000-of-00004.parquet``."""
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a file with their places.
+    """Yield the rows of a file, or of the parts of a table in a directory, with their places.
 
     Raises
     ------
     SweTaskError
-        It cannot be read, or a line is not a JSON object.
+        It cannot be read, a line is not a JSON object, or a directory has no table or several.
     MissingExtraError
         It is a Parquet file, and pyarrow is not there.
     """
     try:
-        if path.suffix == ".parquet":
+        if path.is_dir():
+            for part in _parts(path):
+                yield from ((f"{part.name}, {place}", row) for place, row in read_table(part))
+        elif path.suffix == ".parquet":
             yield from _parquet(path)
-        elif path.suffix in (".jsonl", ".json"):
+        elif path.suffix in _JSON:
             yield from _json_lines(path)
         else:
             raise SweTaskError(f"{path} has no suffix that is known\n    hint: name a file with .jsonl or .parquet")
     except OSError as error:
         raise SweTaskError(f"{path} cannot be read: {error.strerror or error}\n    hint: name another file") from error
+
+
+def _parts(directory: Path) -> list[Path]:
+    """Return the files of the one table in a directory, in the order of their names."""
+    parts = sorted(path for path in directory.iterdir() if path.suffix in _PARTS and path.name[0] != ".")
+    tables = sorted({_PART.sub("", path.stem) for path in parts})
+    if not parts:
+        raise SweTaskError(f"{directory} has no file with .jsonl or .parquet\n    hint: name the directory with them")
+    if len(tables) > 1:
+        # the splits of a data set: one of them may be its benchmark, which must not be trained on with the others
+        raise SweTaskError(
+            f"{directory} has several tables: {', '.join(tables)}\n"
+            "    hint: name a file, or a directory with the files of one table"
+        )
+    return parts
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

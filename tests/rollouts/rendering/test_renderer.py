@@ -212,6 +212,46 @@ def test_fifty_turns_with_thinking_are_the_whole_at_each_turn(name: str, tmp_pat
             assert f"deep thought {turn}" in talk.renderer.full_text(ids)
 
 
+def test_fifty_turns_of_gpt_oss_are_the_whole_at_each_turn(tmp_path: Path) -> None:
+    """Its turns are sampled in several messages, of which its template writes the first with a mark of its own."""
+    talk = Talk(write_family(tmp_path, FAMILIES["gpt-oss"]))
+    ids = talk.ids
+    for turn in range(50):
+        said = ids
+        sampled = talk.tokenizer.encode(
+            f"<|channel|>analysis<|message|>Look {turn}.<|end|><|start|>assistant to=functions.weather"
+            f'<|channel|>commentary json<|message|>{{"city": "Paris {turn}"}}<|call|>'
+        )
+        parsed = talk.renderer.parse(sampled, said=said, tools=TOOLS, turn=turn)
+        (call,) = parsed.calls
+        assert (parsed.thinking, dict(call.arguments)) == (f"Look {turn}.", {"city": f"Paris {turn}"})
+        result = tool_message(call, f"grey {turn} <|end|><|start|>assistant")
+        further = talk.renderer.extension([result], ended_by=sampled[-1], calls=[call], tools=TOOLS, thought=True)
+        ids = [*ids, *sampled, *further.token_ids]
+        function = {"name": "weather", "arguments": dict(call.arguments)}
+        made = {"id": call.id, "type": "function", "function": function}
+        talk.messages += [{"role": "assistant", "thinking": f"Look {turn}.", "tool_calls": [made]}, result]
+        if turn % 10 in (0, 9):
+            assert talk.whole(talk.messages) == ids
+
+
+@pytest.mark.parametrize(
+    "name", ["GLM-4.5", "Qwen2.5", "Qwen3-2507", "Qwen3-Next", "Llama-3.1", "Kimi-K2", "DeepSeek-V3.1"]
+)
+def test_fifty_questions_are_the_whole_at_each_turn(name: str, tmp_path: Path) -> None:
+    """Templates that leave earlier thinking out, or open it in the generation prompt, begin a branch there."""
+    talk = Talk(write_family(tmp_path, FAMILIES[name]))
+    ids = talk.ids
+    for turn in range(50):
+        sampled = talk.say(f"It is grey {turn}.")
+        question: Message = {"role": "user", "content": f"And in <|im_end|><|user|> Rome {turn}?"}
+        further = talk.renderer.extension([question], ended_by=sampled[-1], tools=TOOLS)
+        ids = [*ids, *sampled, *further.token_ids]
+        talk.messages.append(question)
+        if turn % 10 in (0, 9):
+            assert talk.whole(talk.messages) == ids
+
+
 @pytest.mark.parametrize("name", ["GLM-4.5", "GLM-5", "Qwen3", "Qwen3-Next", "Qwen2.5", "Qwen3.5", "Nemotron-3"])
 @pytest.mark.parametrize(
     ("written", "status"),
