@@ -49,7 +49,7 @@ def test_references_that_stand_for_too_much_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["2024-13-01", "run[", "{a", "[" * 2000, "!!python/object:os.system x"])
-def test_a_word_that_is_no_yaml_is_text(tmp_path: Path, name: str) -> None:
+def test_a_word_that_yaml_cannot_read_is_text(tmp_path: Path, name: str) -> None:
     """A name in the arguments of a script, and the default of a reference."""
     words = f"trainer.experiment_name={name.replace(' ', '_')} data.max_prompt_length=8 actor_rollout_ref.rollout.n=4"
     (tmp_path / "a.sh").write_text(f"python -m verl.trainer.main_ppo {words}\n")
@@ -140,7 +140,9 @@ def fuzz(path: Path, rng: random.Random, go_on: Callable[[], bool]) -> int:
             assert isinstance(yaml.safe_load(made.text("fuzzed.yaml")), dict)
             assert len(made.settings) >= len(tree) > 0 or not tree
         except Exception as error:
-            raise AssertionError(f"{name}: {tree}") from error
+            # a file that the odd value names is not there
+            if not (isinstance(error, UsageError) and "starts from" in str(error) and "defaults" in tree):
+                raise AssertionError(f"{name}: {tree}") from error
     return count
 
 

@@ -360,12 +360,16 @@ def test_what_is_nested_too_deeply_is_named(tmp_path: Path, column: str) -> None
     deep: Any = "x"
     for _ in range(600):
         deep = [deep]
-    value = {
-        "messages": [{"role": "user", "content": "Go.", "more": deep}],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": deep}}}],
-        "more": deep,
-    }[column]
-    file = write_jsonl(tmp_path / "q.jsonl", [*questions(30), questions(1, **{column: value})[0]])
+
+    def value(inner: Any) -> Any:
+        return {
+            "messages": [{"role": "user", "content": inner}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": inner}}}],
+            "more": inner,
+        }[column]
+
+    rows = [*questions(30, **{column: value("x")}), *questions(1, **{column: value(deep)})]
+    file = write_jsonl(tmp_path / "q.jsonl", rows)
     columns = {"columns": {column: column}} if column != "more" else {}
     found = findings(file, {"kind": "function", "function": "operator:length_hint"}, **columns)
     assert any(f"column '{column}' is nested deeper than 100 levels" in each.what for each in found)
