@@ -147,7 +147,7 @@ def _words(text: str) -> dict[str, Any]:
     """Return settings of a script: ``key=value`` arguments of Hydra where it has any, flags otherwise."""
     text = with_values(text)
     assigned = re.findall(
-        r"^\s*\+{0,2}((?:data|actor_rollout_ref|algorithm|trainer|critic)\.[\w.]+)=(\S+)", text, re.MULTILINE
+        r"(?:^|\s)\+{0,2}((?:data|actor_rollout_ref|algorithm|trainer|critic)\.[\w.]+)=(\S+)", text, re.MULTILINE
     )
     if not assigned:
         return read_flags(text)

@@ -49,7 +49,7 @@ def test_references_that_stand_for_too_much_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["2024-13-01", "run[", "{a", "[" * 2000, "!!python/object:os.system x"])
-def test_a_word_that_is_no_yaml_is_text(tmp_path: Path, name: str) -> None:
+def test_a_word_that_yaml_cannot_read_is_text(tmp_path: Path, name: str) -> None:
     """A name in the arguments of a script, and the default of a reference."""
     words = f"trainer.experiment_name={name.replace(' ', '_')} data.max_prompt_length=8 actor_rollout_ref.rollout.n=4"
     (tmp_path / "a.sh").write_text(f"python -m verl.trainer.main_ppo {words}\n")
@@ -121,7 +121,11 @@ def test_a_batch_of_nothing_divides_nothing(tmp_path: Path) -> None:
 def fuzz(path: Path, rng: random.Random, go_on: Callable[[], bool]) -> int:
     """Import trees of known keys with odd values; return their number."""
     count = 0
-    keys = {name: [key for key in known_keys(name) if not set("*?") & set(key)] for name in SYSTEMS}
+    # a file that `defaults` names and that does not exist is refused in words
+    keys = {
+        name: [key for key in known_keys(name) if not set("*?") & set(key) and key.split(".")[0] != "defaults"]
+        for name in SYSTEMS
+    }
     while go_on():
         count += 1
         name = rng.choice(SYSTEMS)
