@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness import ROOT
-
 from gpu_checks.check import Check, Row, Session
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RECIPE, NAME = "qwen3_1b7_gsm8k", "one-gpu"
 STEPS = 3

@@ -29,9 +29,8 @@ from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path
 from hpcrl.trainer.batch.source import Batches, OtherSide, check_shard
-from hpcrl.trainer.determinism import settle_determinism
-from hpcrl.trainer.memory.gpu_share import keep_to_share
-from hpcrl.trainer.parallel.device_check import check_device, device_name
+from hpcrl.trainer.device import prepare_device
+from hpcrl.trainer.parallel.device_check import device_name
 from hpcrl.trainer.parallel.mesh import Parallel, distributed, is_lost_rank
 from hpcrl.trainer.precision import quantised_modules
 from hpcrl.trainer.publish.adapters import AdapterPublisher
@@ -91,9 +90,7 @@ def run_trainer(context: RoleContext, kind: type[Trainer]) -> None:
     torch.set_num_threads(recipe.trainer.threads)
     torch.manual_seed(recipe.seed)
     with distributed(timeout_s=recipe.collective_timeout_s, parallelism=recipe.trainer.parallelism) as parallel:
-        check_device(parallel.device, context.run.plan)
-        settle_determinism(parallel.device, wanted=recipe.trainer.deterministic)
-        keep_to_share(parallel.device, recipe)
+        prepare_device(parallel.device, recipe, context.run.plan)
         try:
             kind(context, recipe, parallel).run()
         except RuntimeError as error:

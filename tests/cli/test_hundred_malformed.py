@@ -242,7 +242,7 @@ ABSENT = {
     "weights over NCCL": Case("handoff.transport: fabric", more("handoff: {nccl: true}")),
     "transport of weights over NCCL": Case("must be one of 'share' or 'fabric'", more("handoff: {transport: nccl}")),
     "draft tokens": Case("does not support speculative decoding", more("engine: {speculative_config: {method: mtp}}")),
-    "GPUs in turns": Case("engine.placement: colocated", more("rollouts: {colocate: true}")),
+    "GPUs in turns": Case("engine.placement: shared_gpus", more("rollouts: {colocate: true}")),
 }
 CASES = {**FILES, **VALUES, **SIZES, **CONFIGS, **ABSENT}
 

@@ -115,6 +115,12 @@ async def test_batches_ledger_and_counters(tmp_path: Path) -> None:
     assert min(item.branches for item in items) >= 3
 
 
+def turns_of(run: RunDir) -> dict[tuple[int, int], int]:
+    """Return the number of saved turns of each unfinished rollout."""
+    unfinished = Replay(read_entries(run.rollouts_dir / "ledger")).unfinished
+    return {name: len(each.turns) for name, each in unfinished.items()}
+
+
 async def test_a_kill_costs_no_turn(tmp_path: Path) -> None:
     whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
     async with running(whole, engine_for(whole)) as loop:
@@ -125,12 +131,13 @@ async def test_a_kill_costs_no_turn(tmp_path: Path) -> None:
     async with running(cut, engine) as loop:
         scheduler = loop.parts.scheduler
         await loop.until(lambda: engine.in_flight == scheduler.in_flight > 0 and engine.started > 90)
+        # nobody waits for the entries of turns
+        await loop.until(lambda: max(turns_of(cut).values(), default=0) > 4)
         await asyncio.to_thread(shutil.copytree, cut.rollouts_dir, cut.path / "then")
     shutil.rmtree(cut.rollouts_dir)
     shutil.move(cut.path / "then", cut.rollouts_dir)
     cut.start_attempt()
-    unfinished = Replay(read_entries(cut.rollouts_dir / "ledger")).unfinished
-    turns = {name: len(each.turns) for name, each in unfinished.items()}
+    turns = turns_of(cut)
     # some have gone on from a summary already
     assert max(turns.values()) > 4
     async with running(cut, engine_for(cut)) as loop:

@@ -209,7 +209,8 @@ def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
 
     def refused() -> list[str]:
         assert run(monkeypatch, *dry_run) == 2
-        first, *lines = capsys.readouterr().err.splitlines()
+        said = capsys.readouterr().err.splitlines()
+        first, *lines = [line for line in said if not line.startswith("note: ")]
         found = [line for line in lines if line.startswith("  ") and not line.startswith("    hint")]
         assert first == f"hpcrl: {len(found)} {'problem' if len(found) == 1 else 'problems'}"
         return found
@@ -230,9 +231,10 @@ def test_a_dry_run_of_the_reference_run_is_refused_for_what_a_site_brings_alone(
     assert run(monkeypatch, *dry_run) == 0
     shown = capsys.readouterr()
     assert "28 nodes, 224 GPUs" in shown.out
-    # of an environment that cannot be seen from here it says so, and nothing else
+    # of an environment that cannot be seen from here it says so, and of the sandboxes' memory, and nothing else
     *notes, _, last = shown.err.splitlines()
-    assert [line for line in notes if "is not visible here" not in line] == []
+    others = [line for line in notes if "is not visible here" not in line]
+    assert [line.partition(" may need ")[0] for line in others] == ["note: sandboxes"]
     assert last == "nothing was started or written (--dry-run)"
 
 

@@ -14,6 +14,7 @@ from hpcrl.config.layout import JobComponent
 from hpcrl.config.load import load_recipe
 from hpcrl.config.plan import Plan, Role
 from hpcrl.errors import UsageError
+from hpcrl.trainer import device as trainer_device
 from hpcrl.trainer import loop
 from hpcrl.trainer.parallel.device_check import check_device, device_name, planned_gpus
 
@@ -118,7 +119,7 @@ def test_a_trainer_asks_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> Non
     def begin(*_: object) -> Any:
         raise AssertionError("the trainer began")
 
-    monkeypatch.setattr(loop, "check_device", check)
+    monkeypatch.setattr(trainer_device, "check_device", check)
     with pytest.raises(UsageError, match="no GPU"):
         loop.run_trainer(SimpleNamespace(run=run), begin)  # type: ignore[arg-type]
     assert asked == [("cuda" if torch.cuda.is_available() else "cpu", 0)]
