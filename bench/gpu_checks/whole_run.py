@@ -29,6 +29,7 @@ STEPS = 3
 WARMUP = {"family": "qwen3", "config": {"intermediate_size": 128}, "head_dim": 64, "steps": 30, "batch_size": 16}
 SIZES = (
     "engine.backend=embedded",
+    "engine.memory.gpu_memory_utilization=0.9",
     "engine.max_model_len=384",
     "rollouts.rollouts_per_step=16",
     "rollouts.group_size=4",

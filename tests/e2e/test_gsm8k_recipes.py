@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 #: sizes; and engines of this project in place of vLLM's, which have an environment of their own
 SMALL = (
     "engine.backend=embedded",
+    # the share of a GPU, which is vLLM's alone
+    "engine.memory.gpu_memory_utilization=0.9",
     "engine.max_model_len=384",
     "rollouts.rollouts_per_step=16",
     "rollouts.group_size=4",

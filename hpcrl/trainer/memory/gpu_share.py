@@ -18,6 +18,8 @@ def keep_to_share(device: torch.device, recipe: Recipe) -> None:
     device:
         Device of this rank; a limit exists on CUDA devices alone.
     """
-    if device.type != "cuda" or not recipe.engine.shares_gpus or recipe.sft is not None:
+    engine = recipe.engine
+    on_gpus = engine.backend == "vllm" and engine.device == "auto"
+    if device.type != "cuda" or not engine.shares_gpus or not on_gpus or recipe.sft is not None:
         return
-    torch.cuda.set_per_process_memory_fraction(1.0 - recipe.engine.memory.gpu_memory_utilization, device)
+    torch.cuda.set_per_process_memory_fraction(1.0 - engine.memory.gpu_memory_utilization, device)

@@ -34,3 +34,5 @@ def test_the_rest_of_the_engines_share_is_the_limit(monkeypatch: pytest.MonkeyPa
 def test_a_trainer_with_its_own_device_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits(monkeypatch, "cuda:0", "engine.placement=shared_node") == []
     assert limits(monkeypatch, "cpu") == []
+    assert limits(monkeypatch, "cuda:0", "engine.backend=embedded") == []
+    assert limits(monkeypatch, "cuda:0", "engine.device=cpu") == []
