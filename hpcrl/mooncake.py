@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,16 @@ def _load(module: str) -> Any:
         raise HpcrlError(
             f"mooncake cannot be loaded: {error}\n    hint: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
         ) from error
+
+
+_TRIES = 8
+"""Maximum tries of a read that fails promptly.
+
+The engine keeps connections. After a peer has ended, another one may get its port: each connection that was kept fails
+once, then it is dropped.
+"""
+_PROMPT_S = 1.0
+"""Maximum seconds after which a read that failed is tried again."""
 
 
 class TransferEngine:
@@ -101,7 +112,11 @@ class TransferEngine:
         OSError
             The other process is away, or has registered no such memory.
         """
-        code = self._engine.batch_transfer_sync_read(endpoint, list(local), list(remote), list(sizes))
+        began_s = time.monotonic()
+        for _ in range(_TRIES):
+            code = self._engine.batch_transfer_sync_read(endpoint, list(local), list(remote), list(sizes))
+            if code == 0 or time.monotonic() - began_s > _PROMPT_S:
+                break
         if code != 0:
             raise OSError(f"{endpoint} did not give {sum(sizes):,} bytes: code {code}")
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from aiosmtpd.smtp import SMTP, AuthResult, LoginPassword
 from notice_lab import mail_server, make_notice, posted, secret_file
-from patience import patience
+from patience import patience, wait_for
 
 from hpcrl.config.outlets import NotifierConfig
 from hpcrl.extend import ExtensionError
@@ -182,9 +182,9 @@ def test_what_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None
     result = send_in_process(config, make_notice(), limit_s)
     assert result.outcome == "unknown"
     assert f"it took longer than {limit_s:g} s" in result.why
-    pid = int(pid_file.read_text())
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    state = Path(f"/proc/{int(pid_file.read_text())}/stat")
+    # a killed process ends when it gets a processor
+    wait_for(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX", 30.0, "end of it")
 
 
 class Mailbox:
