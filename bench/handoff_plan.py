@@ -23,7 +23,7 @@ from hpcrl.modeling.hf import model_tensors
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import GlmMoeDsaArch, arch_from_config
 from hpcrl.models.known import find_config
-from hpcrl.trainer.publish.plan import PublishPlan, make_plan
+from hpcrl.trainer.publish.plan import PublishPlan, plan_publication
 from hpcrl.weights.format.manifest import CHUNK_BYTES
 
 SHARD_BYTES = 4 << 30
@@ -50,7 +50,7 @@ def measure(model: Decoder, blocks: list[dict[str, HeldBlock]], *, fp8: bool) ->
     """Plan for rank 0: seconds, and the plan."""
     gc.collect()
     started = time.process_time()
-    plan = make_plan(
+    plan = plan_publication(
         model,
         model.adapter,
         blocks,

@@ -105,11 +105,8 @@ TWINS = {
 }
 #: public functions of one name in several modules (tools/count_house.py says which count); the set may only shrink
 FUNCTION_TWINS = {
-    *("assemble", "bad_request", "blocks_of", "check", "check_tasks", "choose_ports", "client_of"),
-    *("digest_of", "encode_array", "engine_flags", "fetch", "find_problems", "frame", "frames_of"),
-    *("items_document", "list_clusters", "make", "make_plan", "master_command", "measure", "merge"),
-    *("original_of", "pack", "pin", "pins_of", "read_facts", "read_records", "read_rows", "read_tensors"),
-    *("role_environment", "run_command", "share_of", "shown", "try_environment", "write_report"),
+    *("bad_request", "digest_of", "fetch", "find_problems", "frame", "frames_of"),
+    *("make", "pack", "read_rows", "run_command", "try_environment"),
 }
 MODULE_TWINS = 143
 """Maximum number of file names that modules in several folders have; it may only shrink."""

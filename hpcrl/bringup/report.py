@@ -21,7 +21,7 @@ REPORT_FORMAT = 1
 _TEXT, _JSON = "report.md", "report.json"
 
 
-def write_report(bench: SiteBench, stages: Sequence[BringupStage]) -> Path:
+def write_first_run_report(bench: SiteBench, stages: Sequence[BringupStage]) -> Path:
     """Write the report into the directory of the first run; returns the file for people."""
     document = report_document(bench, stages)
     directory = bench.request.directory

@@ -17,7 +17,7 @@ import msgspec
 from hpcrl.bringup.follow import end_open_run
 from hpcrl.bringup.limits import ends_with_ctrl_c, time_limit
 from hpcrl.bringup.records import FirstRunState, StageRecord, StageStatus
-from hpcrl.bringup.report import write_report
+from hpcrl.bringup.report import write_first_run_report
 from hpcrl.bringup.stage import BringupStage, FirstRunRequest, SiteBench, StageStoppedError
 from hpcrl.bringup.stages import STAGES
 from hpcrl.errors import ExitCode, HpcrlError, UsageError, refusal
@@ -111,7 +111,7 @@ def first_run(
             say(f"interrupted in {stage}; passed stages are kept\n  continue: {request.way_on}")
         finally:
             bench.keep()
-            report = write_report(bench, stages)
+            report = write_first_run_report(bench, stages)
         return FirstRunResult(end, stage, report)
 
 

@@ -20,7 +20,7 @@ from hpcrl.sites.fact_findings import facts_summary
 from hpcrl.sites.library_findings import library_summary
 from hpcrl.sites.network_findings import network_summary
 from hpcrl.sites.profile_check import check_profile
-from hpcrl.sites.site_facts import read_facts
+from hpcrl.sites.site_facts import read_site_facts
 from hpcrl.storage.files import atomic_write
 
 _DIRECTORY_S = 30.0
@@ -85,7 +85,7 @@ def check_site(bench: SiteBench) -> Outcome:
     """Compare the profile with its rules and with the running Slurm, as ``hpcrl cluster check`` does."""
     loaded = bench.profile()
     check_cluster(loaded)
-    facts_of_slurm = read_facts(bench.client)
+    facts_of_slurm = read_site_facts(bench.client)
     version = "{}.{:02d}".format(*facts_of_slurm.version)
     facts = {"slurm": version, "slurm_cluster": facts_of_slurm.cluster}
     command = f"hpcrl cluster check {quoted(bench.request.cluster)}"

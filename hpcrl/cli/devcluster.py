@@ -120,7 +120,7 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     from rich.table import Table
 
-    from hpcrl.devcluster.cluster import list_clusters
+    from hpcrl.devcluster.cluster import list_dev_clusters
     from hpcrl.devcluster.daemons import find_processes
 
     rows = [
@@ -130,7 +130,7 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
             "processes": len(find_processes(cluster.paths)),
             "path": str(cluster.paths.root),
         }
-        for cluster in list_clusters(home)
+        for cluster in list_dev_clusters(home)
     ]
     if as_json:
         say(json.dumps(rows, indent=2))

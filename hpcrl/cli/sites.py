@@ -93,13 +93,13 @@ def check(
     from hpcrl.config.rules.table import SITE_RULES
     from hpcrl.errors import ExitCode
     from hpcrl.sites.profile_check import Severity, check_profile
-    from hpcrl.sites.site_facts import read_facts
+    from hpcrl.sites.site_facts import read_site_facts
     from hpcrl.submit.prepare import prepare_site
 
     loaded = prepare_site(cluster, Path.cwd())
     found = []
     if isinstance(loaded.value, SlurmCluster):
-        found = check_profile(loaded.value, read_facts(_slurm()))
+        found = check_profile(loaded.value, read_site_facts(_slurm()))
         if job:
             found += _ask_nodes(loaded.value, nodes, wait_s)
     rows = [

@@ -131,11 +131,11 @@ def exercises(
     Only pytest and what it needs is fetched, once.
     """
     from hpcrl.swe.making.exercises import write_exercises
-    from hpcrl.swe.making.packages import fetch, pinned_tools
+    from hpcrl.swe.making.packages import fetch_package, pinned_tools
     from hpcrl.swe.making.tools import build_tools
 
     directory = cache or output.parent / "cache"
-    wheels = [fetch(pinned, directory, index=index, offline=offline) for pinned in pinned_tools()]
+    wheels = [fetch_package(pinned, directory, index=index, offline=offline) for pinned in pinned_tools()]
     tools = build_tools(wheels, python=python)
     made = write_exercises(output, tasks=tasks, seed=seed, tools=tools, python=python)
     counts = {split: sum(task.split == split for task in made) for split in ("train", "heldout")}
@@ -218,11 +218,11 @@ def check(
     """
     from hpcrl.errors import ExitCode
     from hpcrl.processes.daemon_threads import run_process
-    from hpcrl.swe.checking import check_tasks
+    from hpcrl.swe.checking import check_swe_tasks
 
     loaded = _load(tasks, kind, trees)
     chosen = loaded.tasks[:count] if task is None else [_find(loaded.tasks, task)]
-    found = run_process(check_tasks(chosen, loaded.directory))
+    found = run_process(check_swe_tasks(chosen, loaded.directory))
     if as_json:
         say(json_text({"format_version": 1, "tasks": [each.document() for each in found]}))
     else:

@@ -116,10 +116,10 @@ def weights_pin(
     root: RunsRootOption = None,
 ) -> None:
     """Keep a version, and what it is made from, until it is unpinned."""
-    from hpcrl.runs.views.handoffs import pin
+    from hpcrl.runs.views.handoffs import pin_handoff
 
     found = find(run, root)
-    pin(found, version, reason)
+    pin_handoff(found, version, reason)
     say(f"version {version} of {found.name} is pinned", err=True)
 
 
@@ -185,11 +185,11 @@ def _print(run: RunDir, items: list[StoredItem], as_json: bool, *, verified: boo
     from rich.table import Table
 
     from hpcrl.errors import ExitCode
-    from hpcrl.runs.views.stores import items_document
+    from hpcrl.runs.views.stores import stores_document
     from hpcrl.runs.views.words import age
 
     if as_json:
-        say(items_document(run, "version", items))
+        say(stores_document(run, "version", items))
     elif not items:
         say(f"{run.name} has none", err=True)
     else:

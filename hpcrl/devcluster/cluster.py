@@ -15,7 +15,7 @@ import msgspec
 from hpcrl.devcluster.daemons import Roster, end, find_processes, inside_job, read_daemons
 from hpcrl.devcluster.packages import check_machine, require_program
 from hpcrl.devcluster.place import ClusterPaths, default_home
-from hpcrl.devcluster.ports import choose_ports
+from hpcrl.devcluster.ports import choose_cluster_ports
 from hpcrl.devcluster.render import write_configuration
 from hpcrl.devcluster.settings import ClusterSettings, Record
 from hpcrl.devcluster.start import CONTROLLER, start_all, start_controller, start_slurmd, wait_for, wait_for_nodes
@@ -100,7 +100,7 @@ class DevCluster:
         self._refuse_existing()
         record = Record(
             settings=settings,
-            ports=choose_ports(settings.nodes, accounting=settings.accounting),
+            ports=choose_cluster_ports(settings.nodes, accounting=settings.accounting),
             # the program reports its version without a cluster: SLURM_CONF of this shell may name one that is down
             slurm_version=SlurmClient(conf=Path(os.devnull)).version(program=require_program("slurmctld")),
             created_s=time.time(),
@@ -274,7 +274,7 @@ class DevCluster:
         return {"SLURM_CONF": str(self.paths.conf)}
 
 
-def list_clusters(home: Path | None = None) -> list[DevCluster]:
+def list_dev_clusters(home: Path | None = None) -> list[DevCluster]:
     """Return the clusters in a home directory, running or not."""
     directory = default_home() if home is None else home.absolute()
     if not directory.is_dir():

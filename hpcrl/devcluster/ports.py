@@ -14,7 +14,7 @@ _FIRST, _LAST = 10000, 19999
 _TRIES = 50
 
 
-def choose_ports(nodes: int, *, accounting: bool) -> Ports:
+def choose_cluster_ports(nodes: int, *, accounting: bool) -> Ports:
     """Return a block of ports that are free now.
 
     The first port is random, so that clusters that start at the same time rarely choose the same block. If they do, a

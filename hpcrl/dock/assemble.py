@@ -21,7 +21,7 @@ Read = Callable[[PayloadPlace], memoryview]
 """The block at a place, verified (OSError, ValueError)."""
 
 
-def assemble(shard: ReferencedShard, read: Read) -> BatchShard:
+def assemble_batch(shard: ReferencedShard, read: Read) -> BatchShard:
     """Return the shard with its columns.
 
     Columns of a micro-batch that holds one sequence are views into its block; others are copied once. A block is read

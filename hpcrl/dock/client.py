@@ -31,7 +31,7 @@ from pathlib import Path
 from threading import Event
 from urllib.parse import urlsplit
 
-from hpcrl.dock.assemble import assemble
+from hpcrl.dock.assemble import assemble_batch
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.warehouse.sharing import Sharing
 from hpcrl.dock.wire import BatchShard, ReferencedShard, decode_answer
@@ -172,7 +172,7 @@ class DockClient:
                 reader.share(self._sharing, shard.step)
             # sequences of one rollout have one block
             reader.prepare(list(dict.fromkeys(sample.place for samples in shard.micro_batches for sample in samples)))
-            return assemble(shard, reader.read)
+            return assemble_batch(shard, reader.read)
         finally:
             reader.close()
             self.sources += reader.sources

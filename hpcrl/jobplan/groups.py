@@ -10,7 +10,7 @@ from hpcrl.config.recipe import Recipe, RolePolicyConfig, TrainerConfig
 from hpcrl.jobplan.commands.dynamo import has_events
 from hpcrl.jobplan.commands.kv_transfer import disk_command, front_command, has_rdma, side_command, side_ports
 from hpcrl.jobplan.commands.router import ROUTER_PORTS, asks_health, has_router, router_command
-from hpcrl.jobplan.commands.store import STORE_PORTS, join_command, master_command
+from hpcrl.jobplan.commands.store import STORE_PORTS, join_command, store_master_command
 from hpcrl.jobplan.commands.vllm import vllm_command, vllm_ports
 from hpcrl.jobplan.environment import plain, role_variables
 from hpcrl.processes.interpreter import module_command
@@ -110,7 +110,7 @@ def _store(recipe: Recipe, cluster: ClusterProfile, run_name: str) -> list[RoleG
             replicas=1,
             ranks=1,
             beside=cluster.uses_slurm,
-            command=master_command(store, cluster.etcd),
+            command=store_master_command(store, cluster.etcd),
             ports=STORE_PORTS,
             env=plain(role_variables(recipe, cluster, Role.STORE, run_name)),
             ready=FileProbe(),

@@ -104,7 +104,7 @@ def adapted_blocks(facts: ModelFacts, targets: Sequence[str] | None, dtype: str)
     """Return the bytes in ``dtype`` of the blocks that adapters change: of routed experts, and of all else in layers.
 
     A block (``self_attn``, ``mlp``) goes whole where one of its matrices has an adapter: engines load what they fuse
-    together (`hpcrl.weights.read.adapters.blocks_of`).
+    together (`hpcrl.weights.read.adapters.adapter_blocks`).
     """
     experts = others = 0
     for layer in facts.layers:

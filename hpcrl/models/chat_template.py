@@ -24,7 +24,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from hpcrl.errors import HpcrlError
-from hpcrl.models.foreign_text import ForeignText, join_texts, marked_like, original_of
+from hpcrl.models.foreign_text import ForeignText, join_texts, marked_like, original_text
 from hpcrl.models.kept_json import kept_json
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -237,7 +237,7 @@ def _escape(text: str, foreign: ForeignText) -> str:
     """Escape what is not ASCII as `json.dumps` does, but for substitutes of ASCII characters."""
 
     def escaped(match: re.Match[str]) -> str:
-        original = original_of(foreign, match[0])
+        original = original_text(foreign, match[0])
         return match[0] if original != match[0] and original.isascii() else json.dumps(original)[1:-1]
 
     return re.sub(r"[^\x00-\x7e]", escaped, text)

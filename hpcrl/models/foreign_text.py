@@ -82,7 +82,7 @@ def marked_like(text: ForeignText, data: str) -> str:
     return _made(text._table.restore(data), data, text._table)
 
 
-def original_of(text: ForeignText, char: str) -> str:
+def original_text(text: ForeignText, char: str) -> str:
     """Return the character that ``char`` stands for in ``text``; any other character as it is."""
     return text._table.restore(char)
 

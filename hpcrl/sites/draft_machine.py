@@ -10,7 +10,7 @@ import sys
 from hpcrl.sites.draft_node import SeenNode
 from hpcrl.sites.node_topology import read_topology
 from hpcrl.sites.profile_draft import draft_profile
-from hpcrl.sites.site_facts import SlurmFacts, partitions_of_machine, read_facts
+from hpcrl.sites.site_facts import SlurmFacts, partitions_of_machine, read_site_facts
 
 
 def draft_of_machine(
@@ -41,7 +41,7 @@ def draft_of_machine(
     here = partitions_of_machine(slurm, [os.environ.get("SLURMD_NODENAME", ""), host, host.partition(".")[0]])
     topology = read_topology()
     return draft_profile(
-        read_facts(slurm),
+        read_site_facts(slurm),
         name,
         runs_root=runs_root,
         fabric=fabric,

@@ -141,7 +141,7 @@ def interpreters(cluster: SlurmCluster) -> dict[str, str]:
     return {role: os.path.abspath(os.path.expanduser(os.path.expandvars(python))) for role, python in named.items()}
 
 
-def role_environment(cluster: SlurmCluster, role: str) -> dict[str, str]:
+def probe_environment(cluster: SlurmCluster, role: str) -> dict[str, str]:
     """Return the profile's own variables of a role, without those that are filled on each node."""
     by_role = {str(name): env for name, env in cluster.env_by_role.items()}
     env = {**cluster.env, **by_role.get("engine" if role == "vllm" else role, {})}
@@ -178,7 +178,7 @@ def library_questions(cluster: SlurmCluster, partition: str | None = None) -> li
             library=library.name,
             needed=needed,
             gpus=gpus,
-            environ=role_environment(cluster, roles[0]),
+            environ=probe_environment(cluster, roles[0]),
         )
         for python, roles in roles_of.items()
         for library in LIBRARIES

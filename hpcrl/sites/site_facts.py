@@ -85,7 +85,7 @@ class SiteFacts:
         return next((partition for partition in self.partitions if partition.name == name), None)
 
 
-def read_facts(slurm: SlurmFacts) -> SiteFacts:
+def read_site_facts(slurm: SlurmFacts) -> SiteFacts:
     """Ask a Slurm. Three commands, none of which costs the controller much."""
     config = slurm.config()
     nodes = [record for record in slurm.show("node") if "NodeName" in record]

@@ -32,7 +32,7 @@ _watchers: dict[_Place, JobWatcher] = {}
 _watched: dict[_Place, dict[int, int]] = {}
 
 
-def client_of(submission: Submission, *, timeout_s: float = 30.0) -> SlurmClient:
+def slurm_client_of(submission: Submission, *, timeout_s: float = 30.0) -> SlurmClient:
     """Return a client of the Slurm that a run was submitted to, also from a shell that is set up for another one."""
     conf = Path(submission.slurm_conf) if submission.slurm_conf else None
     return SlurmClient(conf=conf, cluster=submission.slurm_cluster, timeout_s=timeout_s)
@@ -53,7 +53,7 @@ def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
     for place, mine in by_cluster.items():
         if place not in _watchers:
             _watchers[place] = JobWatcher(
-                client_of(mine[0], timeout_s=_TIMEOUT_S),
+                slurm_client_of(mine[0], timeout_s=_TIMEOUT_S),
                 interval_s=_INTERVAL_S,
                 waiting_interval_s=_WAITING_INTERVAL_S,
             )
@@ -67,7 +67,7 @@ def look_up(submissions: Sequence[Submission]) -> dict[str, JobFact]:
             continue
         owners = {int(submission.job_id): submission.user_id for submission in mine}
         found = {str(job_id): _fact(job_id, view, owners.get(job_id)) for job_id, view in views.items()}
-        facts |= _with_usable_nodes(place, client_of(mine[0], timeout_s=_TIMEOUT_S), found, views)
+        facts |= _with_usable_nodes(place, slurm_client_of(mine[0], timeout_s=_TIMEOUT_S), found, views)
     return facts
 
 

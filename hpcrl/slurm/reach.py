@@ -9,7 +9,7 @@ from hpcrl.runs.observe import open_job
 from hpcrl.runs.rundir import RunDir
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import check_configuration
-from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.lookup import slurm_client_of
 
 
 def reachable_slurm(client: SlurmClient | None = None) -> SlurmClient:
@@ -45,4 +45,4 @@ def reach_slurm_of(run: RunDir) -> None:
     Raises what `reachable_slurm` does.
     """
     if (submission := open_job(run)) is not None:
-        reachable_slurm(client_of(submission))
+        reachable_slurm(slurm_client_of(submission))

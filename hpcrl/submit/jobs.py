@@ -21,7 +21,7 @@ from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.directives import JobIdentity
 from hpcrl.slurm.errors import NoSuchJobError, SlurmRejectedError
 from hpcrl.slurm.exclude import nodes_to_exclude
-from hpcrl.slurm.lookup import ask_soon, client_of
+from hpcrl.slurm.lookup import ask_soon, slurm_client_of
 from hpcrl.slurm.queries import job_comment
 from hpcrl.slurm.records import Submitted
 from hpcrl.slurm.render import Script, planned_parts
@@ -167,7 +167,7 @@ def hidden_job(record: RunRecord) -> str:
     submission = record.submissions[-1]
     comment = job_comment(submission_id(record.run_id, len(record.submissions)))
     try:
-        records = client_of(submission).details(int(submission.job_id))
+        records = slurm_client_of(submission).details(int(submission.job_id))
     except (NoSuchJobError, SlurmRejectedError):
         return ""
     ours = [each for each in records if comment in each.get("Comment", "")]
@@ -229,7 +229,7 @@ def cancel_replica_jobs(run: RunDir) -> list[int]:
     record = RunRecord.read(run)
     if original_of(run, record) is not None:
         return []
-    client = client_of(record.submissions[-1]) if record.submissions else SlurmClient()
+    client = slurm_client_of(record.submissions[-1]) if record.submissions else SlurmClient()
     return cancel_all(client, record.run_id, keep_main=True)
 
 
@@ -239,7 +239,7 @@ def signal_job(run: RunDir, *, kill: bool) -> bool:
     Returns whether the job was cancelled.
     """
     submission = _newest(run)
-    client, job_id = client_of(submission), int(submission.job_id)
+    client, job_id = slurm_client_of(submission), int(submission.job_id)
     job = client.jobs([job_id]).get(job_id)
     cancels = kill or job is None or job.state.waiting
     if cancels:

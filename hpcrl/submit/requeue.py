@@ -10,7 +10,7 @@ from hpcrl.runs.record import RunRecord
 from hpcrl.runs.registry import reference
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.slurm.lookup import ask_soon, client_of
+from hpcrl.slurm.lookup import ask_soon, slurm_client_of
 
 _POLL_S = 0.5
 _SLACK_S = 120.0
@@ -59,7 +59,7 @@ def requeue(run: RunDir) -> RunView:
     """
     attempt = check_requeue(run).attempt
     submission = RunRecord.read(run).submissions[-1]
-    client, job_id = client_of(submission), int(submission.job_id)
+    client, job_id = slurm_client_of(submission), int(submission.job_id)
     client.cancel(job_id, signal="USR2", batch=True)
     ask_soon()
     lead_s = run.plan().attempts.signal_lead_s

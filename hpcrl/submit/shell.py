@@ -20,7 +20,7 @@ from hpcrl.runs.status import ComponentState, ComponentStatus
 from hpcrl.slurm.command import command_environment
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.launch_arguments import launch_shell
-from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.lookup import slurm_client_of
 
 _MODULE = "hpcrl.supervisor.launch.role_shell"
 
@@ -133,7 +133,7 @@ def _job_on(node: str, component: ComponentStatus, submission: Submission) -> tu
     if component.job is not None and component.job.job_id is not None:
         return component.job.job_id, None
     job_id = int(submission.in_job or submission.job_id)
-    for record in client_of(submission).details(job_id):
+    for record in slurm_client_of(submission).details(job_id):
         if node in expand_hostlist(record.get("NodeList", "")):
             offset = record.get("HetJobOffset", "")
             return job_id, int(offset) if offset.isdecimal() else None

@@ -40,7 +40,7 @@ class TaskCheck:
         return {"id": self.id, "problems": self.problems, "wall_s": self.wall_s}
 
 
-async def check_tasks(tasks: Sequence[SweTask], directory: Path) -> list[TaskCheck]:
+async def check_swe_tasks(tasks: Sequence[SweTask], directory: Path) -> list[TaskCheck]:
     """Judge the right patch and no patch of each task, in sandboxes of this machine.
 
     Parameters

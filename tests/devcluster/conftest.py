@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.devcluster.cluster import DevCluster, list_clusters
+from hpcrl.devcluster.cluster import DevCluster, list_dev_clusters
 from hpcrl.devcluster.packages import missing_programs
 from hpcrl.devcluster.settings import ClusterSettings
 
@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     # sockets need short paths, and pytest's are long
     home = Path(f"/tmp/hpcrl-{tmp_path_factory.getbasetemp().name}-{time.time_ns() % 10**6}")
     yield home
-    _remove(list_clusters(home), home)
+    _remove(list_dev_clusters(home), home)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrl.devcluster import packages
 from hpcrl.devcluster.place import ClusterPaths, default_home
-from hpcrl.devcluster.ports import choose_ports
+from hpcrl.devcluster.ports import choose_cluster_ports
 from hpcrl.devcluster.render import render_configuration
 from hpcrl.devcluster.settings import ClusterSettings, Ports, Record
 from hpcrl.errors import UsageError
@@ -104,7 +104,7 @@ def test_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ports_are_free_and_apart() -> None:
-    ports = choose_ports(28, accounting=True)
+    ports = choose_cluster_ports(28, accounting=True)
     assert ports.database == ports.controller + 1
     assert ports.first_node > ports.database
 

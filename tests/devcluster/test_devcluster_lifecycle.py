@@ -13,7 +13,7 @@ import pytest
 from devcluster_testing import wait_until
 
 from hpcrl.devcluster import cluster as cluster_module
-from hpcrl.devcluster.cluster import DevCluster, list_clusters
+from hpcrl.devcluster.cluster import DevCluster, list_dev_clusters
 from hpcrl.devcluster.daemons import find_processes, read_daemons
 from hpcrl.devcluster.settings import ClusterSettings, Ports
 from hpcrl.errors import HpcrlError, UsageError
@@ -100,7 +100,7 @@ def test_down_after_crashes(make_cluster: Make, tmp_path: Path) -> None:
 
 def test_two_at_once(make_cluster: Make, home: Path) -> None:
     one, two = make_cluster("one"), make_cluster("two", nodes=3)
-    assert [c.paths.root.name for c in list_clusters(home)] == ["one", "two"]
+    assert [c.paths.root.name for c in list_dev_clusters(home)] == ["one", "two"]
     assert not {n.address for n in one.record().nodes} & {n.address for n in two.record().nodes}
     one.down()
     assert sorted(node.name for node in two.client().nodes()) == ["two-001", "two-002", "two-003"]
@@ -127,7 +127,7 @@ def test_failed_start_leaves_logs_and_no_process(home: Path, monkeypatch: pytest
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(cluster_module, "choose_ports", lambda *_, **__: Ports(port, 0, port + 1))
+        monkeypatch.setattr(cluster_module, "choose_cluster_ports", lambda *_, **__: Ports(port, 0, port + 1))
         # our own listener answers in slurmctld's place: the start must not believe it
         cluster = DevCluster.named("broken", home)
         with pytest.raises(HpcrlError, match="slurmctld"):

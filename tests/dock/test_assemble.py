@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from recorded_rollouts import STEP, WORLD_SIZE, recorded_recipe, recorded_rollouts
 
-from hpcrl.dock.assemble import assemble
+from hpcrl.dock.assemble import assemble_batch
 from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
@@ -106,7 +106,7 @@ def test_a_batch_by_reference_is_the_recorded_one_bit_for_bit(tmp_path: Path, ex
     for data in batch.shards:
         shard = referenced(data)
         reader = BlockReader(shard.location, Path(shard.payload_dir))
-        found.append(digest(assemble(shard, reader.read)))
+        found.append(digest(assemble_batch(shard, reader.read)))
         assert set(reader.sources) == {source}
     assert found == RECORDED[experts]
     warehouse.close()
@@ -126,7 +126,7 @@ def test_a_batch_that_ranks_of_a_node_share_is_the_recorded_one_bit_for_bit(tmp_
             shard = referenced(data)
             reader = BlockReader(shard.location, Path(shard.payload_dir))
             reader.share(each, shard.step)
-            found.append(digest(assemble(shard, reader.read)))
+            found.append(digest(assemble_batch(shard, reader.read)))
             sources.append(set(reader.sources))
         assert found == RECORDED[experts]
     assert sources == [{"disk"}, {"disk"}, {"node"}, {"node"}]
@@ -139,7 +139,7 @@ def test_after_a_restore_all_tokens_count_as_one_version(tmp_path: Path) -> None
     shard = referenced(batch.shards[0])
     assert shard.stats.staleness_histogram == {str(STEP - 1 - 2): 9}
     reader = BlockReader(shard.location, Path(shard.payload_dir))
-    for micro_batch in assemble(shard, reader.read).micro_batches:
+    for micro_batch in assemble_batch(shard, reader.read).micro_batches:
         assert np.all(micro_batch.versions == 2)
     warehouse.close()
 
@@ -153,10 +153,10 @@ def test_columns_that_are_gone_everywhere_are_an_error_that_names_the_rollout(tm
     longer = msgspec.structs.replace(first, tokens=first.tokens + 1)
     wrong = msgspec.structs.replace(shard, micro_batches=[[longer]])
     with pytest.raises(RolloutsLostError, match=f"rollout {name} has {first.tokens + 1} tokens, its columns"):
-        assemble(wrong, BlockReader(shard.location, Path(shard.payload_dir)).read)
+        assemble_batch(wrong, BlockReader(shard.location, Path(shard.payload_dir)).read)
     (tmp_path / "payload" / first.place.file).unlink()
     with pytest.raises(RolloutsLostError, match=rf"rollout {name} cannot be read: (.|\n)*hint: hpcrl rollouts verify"):
-        assemble(shard, BlockReader(shard.location, Path(shard.payload_dir)).read)
+        assemble_batch(shard, BlockReader(shard.location, Path(shard.payload_dir)).read)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -170,7 +170,7 @@ def test_routed_experts_of_a_micro_batch_are_those_of_its_rollouts_in_a_row(tmp_
         chosen = samples[first : first + count]
         changed = msgspec.structs.replace(shard, micro_batches=[chosen])
         reader = BlockReader(shard.location, Path(shard.payload_dir))
-        (found,) = assemble(changed, reader.read).micro_batches
+        (found,) = assemble_batch(changed, reader.read).micro_batches
         rollouts = [recorded[sample.group - 10][sample.member] for sample in chosen]
         assert [len(rollout.token_ids) for rollout in rollouts] == [sample.tokens for sample in chosen]
         present, rows = [], []

@@ -23,7 +23,7 @@ from hpcrl.storage.quarantine import list_asides
 from hpcrl.weights import Handoff, HandoffStore, VersionCommitter
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.lifetime.pins import pins_of, read_pins
+from hpcrl.weights.lifetime.pins import handoff_pins, read_pins
 from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
@@ -60,7 +60,7 @@ def judge_handoffs(root: Path, cut: Cut, other: Path) -> Iterator[str]:
     writer = VersionCommitter.claim(store.root, 9)
     for hidden in store.root.glob(".hidden-v*"):
         # somebody wants it after all, so the collector must restore it
-        pins_of(store.root).add(int(hidden.name.removeprefix(".hidden-v")), reason=PIN, by="somebody")
+        handoff_pins(store.root).add(int(hidden.name.removeprefix(".hidden-v")), reason=PIN, by="somebody")
     Collector(store, ReaderWatch(store.root, expiry_s=5.0), keep_last=99, settle_s=0.0, sleep=lambda _: None).collect()
     if lost := sorted(promised - set(store.versions())):
         yield f"versions {lost} had been published and are gone; there are {store.versions()}"

@@ -27,7 +27,7 @@ from hpcrl.weights.format.layout import PublishedTensor, layout_shards
 from hpcrl.weights.format.units import Runs, assign_units
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.lifetime.pins import pins_of
+from hpcrl.weights.lifetime.pins import handoff_pins
 from hpcrl.weights.write.own_units import Digests, OwnUnit, UnitChunk, full_results, write_units
 from hpcrl.weights.write.writer import FileWriter, preallocate
 
@@ -94,7 +94,7 @@ def handoffs(root: Path, other: Path) -> None:
     writer = claim(1)
     publish_from_memory(writer, 1, model)
     made(1)
-    pins_of(store.root).add(1, reason=PIN, by="somebody")
+    handoff_pins(store.root).add(1, reason=PIN, by="somebody")
     mark(["pinned", 1])
     publish(writer, 2, model, words=WORDS)
     made(2)
@@ -113,7 +113,7 @@ def handoffs(root: Path, other: Path) -> None:
     publish_delta(writer, 3, (2,), model, words=2 * WORDS)
     made(3)
     mark(["unpinned", 1])
-    pins_of(store.root).remove(1)
+    handoff_pins(store.root).remove(1)
     mark(["unpinned for good", 1])
 
 

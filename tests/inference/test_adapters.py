@@ -17,7 +17,7 @@ from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter
 from hpcrl.trainer.publish.publisher import tensor_bytes
 from hpcrl.weights import Handoff, HandoffStore, VersionCommitter, write_shard
-from hpcrl.weights.read.adapters import ADAPTER_CONFIG, Contents, blocks_of, plan_merge
+from hpcrl.weights.read.adapters import ADAPTER_CONFIG, Contents, adapter_blocks, plan_merge
 from hpcrl.weights.read.reconstruct import read_tensors
 from hpcrl.weights.write.handoff_writer import ShardResult
 
@@ -114,7 +114,7 @@ def test_what_engines_fuse_is_in_one_block() -> None:
         "model.layers.0.mlp.experts.3.up_proj.weight",
         "lm_head.weight",
     ]
-    found = blocks_of(changed, TENSORS)
+    found = adapter_blocks(changed, TENSORS)
     assert found == {
         name
         for name in TENSORS

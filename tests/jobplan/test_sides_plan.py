@@ -11,7 +11,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import ConfigError, HpcrlError
-from hpcrl.inference.vllm.front import engine_flags
+from hpcrl.inference.vllm.front import front_flags
 from hpcrl.inference.vllm.side import variables as side_variables
 from hpcrl.jobplan.commands.dynamo import kv_events
 from hpcrl.supervisor.launch.commands import fill_placeholders
@@ -88,14 +88,14 @@ def test_ranks_of_a_wide_side_have_ports_of_their_own_for_kv() -> None:
 
 
 def test_the_router_of_two_sides_gets_their_addresses() -> None:
-    flags = engine_flags("mooncake", ["http://a:1", "http://b:5"], ["http://c:9"], bootstrap_offset=1)
+    flags = front_flags("mooncake", ["http://a:1", "http://b:5"], ["http://c:9"], bootstrap_offset=1)
     assert flags == [
         *("--vllm-pd-disaggregation", "--kv-connector", "mooncake"),
         *("--prefill", "http://a:1", "2", "--prefill", "http://b:5", "6", "--decode", "http://c:9"),
     ]
-    assert engine_flags("nixl", ["http://a:1"], ["http://c:9"], bootstrap_offset=None)[4:6] == ["http://a:1", "none"]
+    assert front_flags("nixl", ["http://a:1"], ["http://c:9"], bootstrap_offset=None)[4:6] == ["http://a:1", "none"]
     with pytest.raises(HpcrlError, match="no decode engines"):
-        engine_flags("nixl", ["http://a:1"], [], bootstrap_offset=None)
+        front_flags("nixl", ["http://a:1"], [], bootstrap_offset=None)
 
 
 def test_dynamo_stands_before_the_same_engines() -> None:

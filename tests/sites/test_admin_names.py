@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hpcrl.sites.profile_draft import draft_profile
-from hpcrl.sites.site_facts import read_facts
+from hpcrl.sites.site_facts import read_site_facts
 from hpcrl.sites.yaml_text import yaml_text
 from hpcrl.slurm.gres import gpus_by_type
 from hpcrl.slurm.parse import parse_config, parse_node, parse_oneliner
@@ -93,7 +93,7 @@ class Site:
 @pytest.mark.parametrize("name", ["on", "no", "1e3", "0123", "12:30", "null", "gpu", "7"])
 def test_a_draft_has_the_partitions_and_types_that_slurm_has(name: str) -> None:
     node = f"NodeName=n1 Gres=gpu:{name.replace(':', '.')}:4 CPUTot=8 RealMemory=2000 State=IDLE Partitions={name}"
-    draft = yaml.safe_load(draft_profile(read_facts(Site(node, name)), "mine", runs_root="/r", fabric="ethernet"))
+    draft = yaml.safe_load(draft_profile(read_site_facts(Site(node, name)), "mine", runs_root="/r", fabric="ethernet"))
     assert list(draft["partitions"]) == [name]
     assert draft["placement"]["default"] == name
     assert draft["partitions"][name]["node"]["gpu_type"] == name.replace(":", ".")
@@ -101,7 +101,7 @@ def test_a_draft_has_the_partitions_and_types_that_slurm_has(name: str) -> None:
 
 def test_a_node_with_gpus_of_two_types_has_no_type_that_all_are_of() -> None:
     node = "NodeName=n1 Gres=gpu:a100:4,gpu:v100:4 CPUTot=8 RealMemory=2000 State=IDLE Partitions=gpu"
-    ((shape, _),) = read_facts(Site(node, "gpu")).partitions[0].nodes
+    ((shape, _),) = read_site_facts(Site(node, "gpu")).partitions[0].nodes
     assert (shape.gpus, shape.gpu_type) == (8, None)
 
 

@@ -20,7 +20,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.sites.gpu_models import gpu_model
 from hpcrl.sites.profile_check import Severity, check_profile
 from hpcrl.sites.profile_draft import draft_profile
-from hpcrl.sites.site_facts import PartitionFacts, Shape, SiteFacts, read_facts
+from hpcrl.sites.site_facts import PartitionFacts, Shape, SiteFacts, read_site_facts
 
 FACTS = Path(__file__).parents[1] / "slurm" / "facts"
 
@@ -47,7 +47,7 @@ RECORDED = Recorded(FACTS / "slurm-22.05")
 
 
 def facts(**changes: Any) -> SiteFacts:
-    return replace(read_facts(RECORDED), **changes)
+    return replace(read_site_facts(RECORDED), **changes)
 
 
 def partition(**changes: Any) -> PartitionFacts:
@@ -112,7 +112,7 @@ def test_facts_of_a_real_slurm() -> None:
     ],
 )
 def test_capabilities_are_found(changes: dict[str, str], name: str, value: object) -> None:
-    assert getattr(read_facts(Recorded(FACTS / "slurm-22.05", **changes)), name) == value
+    assert getattr(read_site_facts(Recorded(FACTS / "slurm-22.05", **changes)), name) == value
 
 
 def test_draft_of_a_real_slurm_is_a_profile_that_fits_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from damaged_json import damaged
 
-from hpcrl.sites.site_facts import read_facts
+from hpcrl.sites.site_facts import read_site_facts
 from hpcrl.slurm import parse
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
@@ -115,7 +115,7 @@ def _check(seed: int) -> None:
         lambda: client.details(7),
         client.nodes,
         lambda: client.show("reservation"),
-        lambda: read_facts(client),
+        lambda: read_site_facts(client),
         lambda: client.submit(Path("script"), name="run", token="t"),
     ]
     for ask in questions:

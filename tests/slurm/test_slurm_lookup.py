@@ -15,7 +15,7 @@ from hpcrl.runs.record import Submission
 from hpcrl.slurm import lookup
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult
-from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.lookup import slurm_client_of
 from hpcrl.slurm.watch import JobWatcher
 
 #: as they are where nobody changes them
@@ -30,7 +30,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm) -> None:
     monkeypatch.setattr(lookup, "_INTERVAL_S", 0.0)
     monkeypatch.setattr(lookup, "_WAITING_INTERVAL_S", 0.0)
     monkeypatch.setattr(lookup, "time", SimpleNamespace(monotonic=slurm.clock))
-    monkeypatch.setattr(lookup, "client_of", lambda submission, timeout_s: slurm.client())
+    monkeypatch.setattr(lookup, "slurm_client_of", lambda submission, timeout_s: slurm.client())
 
 
 def submission(job_id: int, **more: Any) -> Submission:
@@ -138,7 +138,7 @@ def test_each_cluster_is_asked_about_its_own_jobs(slurm: FakeSlurm, monkeypatch:
     broken.squeue = lambda argv: broken.error("squeue: error: Access denied")  # type: ignore[method-assign]
     by_place = {("", ""): here, ("/etc/there.conf", ""): there, ("", "broken"): broken}
     monkeypatch.setattr(
-        lookup, "client_of", lambda own, timeout_s: by_place[own.slurm_conf, own.slurm_cluster or ""].client()
+        lookup, "slurm_client_of", lambda own, timeout_s: by_place[own.slurm_conf, own.slurm_cluster or ""].client()
     )
     facts = lookup.look_up(
         [submission(9, slurm_cluster="broken"), submission(1), submission(5, slurm_conf="/etc/there.conf")]
@@ -197,7 +197,9 @@ def test_nodes_of_one_cluster_are_not_those_of_another(slurm: FakeSlurm, monkeyp
     slurm.queue, other.queue = {1: job(1, "PENDING", Partition="gpu")}, {2: job(2, "PENDING", Partition="gpu")}
     with_nodes(slurm, ("g1", "IDLE", "gpu"))
     with_nodes(other, ("h1", "IDLE", "gpu"), ("h2", "IDLE", "gpu"))
-    monkeypatch.setattr(lookup, "client_of", lambda own, timeout_s: (other if own.slurm_cluster else slurm).client())
+    monkeypatch.setattr(
+        lookup, "slurm_client_of", lambda own, timeout_s: (other if own.slurm_cluster else slurm).client()
+    )
     facts = lookup.look_up([submission(1), submission(2, slurm_cluster="other")])
     assert {job_id: fact.usable_nodes for job_id, fact in facts.items()} == {"1": 1, "2": 2}
 
@@ -217,7 +219,7 @@ def test_a_run_is_looked_up_in_the_slurm_that_took_it(monkeypatch: pytest.Monkey
         ("", "beta", ("/etc/mine.conf", "beta")),
         ("", None, ("/etc/mine.conf", "mine")),
     ):
-        client = client_of(submission(1, slurm_conf=conf, slurm_cluster=cluster), timeout_s=7.0)
+        client = slurm_client_of(submission(1, slurm_conf=conf, slurm_cluster=cluster), timeout_s=7.0)
         assert client.conf == (Path(conf) if conf else None)
         client._run_command = run
         client.config()
@@ -247,7 +249,7 @@ def test_reading_commands_wait_at_most_ten_seconds_for_slurm(slurm: FakeSlurm, m
         waits.add(timeout_s)
         return slurm.client()
 
-    monkeypatch.setattr(lookup, "client_of", client)
+    monkeypatch.setattr(lookup, "slurm_client_of", client)
     slurm.queue = {1: job(1, "PENDING")}
     with_nodes(slurm)
     lookup.look_up([submission(1)])

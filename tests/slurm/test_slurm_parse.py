@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpcrl.sites.site_facts import read_facts
+from hpcrl.sites.site_facts import read_site_facts
 from hpcrl.slurm import parse
 from hpcrl.slurm.errors import SlurmAnswerError
 from hpcrl.slurm.hostlist import expand_hostlist
@@ -307,7 +307,7 @@ def test_every_reader_of_node_states_says_the_same(state: str, usable: bool, dow
 
     node = parse.parse_node(record)
     assert (node.usable, node.down) == (usable, down)
-    assert read_facts(Site()).partitions[0].usable == usable
+    assert read_site_facts(Site()).partitions[0].usable == usable
 
 
 def test_other_answers() -> None:

@@ -23,7 +23,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, answer: CommandResult) -> str:
         return answer
 
     client = SlurmClient(run=run)  # type: ignore[arg-type]
-    monkeypatch.setattr(jobs, "client_of", lambda submission: client)
+    monkeypatch.setattr(jobs, "slurm_client_of", lambda submission: client)
     submission = Submission(submitted_at_s=1.0, executor="slurm", job_id="7", folder="", after_attempt=0)
     record = RunRecord(
         run_id="abc",

@@ -15,7 +15,7 @@ from hpcrl.rollouts.environments.swe.environment import SweEnvironment
 from hpcrl.rollouts.environments.task_check import check_tasks
 from hpcrl.sandboxes import SandboxStartError
 from hpcrl.sandboxes.bubblewrap import find_bubblewrap
-from hpcrl.swe.checking import check_tasks as check_patches
+from hpcrl.swe.checking import check_swe_tasks
 from hpcrl.swe.judging.judge import JudgeFailedError, SweJudge
 from hpcrl.swe.judging.prepared import PreparedTask, TaskPreparer, changes_of
 from hpcrl.swe.judging.task_sandboxes import TaskSandboxes
@@ -157,9 +157,9 @@ async def test_the_solution_of_a_task_is_its_right_patch(tmp_path: Path) -> None
     _skip_without_sandboxes()
     directory = _write(tmp_path)
     loaded = load_tasks(tmp_path, "harbor")
-    assert [each.problems for each in await check_patches(loaded.tasks, loaded.directory)] == [[]]
+    assert [each.problems for each in await check_swe_tasks(loaded.tasks, loaded.directory)] == [[]]
     (directory / "solution/right.txt").write_text("8")
-    [found] = await check_patches(load_tasks(tmp_path, "harbor").tasks, loaded.directory)
+    [found] = await check_swe_tasks(load_tasks(tmp_path, "harbor").tasks, loaded.directory)
     assert found.problems == ["the right patch gets 0: the script"]
 
 

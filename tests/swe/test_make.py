@@ -21,7 +21,7 @@ from hpcrl.swe.judging.task_sandboxes import TaskSandboxes
 from hpcrl.swe.making import maker as module
 from hpcrl.swe.making import measuring
 from hpcrl.swe.making.maker import SetSettings, TaskSetMaker
-from hpcrl.swe.making.packages import PinnedFile, SourcePackage, fetch
+from hpcrl.swe.making.packages import PinnedFile, SourcePackage, fetch_package
 from hpcrl.swe.task import read_tasks
 
 FLAKY = TESTS + "\n\ndef test_of_the_moment():\n    import os\n    assert os.urandom(1)[0] < 128\n"
@@ -98,10 +98,10 @@ async def test_other_settings_need_another_directory(sandboxes: TaskSandboxes, c
 def test_a_file_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
     pinned = PinnedFile("a", "1", "a-1.tar.gz", hashlib.sha256(b"right").hexdigest())
     with pytest.raises(UsageError, match="not in"):
-        fetch(pinned, tmp_path, offline=True)
+        fetch_package(pinned, tmp_path, offline=True)
     (tmp_path / "a-1.tar.gz").write_bytes(b"wrong")
     with pytest.raises(UsageError, match="hash differs"):
-        fetch(pinned, tmp_path, offline=True)
+        fetch_package(pinned, tmp_path, offline=True)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -129,12 +129,12 @@ def test_a_file_is_fetched_from_an_index(tmp_path: Path, as_json: bool) -> None:
         index = f"http://127.0.0.1:{server.server_port}/simple"
         try:
             right = PinnedFile("a", "1", "a-1.tar.gz", hashlib.sha256(b"right").hexdigest())
-            assert fetch(right, tmp_path / "cache", index=index).read_bytes() == b"right"
+            assert fetch_package(right, tmp_path / "cache", index=index).read_bytes() == b"right"
             other = PinnedFile("a", "1", "a-1.tar.gz", hashlib.sha256(b"other").hexdigest())
             with pytest.raises(UsageError, match="another a-1"):
-                fetch(other, tmp_path / "other", index=index)
+                fetch_package(other, tmp_path / "other", index=index)
             with pytest.raises(UsageError, match="cannot be fetched"):
-                fetch(PinnedFile("b", "1", "b-1.tar.gz", "0"), tmp_path / "other", index=index)
+                fetch_package(PinnedFile("b", "1", "b-1.tar.gz", "0"), tmp_path / "other", index=index)
         finally:
             server.shutdown()
             thread.join()

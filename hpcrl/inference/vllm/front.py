@@ -25,7 +25,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def engine_flags(
+def front_flags(
     connector: str, prefill: Sequence[str], decode: Sequence[str], *, bootstrap_offset: int | None
 ) -> list[str]:
     """Return vllm-router's flags for engines at these URLs.
@@ -57,7 +57,7 @@ def main(context: RoleContext) -> None:
     """Read the engines' addresses, then exec the router."""
     settings = _parse()
     left_out = read_left_out(context.run, context.attempt)
-    flags = engine_flags(
+    flags = front_flags(
         settings.connector,
         servers_of(context.endpoints(), "prefill", left_out),
         servers_of(context.endpoints(), "decode", left_out),

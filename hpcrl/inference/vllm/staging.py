@@ -20,7 +20,7 @@ from hpcrl.inference.adapters import Adapter, KeptBase, as_tensor
 from hpcrl.inference.finite import finite_tensors
 from hpcrl.inference.vllm.version_memory import Lease, VersionMemory
 from hpcrl.weights import HandoffStore
-from hpcrl.weights.read.adapters import Contents, blocks_of, contents_of
+from hpcrl.weights.read.adapters import Contents, adapter_blocks, contents_of
 from hpcrl.weights.read.subscriber import Reading, Subscriber
 
 
@@ -170,10 +170,10 @@ class Staged:
         adapter = Adapter(reading.chain, reading.tensors())
         names = reading.chain[-2].manifest.tensors
         different = adapter.contents.different_from(self.served)
-        changed = names if different is None else blocks_of(different, names)
+        changed = names if different is None else adapter_blocks(different, names)
         self.kept = len(names) - len(changed)
         self.contents = adapter.contents
-        again = blocks_of(adapter.contents.changed, names)
+        again = adapter_blocks(adapter.contents.changed, names)
         tensors = self._base.tensors(reading, adapter.contents.base, self._held(changed), again)
         yield from adapter.merged(tensors)
 

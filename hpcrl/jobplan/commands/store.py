@@ -16,7 +16,7 @@ STORE_PORTS = 3
 _GIB = 1 << 30
 
 
-def master_command(store: KvStoreConfig, etcd: Sequence[str] = ()) -> tuple[str, ...]:
+def store_master_command(store: KvStoreConfig, etcd: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the command of the role ``store``; ``etcd`` are the endpoints of a site that has one."""
     flags = {
         "--host": "{host}",

@@ -92,13 +92,15 @@ def _helpful(
     facts: ModelFacts,
     plan: Callable[[Recipe], MemoryReport],
 ) -> tuple[Knob, ...]:
-    short = {(p.role, p.kind) for p in plan(recipe).short}
+    short = {(p.role, p.kind): p.headroom or 0 for p in plan(recipe).short}
 
     def headroom(changes: Changes) -> int | None:
-        """Return the free bytes at this place; None where another place that fitted does not fit any more."""
+        """Return the free bytes at this place; None where another place is short then, or shorter than it was."""
         report = plan(change(recipe, changes))
-        others = {(p.role, p.kind) for p in report.short} - short
-        return None if others else report.place(place.role, place.kind).headroom
+        others = [other for other in report.short if (other.role, other.kind) != (place.role, place.kind)]
+        if any((other.headroom or 0) < short.get((other.role, other.kind), 0) for other in others):
+            return None
+        return report.place(place.role, place.kind).headroom
 
     knobs: list[Knob] = []
     together: dict[str, Any] = {}

@@ -68,7 +68,7 @@ async def read_run(
             bare = await stack.enter_async_context(aiohttp.ClientSession())
             asked.append(read_text(bare, parts[-1].url))
         texts = await asyncio.gather(*asked)
-    return merge([(MetricsPart("orchestrator", 0, ""), own), *zip(parts, texts, strict=True)])
+    return merge_metrics([(MetricsPart("orchestrator", 0, ""), own), *zip(parts, texts, strict=True)])
 
 
 def _parts(name: str, servers: Sequence[str]) -> list[MetricsPart]:
@@ -100,7 +100,7 @@ async def read_text(http: aiohttp.ClientSession, url: str) -> str | None:
         return None
 
 
-def merge(texts: Sequence[tuple[MetricsPart, str | None]]) -> str:
+def merge_metrics(texts: Sequence[tuple[MetricsPart, str | None]]) -> str:
     """Return one text made of many, in which the samples of a metric are adjacent, as the format requires."""
     heads: dict[str, list[str]] = {
         "hpcrl_part_up": ["# HELP hpcrl_part_up Whether the part answered.", "# TYPE hpcrl_part_up gauge"]

@@ -16,7 +16,7 @@ from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.announcement import AnnouncedVersion
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.lifetime.pins import pins_of, read_pins
+from hpcrl.weights.lifetime.pins import handoff_pins, read_pins
 from hpcrl.weights.visibility import missing_names
 
 
@@ -60,7 +60,7 @@ def handoff_document(run: RunDir, version: int | None) -> dict[str, Any]:
     }
 
 
-def pin(run: RunDir, version: int, reason: str) -> None:
+def pin_handoff(run: RunDir, version: int, reason: str) -> None:
     """Keep a version until it is unpinned.
 
     Raises
@@ -71,7 +71,7 @@ def pin(run: RunDir, version: int, reason: str) -> None:
     store = HandoffStore(run.weights_dir)
     if version not in store.versions():
         raise unknown_version(run, version)
-    pins = pins_of(store.root)
+    pins = handoff_pins(store.root)
     pins.add(version, reason=reason, by=f"{getpass.getuser()}@{hostname()}")
     if missing_names([store.path_of(version)]):
         pins.remove(version)
@@ -80,7 +80,7 @@ def pin(run: RunDir, version: int, reason: str) -> None:
 
 def unpin(run: RunDir, version: int) -> bool:
     """Unpin a version, which may be removed then; return False where it was not pinned."""
-    return pins_of(run.weights_dir).remove(version)
+    return handoff_pins(run.weights_dir).remove(version)
 
 
 def collector_of(run: RunDir, keep_last: int | None = None) -> Collector:

@@ -89,7 +89,7 @@ def weights_difference(run: RunDir, old: int, new: int) -> dict[str, Any]:
     }
 
 
-def items_document(run: RunDir, kind: str, items: list[StoredItem]) -> str:
+def stores_document(run: RunDir, kind: str, items: list[StoredItem]) -> str:
     """Return the items as JSON (schema `SCHEMA`)."""
     document = {"schema": SCHEMA, "run": run.name, "kind": kind, "items": items}
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()

@@ -39,7 +39,7 @@ from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, RunState, RunStatus
 from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.hostlist import expand_hostlist
-from hpcrl.slurm.lookup import client_of, look_up
+from hpcrl.slurm.lookup import look_up, slurm_client_of
 from hpcrl.slurm.replica_jobs import ReplicaJobs
 from hpcrl.storage.trusted_paths import umask_of
 from hpcrl.supervisor.recovery.nodes import may_ask, record_lost_nodes
@@ -123,7 +123,7 @@ class Holder:
         if self._made_way or not may_ask(self._run):
             return
         run, plan, submission = self._run, self._run.plan(), RunRecord.read(self._run).submissions[-1]
-        client, main = client_of(submission), int(submission.job_id)
+        client, main = slurm_client_of(submission), int(submission.job_id)
         writer = f"holder-{self._held.role}-{self._held.replica}"
         try:
             ReplicaJobs(run, plan=plan, client=client, number=self._held.submission).let_main_go_first(main)

@@ -38,7 +38,7 @@ from hpcrl.slurm.exclude import nodes_to_exclude, stay_away
 from hpcrl.slurm.hostlist import expand_hostlist
 from hpcrl.slurm.job_nodes import JobNodes
 from hpcrl.slurm.launch_arguments import Allocation, launch_on_nodes, step_environment
-from hpcrl.slurm.lookup import client_of
+from hpcrl.slurm.lookup import slurm_client_of
 from hpcrl.slurm.states import JobState, parse_state
 from hpcrl.storage.trusted_paths import umask_of
 from hpcrl.supervisor.recovery.nodes import record_lost_nodes
@@ -215,7 +215,7 @@ def main() -> None:
     start_logging("%(levelname)s batch node watch: %(message)s")
     run, job_id, node = RunDir(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     os.umask(umask_of(run.path))
-    client = client_of(RunRecord.read(run).submissions[-1])
+    client = slurm_client_of(RunRecord.read(run).submissions[-1])
     lost, asked_at = LostBatchNode(run, client, job_id, node), float("-inf")
     # last: a task that ends before this is started again; its end after this is not seen
     sys.stdout.buffer.write(_RUNS)

@@ -20,7 +20,7 @@ from hpcrl.sandboxes import ExecResult, Patch, Sandbox, SandboxError, SandboxLim
 from hpcrl.swe.judging.canaries import LaidTests, lay_tests, test_file_of
 from hpcrl.swe.judging.paths import counted_changes
 from hpcrl.swe.judging.prepared import TOOLS, PreparedTask, changes_of
-from hpcrl.swe.judging.records import RunRecords, read_records
+from hpcrl.swe.judging.records import RunRecords, read_verdicts
 from hpcrl.swe.judging.script import run_script
 from hpcrl.swe.judging.task_sandboxes import TaskSandboxes, inside
 
@@ -179,7 +179,7 @@ class SweJudge:
             result = await _run_program(sandbox, prepared, tests, key, messages=messages)
         finally:
             await sandbox.kill()
-        records = read_records(result.out, key, tests)
+        records = read_verdicts(result.out, key, tests)
         if not records.started:
             what = f"task {task.id!r}: the tests could not be started (exit code {result.rc}): {records.head.strip()}"
             hint = f"try {task.python[0]} with pytest in the sandbox: hpcrl swe check"

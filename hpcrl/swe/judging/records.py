@@ -45,7 +45,7 @@ class RunRecords:
         return self.code is not None and self.outcomes.get(test) == "P"
 
 
-def read_records(output: bytes, key: bytes, tests: Sequence[str]) -> RunRecords:
+def read_verdicts(output: bytes, key: bytes, tests: Sequence[str]) -> RunRecords:
     """Read the records of a run.
 
     Parameters

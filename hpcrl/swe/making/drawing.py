@@ -21,7 +21,7 @@ _REMOVED = 0.15
 _TRIES = 20
 
 
-def share_of(*parts: str) -> float:
+def drawn_share(*parts: str) -> float:
     """Return a number from 0 to 1 that depends on its arguments alone."""
     digest = hashlib.sha256("\0".join(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64
@@ -93,7 +93,7 @@ class BugDrawer:
             self._files[path] = file
             for function in file.functions:
                 if callers := self._callers(function):
-                    hashed = share_of("split", package.pinned.name, path, function.name)
+                    hashed = drawn_share("split", package.pinned.name, path, function.name)
                     split = "heldout" if held_out or hashed < held_out_share else "train"
                     self._functions[split].append(function)
                     self._tests[path, function.name] = callers

@@ -28,8 +28,8 @@ from hpcrl.storage.files import atomic_write, write_json
 from hpcrl.swe.judging.prepared import TOOLS
 from hpcrl.swe.judging.task_sandboxes import TaskSandboxes
 from hpcrl.swe.making.drawing import BugDrawer, SeededVersion
-from hpcrl.swe.making.measuring import MeasuredPackage, base_task, measure
-from hpcrl.swe.making.packages import SourcePackage, fetch, pinned_packages, pinned_tools, source_tree
+from hpcrl.swe.making.measuring import MeasuredPackage, base_task, measure_package
+from hpcrl.swe.making.packages import SourcePackage, fetch_package, pinned_packages, pinned_tools, source_tree
 from hpcrl.swe.making.tools import build_tools
 from hpcrl.swe.making.versions import Version, run_versions
 from hpcrl.swe.making.writing import most_failed, task_of
@@ -203,7 +203,7 @@ class TaskSetMaker:
         return path.read_bytes()
 
     def _fetch(self, pinned: object) -> Path:
-        return fetch(pinned, self._cache, index=self._index, offline=self._offline)  # type: ignore[arg-type]
+        return fetch_package(pinned, self._cache, index=self._index, offline=self._offline)  # type: ignore[arg-type]
 
     async def _source(self, name: str, tools: bytes) -> _Source:
         package = self._known[name]
@@ -219,7 +219,7 @@ class TaskSetMaker:
             measured = msgspec.json.decode(part.read_bytes(), type=MeasuredPackage)
         else:
             async with self._slots:
-                measured = await measure(self._sandboxes, package, full, Path(self._settings.python))
+                measured = await measure_package(self._sandboxes, package, full, Path(self._settings.python))
             atomic_write(part, msgspec.json.encode(measured))
             self._progress(f"{name}: {len(measured.tests)} tests pass, {len(measured.flaky)} do not always")
         drawer = BugDrawer(

@@ -64,7 +64,9 @@ def base_task(package: SourcePackage, tree: Tree, tests: list[str], python: Path
     return PreparedTask(task, tree, {}, {}, None, module_names(tree, package.imports))
 
 
-async def measure(sandboxes: TaskSandboxes, package: SourcePackage, tree: Tree, python: Path) -> MeasuredPackage:
+async def measure_package(
+    sandboxes: TaskSandboxes, package: SourcePackage, tree: Tree, python: Path
+) -> MeasuredPackage:
     """Run the tests of an unchanged package: once to see what they call, and three times as the judge does.
 
     Raises

@@ -92,7 +92,7 @@ def pinned_tools() -> list[PinnedFile]:
     return [_pinned(each) for each in _pins()["tool"]]
 
 
-def fetch(pinned: PinnedFile, cache: Path, *, index: str = DEFAULT_INDEX, offline: bool = False) -> Path:
+def fetch_package(pinned: PinnedFile, cache: Path, *, index: str = DEFAULT_INDEX, offline: bool = False) -> Path:
     """Return a pinned file in a cache directory; it is fetched where it is not there.
 
     Parameters

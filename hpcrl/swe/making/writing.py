@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcrl.sandboxes.interface import DEFAULT_WORK_DIRECTORY
 from hpcrl.swe.diffs import make_diff
 from hpcrl.swe.judging.canaries import function_of, test_file_of
-from hpcrl.swe.making.drawing import SeededVersion, share_of
+from hpcrl.swe.making.drawing import SeededVersion, drawn_share
 from hpcrl.swe.making.measuring import MeasuredPackage
 from hpcrl.swe.making.packages import SourcePackage
 from hpcrl.swe.making.versions import VersionResult
@@ -48,7 +48,7 @@ def task_of(
     name, version = package.pinned.name, package.pinned.version
     wrong = set(failed)
     near = [test for test in candidate.tests if test not in wrong]
-    far = sorted((test for test in measured.tests if test not in wrong and test not in set(near)), key=share_of)
+    far = sorted((test for test in measured.tests if test not in wrong and test not in set(near)), key=drawn_share)
     before = {path: tree[path].content.decode() for path in candidate.changes}
     bug = make_diff(before, dict(candidate.changes))
     lines = [f"- {test}: {result.messages.get(test) or 'failed'}" for test in shown[:_SHOWN]]

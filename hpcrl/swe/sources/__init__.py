@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import UsageError
-from hpcrl.swe.sources.columns import RowError, shown
+from hpcrl.swe.sources.columns import RowError, shown_value
 from hpcrl.swe.sources.harbor import read_harbor
 from hpcrl.swe.sources.r2e_gym import r2e_gym_task
 from hpcrl.swe.sources.swe_bench import swe_bench_task, swe_smith_task
@@ -94,7 +94,7 @@ def _load_rows(path: Path, kind: str, trees: Path) -> LoadedTasks:
                 continue
             check_task(task)
             if foreign := [test for test in (*task.fail_to_pass, *task.pass_to_pass) if "::" not in test]:
-                other.append(f"{task.id} with {shown(foreign[0])!r}")
+                other.append(f"{task.id} with {shown_value(foreign[0])!r}")
                 continue
             tasks.append(task)
         except UsageError as error:

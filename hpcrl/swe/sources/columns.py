@@ -18,7 +18,7 @@ class RowError(UsageError):
     """A row cannot be used."""
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Show a value of a row in one short line."""
     return visible_line(value if isinstance(value, str) else repr(value), _SHOWN)
 
@@ -32,7 +32,7 @@ def text_column(row: Mapping[str, Any], name: str, *, required: bool = True) -> 
             raise RowError(f"the column {name!r} is missing or empty; there are {there}")
         return ""
     if not isinstance(value, str):
-        raise RowError(f"the column {name!r} is not text: {shown(value)}")
+        raise RowError(f"the column {name!r} is not text: {shown_value(value)}")
     return value
 
 
@@ -43,7 +43,7 @@ def json_column(row: Mapping[str, Any], name: str) -> Any:
         try:
             return decode_json(value)
         except msgspec.DecodeError:
-            raise RowError(f"the column {name!r} is text, but not JSON: {shown(value)}") from None
+            raise RowError(f"the column {name!r} is text, but not JSON: {shown_value(value)}") from None
     return value
 
 
@@ -55,5 +55,5 @@ def list_column(row: Mapping[str, Any], name: str, *, required: bool = True) -> 
         return ()
     value = json_column(row, name)
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) and each for each in value):
-        raise RowError(f"the column {name!r} is not a list of texts: {shown(value)}")
+        raise RowError(f"the column {name!r} is not a list of texts: {shown_value(value)}")
     return tuple(dict.fromkeys(value))

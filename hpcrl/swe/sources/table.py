@@ -11,7 +11,7 @@ import msgspec
 
 from hpcrl.errors import MissingExtraError
 from hpcrl.storage.msgspec_types import decode_json
-from hpcrl.swe.sources.columns import shown
+from hpcrl.swe.sources.columns import shown_value
 from hpcrl.swe.task import SweTaskError
 
 _BATCH_ROWS = 256
@@ -73,7 +73,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     f"{path}, line {number}: it is not JSON: {error}\n    hint: one row a line"
                 ) from None
             if not isinstance(row, dict):
-                raise SweTaskError(f"{path}, line {number}: it is not a JSON object: {shown(row)}")
+                raise SweTaskError(f"{path}, line {number}: it is not a JSON object: {shown_value(row)}")
             yield f"line {number}", row
 
 
@@ -91,4 +91,6 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     number += 1
                     yield f"row {number}", row
     except pyarrow.ArrowException as error:
-        raise SweTaskError(f"{path} is not a Parquet file: {shown(str(error))}\n    hint: fetch it again") from None
+        raise SweTaskError(
+            f"{path} is not a Parquet file: {shown_value(str(error))}\n    hint: fetch it again"
+        ) from None

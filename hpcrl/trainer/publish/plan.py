@@ -144,7 +144,7 @@ class PublishPlan(NamedTuple):
     cut: frozenset[tuple[str, tuple[int, ...]]]
 
 
-def make_plan(
+def plan_publication(
     model: nn.Module,
     adapter: HfAdapter,
     blocks: Sequence[Mapping[str, HeldBlock]],

@@ -30,7 +30,7 @@ from hpcrl.trainer.publish.durable_demand import DurableDemand
 from hpcrl.trainer.publish.fabric_serving import AnnouncedContent, FabricPlace, FabricServing
 from hpcrl.trainer.publish.images import Images
 from hpcrl.trainer.publish.persistence import Persistence
-from hpcrl.trainer.publish.plan import Window, held_blocks, make_plan
+from hpcrl.trainer.publish.plan import Window, held_blocks, plan_publication
 from hpcrl.trainer.publish.published import OnPublished, Published
 from hpcrl.trainer.publish.staging import Staging
 from hpcrl.trainer.publish.version_writer import Image, VersionWriter
@@ -265,7 +265,7 @@ class Publisher:
         settings = self._settings
         whole = settings.overlap or settings.delta_chain > 0
         tensors = self._names.tensors(model)
-        plan = make_plan(
+        plan = plan_publication(
             model,
             self._names,
             held_blocks(tensors, self._ranks),

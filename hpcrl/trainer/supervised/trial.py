@@ -24,7 +24,7 @@ _FIRST, _EVERY = 2000, 50
 """Number of first rows that are rendered, and stride among the others."""
 
 
-def check(recipe: Recipe) -> dict[str, Any]:
+def check_examples(recipe: Recipe) -> dict[str, Any]:
     """Read all conversations of a recipe and render some.
 
     Returns
@@ -91,7 +91,7 @@ def main() -> None:
     """Read a request from the standard input and print the answer."""
     request = msgspec.json.decode(sys.stdin.buffer.read())
     recipe = Recipe.model_validate_json(msgspec.json.encode(request["recipe"]))
-    sys.stdout.buffer.write(msgspec.json.encode(check(recipe)) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(check_examples(recipe)) + b"\n")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from hpcrl.errors import HandoffError
 from hpcrl.storage.pins import Pin, Pins
 
 
-def pins_of(root: Path) -> Pins:
+def handoff_pins(root: Path) -> Pins:
     """Return the pins of a store."""
     return Pins(root / ".pins", "v", ".json")
 
 
 def read_pins(root: Path) -> dict[int, Pin]:
     """Return pins by version (HandoffError where they cannot be listed: the pinned versions are unknown then)."""
-    pins = pins_of(root)
+    pins = handoff_pins(root)
     try:
         return pins.all()
     except OSError as error:

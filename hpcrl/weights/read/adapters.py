@@ -112,7 +112,7 @@ def contents_of(handoff: OpenedVersion, changed: Collection[str] = ()) -> Conten
     return Contents(base, frozenset(changed))
 
 
-def blocks_of(names: Collection[str], all_names: Collection[str]) -> frozenset[str]:
+def adapter_blocks(names: Collection[str], all_names: Collection[str]) -> frozenset[str]:
     """Return ``names`` and all others of the same layer blocks, for engines that load fused tensors together.
 
     Engines fuse within a block (``model.layers.7.mlp``: gate with up, expert with expert; ``model.layers.7.self_attn``:

@@ -17,7 +17,7 @@ from real_router import Router
 from stub_engine import StubEngine
 
 from hpcrl.errors import DeadlineError
-from hpcrl.inference.vllm.front import engine_flags, servers_of
+from hpcrl.inference.vllm.front import front_flags, servers_of
 from hpcrl.rollouts.engines import client as engine_client
 from hpcrl.rollouts.engines import disaggregated_pool, routed_pool
 from hpcrl.rollouts.engines import pool as engine_pool
@@ -48,7 +48,7 @@ async def sided(
         await engine.start()
     of_side = {role: [e.url for e, own in zip(engines, roles, strict=True) if own == role] for role in roles}
     # stubs have no KV to lead: NIXL asks them nothing
-    flags = engine_flags("nixl", of_side["prefill"], of_side["decode"], bootstrap_offset=None)
+    flags = front_flags("nixl", of_side["prefill"], of_side["decode"], bootstrap_offset=None)
     await asyncio.to_thread(router.start, *flags)
     try:
         run = make_run(path, **changes)
@@ -238,7 +238,7 @@ async def started_anew(loop: Loop, router: Router, ready_s: float) -> None:
     prefill, decode = (servers_of(endpoints, role, left_out) for role in ("prefill", "decode"))
     # of flags that are given twice the router takes the engines of both
     del router._command[router._command.index("--vllm-pd-disaggregation") :]
-    await asyncio.to_thread(router.start, *engine_flags("nixl", prefill, decode, bootstrap_offset=None))
+    await asyncio.to_thread(router.start, *front_flags("nixl", prefill, decode, bootstrap_offset=None))
     supervised(loop, ready_s)
 
 

@@ -14,7 +14,7 @@ from harness import make_run, running
 from real_router import Router
 from stub_engine import StubEngine, encode
 
-from hpcrl.inference.vllm.front import engine_flags
+from hpcrl.inference.vllm.front import front_flags
 from hpcrl.network.auth import Gate
 from hpcrl.network.credentials import Credentials
 from hpcrl.runs.events import read_events
@@ -107,7 +107,7 @@ async def test_between_sides_it_speaks_in_the_name_of_the_run(tmp_path: Path, mo
     run.start_attempt()
     router = Router(tmp_path / "router.log", "vllm-router", run)
     async with engines(run, 2) as stubs:
-        flags = engine_flags("nixl", [stubs[0].url], [stubs[1].url], bootstrap_offset=None)
+        flags = front_flags("nixl", [stubs[0].url], [stubs[1].url], bootstrap_offset=None)
         await asyncio.to_thread(router.start, *flags)  # it asks the engines first
         try:
             await check_strangers(router, run, stubs, quiet=True)

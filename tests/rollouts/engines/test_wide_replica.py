@@ -21,7 +21,7 @@ from hpcrl.rollouts.engines.replica_client import ReplicaClient, client_of
 from hpcrl.rollouts.engines.routed_pool import RoutedPool
 from hpcrl.rollouts.engines.router_client import RouterClient, Worker
 from hpcrl.rollouts.telemetry import deadlines, fleet_watch
-from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge
+from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge_metrics
 from hpcrl.rollouts.weights import membership
 from hpcrl.rollouts.weights import updates as weight_updates
 from hpcrl.runs.events import EventWriter
@@ -265,7 +265,7 @@ async def test_metrics_of_the_run_have_each_rank(tmp_path: Path) -> None:
 
 def test_samples_of_ranks_differ_by_their_rank() -> None:
     one, two = MetricsPart("decode", 0, "", 0), MetricsPart("decode", 0, "", 1)
-    text = merge([(one, 'vllm:x{engine="0"} 1\n'), (two, 'vllm:x{engine="0"} 2\n')])
+    text = merge_metrics([(one, 'vllm:x{engine="0"} 1\n'), (two, 'vllm:x{engine="0"} 2\n')])
     assert 'vllm:x{role="decode",replica="0",rank="1",engine="0"} 2' in text.splitlines()
 
 

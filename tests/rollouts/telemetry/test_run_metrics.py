@@ -12,7 +12,7 @@ from stub_engine import StubEngine
 
 from hpcrl.inference.metrics import Counter, EngineMetrics, Gauge, Registry
 from hpcrl.network.credentials import Credentials
-from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge
+from hpcrl.rollouts.telemetry.run_metrics import MetricsPart, merge_metrics
 
 ENGINE = """# HELP vllm:tokens_total Tokens.
 # TYPE vllm:tokens_total counter
@@ -26,7 +26,7 @@ vllm:ttft_seconds_count 3
 
 def test_samples_of_a_metric_stand_together_with_the_labels_of_their_part() -> None:
     one, two, gone = (MetricsPart("engine", i, "") for i in range(3))
-    text = merge([(one, ENGINE % 1), (two, ENGINE % 2), (gone, None)])
+    text = merge_metrics([(one, ENGINE % 1), (two, ENGINE % 2), (gone, None)])
     assert text.splitlines() == [
         "# HELP hpcrl_part_up Whether the part answered.",
         "# TYPE hpcrl_part_up gauge",
@@ -58,7 +58,7 @@ def test_metrics_of_an_engine_are_as_prometheus_wants_them() -> None:
     text = registry.render()
     assert problems(text) == []
     assert "# TYPE vllm:prompt_tokens_total counter\nvllm:prompt_tokens_total{" in text
-    both = merge([(MetricsPart("engine", 0, ""), text), (MetricsPart("engine", 1, ""), text)])
+    both = merge_metrics([(MetricsPart("engine", 0, ""), text), (MetricsPart("engine", 1, ""), text)])
     assert problems(both) == []
 
 

@@ -126,7 +126,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     scene, before = Scene(tmp_path), list(job_facts._sources)
-    monkeypatch.setattr(holder, "client_of", lambda submission: scene.slurm)
+    monkeypatch.setattr(holder, "slurm_client_of", lambda submission: scene.slurm)
     job_facts.set_job_query(scene.look_up)
     yield scene
     job_facts._sources[:] = before

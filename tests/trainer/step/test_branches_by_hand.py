@@ -25,7 +25,7 @@ from hpcrl.config.algorithm import (
     MaskedRatioLossConfig,
     TisLossConfig,
 )
-from hpcrl.dock.assemble import assemble
+from hpcrl.dock.assemble import assemble_batch
 from hpcrl.dock.columns import encode_columns
 from hpcrl.dock.ledger.digest import digest_of
 from hpcrl.dock.ledger.payload import PayloadWriter, read_payload
@@ -236,7 +236,7 @@ def test_the_gradient_is_that_of_the_tree(loss: LossConfig, kl: KlConfig | None,
     assert shard.stats.total_sampled_tokens == count
     with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(recipe, load_arch(model_dir), parallel, model_dir=model_dir)
-        found = assemble(shard, lambda place: memoryview(read_payload(tmp_path / "payload", place)))
+        found = assemble_batch(shard, lambda place: memoryview(read_payload(tmp_path / "payload", place)))
         metrics = policy.forward_backward(found).reduce(parallel.world)
         own = {name: parameter.grad.full_tensor() for name, parameter in policy.model.named_parameters()}
     assert metrics.tokens == count
@@ -259,7 +259,7 @@ def test_rows_of_experts_go_along_with_the_tokens_of_each_sequence(tmp_path: Pat
     routes = RoutedExpertsSettings(arch.num_hidden_layers, arch.experts_per_token, arch.routed_experts)
     rollouts = [grown(tree(seed), member, routes, of_tokens) for member, seed in enumerate((1, 2))]
     shard = shard_of(tmp_path / "payload", recipe, rollouts)
-    found = assemble(shard, lambda place: memoryview(read_payload(tmp_path / "payload", place)))
+    found = assemble_batch(shard, lambda place: memoryview(read_payload(tmp_path / "payload", place)))
     checked = 0
     for micro_batch in found.micro_batches:
         routed = micro_batch.routed_experts

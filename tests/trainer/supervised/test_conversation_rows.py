@@ -15,7 +15,7 @@ from hpcrl.config.sft import SftColumns, SftConfig
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.trainer.supervised.order import ConversationOrder, run_steps, steps_of_epoch
 from hpcrl.trainer.supervised.rows import ConversationReader
-from hpcrl.trainer.supervised.trial import check
+from hpcrl.trainer.supervised.trial import check_examples
 
 ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -149,18 +149,18 @@ def test_a_trial_says_what_the_run_will_be(tmp_path):
         tmp_path / "x.jsonl",
         [*conversations(9), {"messages": [*ASKED[:1], {"role": "assistant", "content": "a" * 99}]}],
     )
-    found = check(sft_recipe(model_dir, data, steps=100, epochs=2))
+    found = check_examples(sft_recipe(model_dir, data, steps=100, epochs=2))
     assert found["findings"] == []
     assert found["steps"] == 6
     assert found["notes"][0] == "10 conversations for training, 0 held out; 6 steps, 3 an epoch (2 epochs)"
     assert found["notes"][-1] == "conversations longer than sft.max_len (64): 1 are dropped and 0 truncated"
-    cut = check(sft_recipe(model_dir, data, steps=100, over_long="truncate"))
+    cut = check_examples(sft_recipe(model_dir, data, steps=100, over_long="truncate"))
     assert cut["notes"][-1] == "conversations longer than sft.max_len (64): 0 are dropped and 1 truncated"
     recipe = sft_recipe(model_dir, data, steps=100, epochs=1)
     optimizer = recipe.trainer.optimizer.model_copy(update={"warmup_steps": 3})
     trainer = recipe.trainer.model_copy(update={"optimizer": optimizer})
-    (problem,) = check(recipe.model_copy(update={"trainer": trainer}))["findings"]
+    (problem,) = check_examples(recipe.model_copy(update={"trainer": trainer}))["findings"]
     assert problem["what"] == "3 warm-up steps in a run of 3 (sft.epochs)"
     (model_dir / "tokenizer.json").unlink()
-    (problem,) = check(sft_recipe(model_dir, data, steps=100))["findings"]
+    (problem,) = check_examples(sft_recipe(model_dir, data, steps=100))["findings"]
     assert problem["key"] == "model.path"

@@ -15,7 +15,7 @@ from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime import collector as collectors
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.lifetime.pins import pins_of
+from hpcrl.weights.lifetime.pins import handoff_pins
 from hpcrl.weights.lifetime.readers import Registration
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
@@ -69,7 +69,7 @@ def test_the_newest_stay_with_what_they_need(store: HandoffStore, keep_last: int
 
 
 def test_a_version_is_held_for_one_reason_and_the_first_is_reported(store: HandoffStore) -> None:
-    pins_of(store.root).add(3, reason="paper", by="ann")
+    handoff_pins(store.root).add(3, reason="paper", by="ann")
     with (
         Registration(store.root, "b", expiry_s=LONG_S) as second,
         Registration(store.root, "a", expiry_s=LONG_S) as first,
@@ -143,7 +143,7 @@ def test_a_lease_that_comes_meanwhile_brings_a_version_back_with_what_it_needs(s
 
 
 def test_a_pin_that_comes_meanwhile_counts(store: HandoffStore) -> None:
-    one, _ = while_hidden(store, lambda: pins_of(store.root).add(1, reason="", by="ann"))
+    one, _ = while_hidden(store, lambda: handoff_pins(store.root).add(1, reason="", by="ann"))
     assert (one.collect().restored, store.versions()) == ([1], [1, 4, 5, 6])
 
 

@@ -17,7 +17,7 @@ from hpcrl.errors import HandoffError
 from hpcrl.weights import HandoffStore
 from hpcrl.weights.lifetime.collector import Collector
 from hpcrl.weights.lifetime.leases import ReaderWatch
-from hpcrl.weights.lifetime.pins import pins_of
+from hpcrl.weights.lifetime.pins import handoff_pins
 from hpcrl.weights.lifetime.readers import Registration, parse_name
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
@@ -143,7 +143,7 @@ def test_an_unreadable_record_stops_the_collector(store: HandoffStore) -> None:
 
 
 def test_what_is_kept_and_why(store: HandoffStore) -> None:
-    pins_of(store.root).add(0, reason="paper", by="ann")
+    handoff_pins(store.root).add(0, reason="paper", by="ann")
     with Registration(store.root, "engine-0", expiry_s=LONG_S) as reader:
         reader.acknowledge(2)
         report = collector(store).collect(in_use={1})
@@ -156,8 +156,8 @@ def test_what_is_kept_and_why(store: HandoffStore) -> None:
     }
     assert report.removed == [3]
     assert store.versions() == [0, 1, 2, 4, 5]
-    assert pins_of(store.root).remove(0)
-    assert not pins_of(store.root).remove(0)
+    assert handoff_pins(store.root).remove(0)
+    assert not handoff_pins(store.root).remove(0)
     assert collector(store).collect().removed == [0, 1, 2]
     assert not [name for name in os.listdir(store.root) if name.startswith((".hidden", ".removed"))]
 

@@ -64,7 +64,7 @@ def npy_bytes(array: NDArray[np.generic] | None) -> memoryview | None:
     return stream.getbuffer()
 
 
-def encode_array(array: NDArray[np.generic] | None) -> str | None:
+def encode_as_text(array: NDArray[np.generic] | None) -> str | None:
     """Return the array, of any shape, as an ``.npy`` file in base64; None for None."""
     data = npy_bytes(array)
     return None if data is None else base64.b64encode(data).decode()

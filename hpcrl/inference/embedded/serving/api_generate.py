@@ -17,7 +17,7 @@ from hpcrl.inference.embedded.engine.params import MAX_COUNT
 from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.embedded.serving.api_common import (
     clamp,
-    encode_array,
+    encode_as_text,
     frame_response,
     json_response,
     npy_bytes,
@@ -232,7 +232,7 @@ def _without_rows(columns: _Columns) -> _Columns:
 
 def _text_columns(output: Output, logprobs: int | None) -> dict[str, Any]:
     """Return the data of each token in vLLM's format."""
-    return {**_text_of_tokens(output, logprobs), "routed_experts": encode_array(output.routed_experts)}
+    return {**_text_of_tokens(output, logprobs), "routed_experts": encode_as_text(output.routed_experts)}
 
 
 def _text_of_tokens(output: Output, logprobs: int | None) -> dict[str, Any]:

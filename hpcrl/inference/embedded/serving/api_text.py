@@ -13,7 +13,7 @@ from hpcrl.inference.embedded.engine.params import SamplingParams
 from hpcrl.inference.embedded.engine.request import Output
 from hpcrl.inference.embedded.serving.api_common import (
     clamp,
-    encode_array,
+    encode_as_text,
     json_response,
     prompt_logprobs_json,
     send_events,
@@ -95,7 +95,7 @@ class TextApi:
             }
             if not request.stream:
                 entry["prompt_logprobs"] = prompt_logprobs_json(prompt, output.prompt_logprobs)
-                entry["routed_experts"] = encode_array(output.routed_experts)
+                entry["routed_experts"] = encode_as_text(output.routed_experts)
             return entry
 
         named = [CallPrompt(request_id=f"{name}-{i}", token_ids=prompt) for i, prompt in enumerate(prompts)]
@@ -130,7 +130,7 @@ class TextApi:
                 "token_ids": output.token_ids if request.return_token_ids else None,
             }
             if not request.stream:
-                entry["routed_experts"] = encode_array(output.routed_experts)
+                entry["routed_experts"] = encode_as_text(output.routed_experts)
             return entry
 
         extra = {"prompt_token_ids": prompt if request.return_token_ids else None}

@@ -114,7 +114,7 @@ def _scale_of(name: str, records: Mapping[str, TensorRecord]) -> PublishedTensor
     return scale_tensor(name, records[name].shape)
 
 
-def read_tensors(reading: Reading, served: ServedVersion | None = None) -> Iterator[tuple[str, Tensor]]:
+def read_model_tensors(reading: Reading, served: ServedVersion | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a hand-off that `check_fits`, one at a time; quantised ones are converted to float32.
 
     They have published names and shapes and are on the host; scales are not yielded.

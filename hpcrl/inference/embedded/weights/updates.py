@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hpcrl.errors import HandoffError
 from hpcrl.inference.adapters import Adapter, KeptBase
-from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_tensors
+from hpcrl.inference.embedded.weights.loading import adapted_tensors, check_fits, model_bytes, read_model_tensors
 from hpcrl.inference.embedded.weights.sessions import Session, Sessions, UpdateOrderError
 from hpcrl.inference.finite import finite_tensors
 from hpcrl.modeling.decoder import Decoder
@@ -346,13 +346,13 @@ class UpdateSession:
         served = self._known_to(reading)
         if served is not None:
             try:
-                self._fill(_while_open(read_tensors(reading, served), session), reading)
+                self._fill(_while_open(read_model_tensors(reading, served), session), reading)
             except HandoffError as error:
                 session.check_open()
                 _log.warning("version %d is read whole: %s", manifest.version, error)
             else:
                 return new, True
-        self._fill(_while_open(read_tensors(reading), session), reading)
+        self._fill(_while_open(read_model_tensors(reading), session), reading)
         return new, True
 
     def _load_adapter(self, reading: Reading, session: Session[_Version]) -> _Version:

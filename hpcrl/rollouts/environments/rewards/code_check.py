@@ -20,7 +20,7 @@ from hpcrl.rollouts.environments.rewards.code_tests import CodeTests, program_of
 from hpcrl.rollouts.environments.sandbox_limits import sandbox_limits
 from hpcrl.sandboxes import ExecResult, Sandbox, SandboxError, SandboxHost
 from hpcrl.sandboxes.on_demand import SandboxesOnDemand
-from hpcrl.swe.judging.records import read_records
+from hpcrl.swe.judging.records import read_verdicts
 
 _ROOM = "hpcrl.rollouts.environments.rewards"
 _NAMES = ("code_values", "code_compare", "code_host", "code_judge")
@@ -165,7 +165,7 @@ class CodeCheck:
             max_output=_MAX_RECORDS,
         )
         names = [str(number) for number in range(len(tests.asserts) + len(tests.calls))]
-        records = read_records(result.out, key, names)
+        records = read_verdicts(result.out, key, names)
         if not records.started:
             raise self._not_run(result)
         if records.messages:
