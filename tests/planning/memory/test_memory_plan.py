@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpcrl.config.cluster import ClusterProfile
+from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
@@ -156,6 +156,22 @@ def test_a_plan_that_does_not_fit_names_settings_that_help(settings: tuple[str, 
         assert again.ok
         assert again.headroom == knob.headroom
         assert "--set" in str(knob)
+
+
+def test_no_hint_makes_another_short_place_shorter() -> None:
+    """Host memory that is short is no place for the parameters of a GPU that is short."""
+    recipe, cluster = _glm5("trainer.nodes=2", "trainer.ranks=16", "trainer.memory.optimizer_offload=false")
+    assert isinstance(cluster, SlurmCluster)
+    gpu = cluster.partitions["gpu"]
+    assert gpu.node is not None
+    less = gpu.model_copy(update={"node": gpu.node.model_copy(update={"memory_gib": 600.0})})
+    tight = cluster.model_copy(update={"partitions": {**cluster.partitions, "gpu": less}})
+    before = {(s.place.role, s.place.kind): s for s in why_not(recipe, tight, GLM5)}
+    assert before.keys() >= {(Role.TRAINER, "gpu"), (Role.TRAINER, "host")}
+    for knob in (knob for shortage in before.values() for knob in shortage.knobs):
+        for place in memory_report(change(recipe, knob.changes), tight, GLM5).short:
+            was = before[place.role, place.kind].place
+            assert (place.headroom or 0) >= (was.headroom or 0), knob
 
 
 def test_embedded_engines_of_two_sides_and_their_pool_are_counted() -> None:
