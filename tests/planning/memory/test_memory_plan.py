@@ -160,16 +160,17 @@ def test_a_plan_that_does_not_fit_names_settings_that_help(settings: tuple[str, 
 
 def test_no_hint_makes_another_short_place_shorter() -> None:
     """Host memory that is short is no place for the parameters of a GPU that is short."""
-    recipe, cluster = _glm5("trainer.nodes=2", "trainer.ranks=16", "trainer.memory.optimizer_offload=false")
+    qwen, cluster = load_facts("Qwen3-30B-A3B"), load_cluster("h200-28").value
+    recipe = load_recipe("quickstart", ["trainer.nodes=1", "trainer.ranks=1"]).value
     assert isinstance(cluster, SlurmCluster)
     gpu = cluster.partitions["gpu"]
     assert gpu.node is not None
-    less = gpu.model_copy(update={"node": gpu.node.model_copy(update={"memory_gib": 600.0})})
+    less = gpu.model_copy(update={"node": gpu.node.model_copy(update={"memory_gib": 200.0})})
     tight = cluster.model_copy(update={"partitions": {**cluster.partitions, "gpu": less}})
-    before = {(s.place.role, s.place.kind): s for s in why_not(recipe, tight, GLM5)}
+    before = {(s.place.role, s.place.kind): s for s in why_not(recipe, tight, qwen)}
     assert before.keys() >= {(Role.TRAINER, "gpu"), (Role.TRAINER, "host")}
     for knob in (knob for shortage in before.values() for knob in shortage.knobs):
-        for place in memory_report(change(recipe, knob.changes), tight, GLM5).short:
+        for place in memory_report(change(recipe, knob.changes), tight, qwen).short:
             was = before[place.role, place.kind].place
             assert (place.headroom or 0) >= (was.headroom or 0), knob
 
