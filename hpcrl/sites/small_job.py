@@ -111,19 +111,19 @@ def run_small_job(
     """
     script = job.directory / "check.sbatch"
     atomic_write(script, render_small_job(cluster, job).encode())
+    job_id: int | None = None
     try:
         job_id = client.submit(script, name=_NAME, token=job.directory.name).job_id
-    except KeyboardInterrupt:
-        # sbatch may have been interrupted after the controller took the job
-        with contextlib.suppress(SlurmError):
-            for found in client.find(name=_NAME, token=job.directory.name):
-                say(f"job {found.job_id}: {_cancel(client, found.job_id)}")
-        raise
-    say(f"job {job_id} asks {job.label}")
-    try:
+        say(f"job {job_id} asks {job.label}")
         ended = _follow(client, job_id, job, say)
-    except BaseException:
-        say(f"job {job_id}: {_cancel(client, job_id)}")
+    except BaseException as error:
+        if job_id is not None:
+            say(f"job {job_id}: {_cancel(client, job_id)}")
+        elif isinstance(error, KeyboardInterrupt):
+            # sbatch may have been interrupted after the controller took the job
+            with contextlib.suppress(SlurmError):
+                for found in client.find(name=_NAME, token=job.directory.name):
+                    say(f"job {found.job_id}: {_cancel(client, found.job_id)}")
         raise
     if isinstance(ended, EndedJob):
         return ended

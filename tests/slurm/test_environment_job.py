@@ -286,6 +286,22 @@ def test_an_interrupt_cancels_the_job(hpcrl: Hpcrl, nodes: Nodes, during: str, t
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_an_interrupt_while_the_job_is_announced_cancels_it(nodes: Nodes, tmp_path: Path) -> None:
+    cluster, said = load_cluster("devcluster").value, list[str]()
+    assert isinstance(cluster, SlurmCluster)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "asks" in text:
+            raise KeyboardInterrupt
+
+    with job_directory(tmp_path) as directory, pytest.raises(KeyboardInterrupt):
+        job = SmallJob(directory, "hpcrl.nothing", ["--nodes=1"], "a node", 60.0, None)
+        run_small_job(cluster, job, client=nodes.client(), say=say)
+    assert said == ["job 100 asks a node", "job 100: it was cancelled"]
+    assert nodes.cancelled == ["100"]
+
+
 # -- the node ---------------------------------------------------------------------------------------------------------
 
 
