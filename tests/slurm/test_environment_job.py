@@ -295,9 +295,10 @@ def test_an_interrupt_while_the_job_is_announced_cancels_it(nodes: Nodes, tmp_pa
         if "asks" in text:
             raise KeyboardInterrupt
 
-    with job_directory(tmp_path) as directory, pytest.raises(KeyboardInterrupt):
+    with job_directory(tmp_path) as directory:
         job = SmallJob(directory, "hpcrl.nothing", ["--nodes=1"], "a node", 60.0, None)
-        run_small_job(cluster, job, client=nodes.client(), say=say)
+        with pytest.raises(KeyboardInterrupt):
+            run_small_job(cluster, job, client=nodes.client(), say=say)
     assert said == ["job 100 asks a node", "job 100: it was cancelled"]
     assert nodes.cancelled == ["100"]
 
