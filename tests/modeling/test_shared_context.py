@@ -17,6 +17,7 @@ from hpcrl.modeling.attention.latent_gather import LatentGather
 from hpcrl.modeling.attention.packed import PackedAttention
 from hpcrl.modeling.attention.ring import RingAttention
 from hpcrl.modeling.decoder import Decoder
+from hpcrl.modeling.kernels.fused import FusedKernel
 from hpcrl.modeling.parallel.collectives import exchange_rows, gather_rows, sum_over
 from hpcrl.modeling.spec import build_model
 from hpcrl.models.arch import DeepseekV3Arch, GlmMoeDsaArch, ModelArch, Qwen3Arch
@@ -179,6 +180,26 @@ def test_keys_go_around_a_ring(size: int, monkeypatch: pytest.MonkeyPatch) -> No
     ranks = ThreadRanks(size, monkeypatch)
     for how in ({}, {"scale": 0.7}, {"sinks": SINKS}):
         check_parts(around, ranks, inputs(6, 3, 5, 4), **how)
+
+
+def test_gradients_of_keys_travel_while_the_next_ones_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank sends the gradients of a turn, computes the next turn, and only then waits for what it adds to."""
+    ranks = ThreadRanks(3, monkeypatch)
+    backward = FusedKernel.backward
+
+    def computed(*given: Any) -> Any:
+        # the one that has all tokens is no rank
+        ranks.calls.append((getattr(ranks._own, "rank", -1), "computed", 0))
+        return backward(*given)
+
+    monkeypatch.setattr(FusedKernel, "backward", computed)
+    check_parts(around, ranks, inputs(6, 3, 5, 4))
+    gradients = 1
+    for rank in range(3):
+        calls = [(what, tag) for who, what, tag in ranks.calls if who == rank and (what == "computed" or tag == 1)]
+        turn = [("computed", 0), ("received", gradients), ("sent", gradients)]
+        # at the first turn there is nothing to receive; at the end each rank receives the gradients of its own keys
+        assert calls == [turn[0], turn[2], *turn, *turn, turn[1]]
 
 
 def test_heads_that_cannot_be_dealt_out_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

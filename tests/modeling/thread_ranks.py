@@ -27,13 +27,20 @@ class Operation(NamedTuple):
     tensor: Tensor
     peer: int
     group: Any
+    tag: int = 0
 
 
-class Done:
-    """What has been sent and received."""
+class Transfer:
+    """What is being sent or received: rows are there once it is waited for, as on devices."""
+
+    def __init__(self, rank: int, calls: list[tuple[int, str, int]], operation: Operation, rows: Tensor | None) -> None:
+        self._rank, self._calls, self._operation, self._rows = rank, calls, operation, rows
 
     def wait(self) -> None:
-        pass
+        if self._rows is not None:
+            self._calls.append((self._rank, "received", self._operation.tag))
+            self._operation.tensor.copy_(self._rows)
+            self._rows = None
 
 
 class ThreadRanks:
@@ -46,18 +53,22 @@ class ThreadRanks:
         self._own = threading.local()
         self._barrier = threading.Barrier(size)
         self._brought: list[Any] = [None] * size
+        self.calls: list[tuple[int, str, int]] = []
+        """Sends, and receives that were waited for: rank, "sent" or "received", and tag."""
         replaced: dict[str, Any] = {
             "get_rank": lambda group: self._own.rank,
             "get_world_size": lambda group: self.size,
             "get_global_rank": lambda group, rank: rank,
-            "all_gather": self._all_gather,
+            # the name of torch 2.13, and that of earlier ones
+            "all_gather_single": self._all_gather,
+            "all_gather_into_tensor": self._all_gather,
             "all_reduce": self._all_reduce,
             "all_to_all_single": self._all_to_all,
             "batch_isend_irecv": self._send_and_receive,
             "P2POp": Operation,
         }
         for name, function in replaced.items():
-            monkeypatch.setattr(dist, name, function)
+            monkeypatch.setattr(dist, name, function, raising=name != "all_gather_single")
         monkeypatch.setattr(collectives, "_resolve_process_group", lambda name: self)
 
     def run(self, target: Callable[[], T]) -> list[T]:
@@ -93,9 +104,11 @@ class ThreadRanks:
         self._barrier.wait(_TIMEOUT_S)
         return found
 
-    def _all_gather(self, into: Sequence[Tensor], tensor: Tensor, group: object) -> None:
-        for own, theirs in zip(into, self._meet(tensor.detach().clone()), strict=True):
-            own.copy_(theirs)
+    def _all_gather(self, into: Tensor, tensor: Tensor, group: object) -> None:
+        # NCCL and gloo take contiguous tensors
+        assert into.is_contiguous()
+        assert tensor.is_contiguous()
+        into.copy_(torch.cat(self._meet(tensor.detach().clone())))
 
     def _all_reduce(self, tensor: Tensor, group: object) -> None:
         tensor.copy_(torch.stack(self._meet(tensor.detach().clone())).sum(0))
@@ -114,12 +127,15 @@ class ThreadRanks:
         assert [len(part) for part in parts] == (received or equal)
         into.copy_(torch.cat(parts))
 
-    def _send_and_receive(self, operations: Sequence[Operation]) -> list[Done]:
-        sent = {each.peer: each.tensor.detach().clone() for each in operations if each.op is dist.isend}
-        brought = self._meet(sent)
+    def _send_and_receive(self, operations: Sequence[Operation]) -> list[Transfer]:
+        sent = {each.peer: (each.tag, each.tensor.detach().clone()) for each in operations if each.op is dist.isend}
+        self.calls += [(self._own.rank, "sent", each.tag) for each in operations if each.op is dist.isend]
+        brought, transfers = self._meet(sent), list[Transfer]()
         for each in operations:
+            rows = None
             if each.op is dist.irecv:
-                theirs = brought[each.peer][self._own.rank]
-                assert theirs.shape == each.tensor.shape
-                each.tensor.copy_(theirs)
-        return [Done() for _ in operations]
+                tag, rows = brought[each.peer][self._own.rank]
+                assert (tag, rows.shape) == (each.tag, each.tensor.shape)
+                each.tensor.fill_(float("nan"))
+            transfers.append(Transfer(self._own.rank, self.calls, each, rows))
+        return transfers

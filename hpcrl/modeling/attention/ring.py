@@ -23,6 +23,9 @@ from hpcrl.modeling.kernels.attend import add_sinks, kernel_for, merge, sink_gra
 from hpcrl.modeling.kernels.kernel import QKV, Attended, Kernel, Segments, score_dtype
 from hpcrl.modeling.memory.transfer import movable
 
+_GRADIENTS = 1
+"""Tag of gradients of keys and values: they travel while keys and values, with tag 0, do."""
+
 
 class _Block(NamedTuple):
     """Queries of this rank and keys of another one that see each other; indices are None where all do."""
@@ -98,44 +101,39 @@ class RingAttention:
         out: Tensor = _RingAttention.apply(how, sinks, q, k, v)  # type: ignore[no-untyped-call]
         return out
 
-    def around(self, rows: Tensor, carried: Tensor | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield the rows of each rank in turn: the rank that they are from, the rows, and the carried tensor.
+    def around(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows of each rank in turn: the rank that they are from, and the rows.
 
-        ``rows`` and ``carried`` are ``[tokens of this rank, …]``; yielded ones have the tokens of the rank that they
-        are from. The first ones are this rank's own. The caller may change ``carried`` in place before the next turn.
-        The next rows are received meanwhile. After the last turn ``carried`` needs one more `pass_on`.
+        ``rows`` is ``[tokens of this rank, …]``; yielded ones have the tokens of the rank that they are from. The first
+        ones are this rank's own. The next rows are received meanwhile.
         """
         for turn in range(self._ranks):
             origin = (self._rank - turn) % self._ranks
             last = turn == self._ranks - 1
-            # begun before the turn, so that the transfer overlaps with its computation; ``carried`` cannot be sent
-            # before the turn has added to it
-            coming = None if last else self._pass_on(rows, self._tokens[(origin - 1) % self._ranks])
-            yield origin, rows, carried
+            # begun before the turn, so that the transfer overlaps with its computation
+            coming = None if last else self.pass_on(rows, origin)
+            yield origin, rows
             if coming is None:
                 return
             rows = coming.wait()
-            if carried is not None:
-                carried = self.pass_on(carried, origin)
 
-    def pass_on(self, carried: Tensor, origin: int) -> Tensor:
-        """Send ``carried``, of rows of rank ``origin``, to the next rank; return that of the rank before.
+    def pass_on(self, rows: Tensor, origin: int, *, tag: int = 0) -> IncomingRows:
+        """Begin to send ``rows``, of rank ``origin``, to the next rank, and to receive those of the rank before.
 
-        ``[tokens of origin, …]`` is sent, ``[tokens of origin - 1, …]`` (modulo ranks) is received.
+        ``[tokens of origin, …]`` is sent, ``[tokens of origin - 1, …]`` (modulo ranks) is received. ``tag`` tells
+        transfers apart of which several are under way.
         """
-        return self._pass_on(carried, self._tokens[(origin - 1) % self._ranks]).wait()
-
-    def _pass_on(self, rows: Tensor, coming: int) -> _Coming:
-        sent, received = rows.contiguous(), rows.new_empty(coming, *rows.shape[1:])
+        tokens = self._tokens[(origin - 1) % self._ranks]
+        sent, received = rows.contiguous(), rows.new_empty(tokens, *rows.shape[1:])
         before, behind = (dist.get_global_rank(self._group, (self._rank + i) % self._ranks) for i in (-1, 1))
         # batched: separate sends and receives could wait for each other around the ring
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, sent, behind, self._group),
-                dist.P2POp(dist.irecv, received, before, self._group),
+                dist.P2POp(dist.isend, sent, behind, self._group, tag),
+                dist.P2POp(dist.irecv, received, before, self._group, tag),
             ]
         )
-        return _Coming(works, received, sent)
+        return IncomingRows(works, received, sent)
 
     def context(self, select: Tensor | None = None, record: RoutedExpertsRecorder | None = None) -> BatchContext:
         """Return the context of a forward pass over this rank's tokens.
@@ -145,7 +143,7 @@ class RingAttention:
         return BatchContext(self.positions, self, select, record)
 
 
-class _Coming(NamedTuple):
+class IncomingRows(NamedTuple):
     """Rows that are being received; ``sent`` is kept alive until both transfers have ended."""
 
     works: list[dist.Work]
@@ -153,6 +151,7 @@ class _Coming(NamedTuple):
     sent: Tensor
 
     def wait(self) -> Tensor:
+        """Return the received rows; what is queued on the device after this finds them there."""
         for work in self.works:
             work.wait()
         return self.received
@@ -170,7 +169,7 @@ class _RingAttention(torch.autograd.Function):
         # float32: partial softmaxes are merged once per rank, and rounding would add up; -inf: no key so far
         out = torch.zeros(*q.shape[:2], v.shape[2], dtype=kind, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=kind, device=q.device)
-        for origin, rows, _ in ring.around(_joined(k, v)):
+        for origin, rows in ring.around(_joined(k, v)):
             block = ring.blocks[origin]
             keys, values = _split(_picked(rows, block.keys), k, v)
             found = kernel.forward(QKV(_picked(q, block.queries), keys, values), block.segments, scale)
@@ -191,19 +190,22 @@ class _RingAttention(torch.autograd.Function):
         grad = grad.contiguous()
         kind = score_dtype(q.dtype)
         dq, rows = torch.zeros_like(q, dtype=kind), _joined(k, v)
-        origin, carried = 0, torch.zeros_like(rows, dtype=kind)
-        for origin, passing, sums in ring.around(rows, carried):
-            assert sums is not None
-            block, carried = ring.blocks[origin], sums
+        coming: IncomingRows | None = None
+        for origin, passing in ring.around(rows):
+            block = ring.blocks[origin]
             keys, values = _split(_picked(passing, block.keys), k, v)
             own = QKV(_picked(q, block.queries), keys, values)
             attended = Attended(_picked(out, block.queries), _picked(lse, block.queries))
             found = kernel.backward(_picked(grad, block.queries), own, attended, block.segments, scale)
             # each index occurs once, so that the order of the additions is fixed and results are deterministic
             dq[slice(None) if block.queries is None else block.queries] += found.q
+            # gradients of these keys, summed by the ranks before: they arrived during the computation of this turn
+            carried = torch.zeros_like(passing, dtype=kind) if coming is None else coming.wait()
             carried[slice(None) if block.keys is None else block.keys] += _joined(found.k, found.v)
-        # gradients of keys travelled with their keys and are now one rank before their own: one more step
-        dk, dv = _split(ring.pass_on(carried, origin), k, v)
+            coming = ring.pass_on(carried, origin, tag=_GRADIENTS)
+        # gradients of keys travelled one turn behind their keys: the last step brought this rank its own
+        assert coming is not None
+        dk, dv = _split(coming.wait(), k, v)
         of_sinks = None if sinks is None else sink_gradients(grad, Attended(out, lse), sinks)
         return None, of_sinks, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 

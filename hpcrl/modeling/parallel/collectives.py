@@ -67,9 +67,12 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: str) 
 @register_op("(Tensor rows, str group) -> Tensor")
 def _all_gather(rows: Tensor, group: str) -> Tensor:
     ranks = _resolve_process_group(GroupName(group))
-    found = rows.new_empty(dist.get_world_size(ranks), *rows.shape)
-    dist.all_gather(list(found), rows, group=ranks)
-    return found.flatten(0, 1)
+    found = rows.new_empty(dist.get_world_size(ranks) * rows.shape[0], *rows.shape[1:])
+    # not into a list: NCCL would gather into memory of its own, and copy from there
+    # torch 2.13 has a new name for it, and warns of the old one
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(found, rows, group=ranks)
+    return found
 
 
 class _Exchange(torch.autograd.Function):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcrl.models.layers import DenseMlp, GatedDeltaNet, Gqa, Layer, Mamba2, Mixer, Mla, Moe
+from hpcrl.planning.memory.flash_attention import WIDEST, accumulator_bytes, backward_bytes, head_width
 
 _SCORES_BYTES = 1 << 30
 """Scores of an indexer that exist at a time: whole they are queries times the context in float32, 17 GB at 131,072
@@ -31,11 +32,15 @@ class ActivationShape:
     element_bytes:
         Bytes of an element of activations.
     on_gpu:
-        Whether sparse attention runs on kernels, and not on plain torch.
+        Whether attention runs on kernels of GPUs, and not on plain torch.
     imbalance:
         Tokens that the busiest rank of expert parallelism receives, relative to the mean.
     gathers_from:
         Ranks whose latents latent attention gathers; 0: it keeps keys and values of heads.
+    head_ranks:
+        Ranks that share the heads of attention, each with the tokens of all of them.
+    deterministic:
+        Whether backward passes add in a fixed order.
     """
 
     tokens: int
@@ -43,6 +48,8 @@ class ActivationShape:
     on_gpu: bool = False
     imbalance: float = 1.0
     gathers_from: int = 0
+    head_ranks: int = 1
+    deterministic: bool = False
 
 
 def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
@@ -160,7 +167,8 @@ def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
         travelling = queries + mixer.num_attention_heads * mixer.v_head_dim
     else:
         return 0
-    return _beyond_mlp(t * (travelling * (3 * b + 2 * 4) + 4 * queries), layer, shape)
+    held = t * (travelling * (3 * b + 2 * 4) + 4 * queries)
+    return _beyond_mlp(held + _flash_accumulators(mixer, shape), layer, shape)
 
 
 def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
@@ -177,7 +185,58 @@ def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
     key, value = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
     made = mixer.num_attention_heads * (2 * mixer.qk_nope_head_dim + 3 * key + 4 * value)
     row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-    return _beyond_mlp(t * (b * made + (4 + b) * shape.gathers_from * row), layer, shape)
+    held = t * (b * made + (4 + b) * shape.gathers_from * row)
+    return _beyond_mlp(held + _flash_accumulators(mixer, shape), layer, shape)
+
+
+def flash_bytes(layer: Layer, shape: ActivationShape) -> int:
+    """Return the bytes that the backward pass of dense attention holds on a GPU (`hpcrl.modeling.kernels.varlen`).
+
+    Attention in a ring and that of gathered latents have terms of their own. The memory of the layer's experts is free
+    by then.
+    """
+    mixer = layer.mixer
+    if not isinstance(mixer, Gqa | Mla) or not _is_flash(mixer, shape) or _gathered_latents(mixer, shape):
+        return 0
+    value = backward_bytes(
+        shape.tokens,
+        mixer.num_attention_heads,
+        _key_heads(mixer),
+        _widths(mixer),
+        deterministic=shape.deterministic,
+        head_ranks=shape.head_ranks,
+    )
+    return _beyond_mlp(value, layer, shape)
+
+
+def _flash_accumulators(mixer: Gqa | Mla, shape: ActivationShape) -> int:
+    if not _is_flash(mixer, shape):
+        return 0
+    return accumulator_bytes(
+        shape.tokens,
+        mixer.num_attention_heads,
+        _key_heads(mixer),
+        head_width(*_widths(mixer)),
+        deterministic=shape.deterministic,
+        head_ranks=shape.head_ranks,
+    )
+
+
+def _is_flash(mixer: Gqa | Mla, shape: ActivationShape) -> bool:
+    """Return whether torch's FlashAttention computes it: in half precision, of all keys, with heads that fit."""
+    sparse = isinstance(mixer, Mla) and mixer.topk is not None
+    return shape.on_gpu and shape.element_bytes == 2 and not sparse and max(_widths(mixer)) <= WIDEST
+
+
+def _key_heads(mixer: Gqa | Mla) -> int:
+    return mixer.num_key_value_heads if isinstance(mixer, Gqa) else mixer.num_attention_heads
+
+
+def _widths(mixer: Gqa | Mla) -> tuple[int, int]:
+    """Return the channels of a head of keys and of values."""
+    if isinstance(mixer, Gqa):
+        return mixer.head_dim, mixer.head_dim
+    return mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
 
 
 def _beyond_mlp(value: int, layer: Layer, shape: ActivationShape) -> int:

@@ -218,6 +218,7 @@ def trainer_memory(recipe: Recipe, *, device: Literal["cpu", "cuda"]) -> Trainer
         reference_saved=recipe.algorithm.kl is not None and recipe.algorithm.kl.reference_every_steps is not None,
         muon=trainer.optimizer.kind == "muon",
         deepep_tokens=trainer.dispatched_tokens if trainer.parallelism.dispatcher == "deepep" else 0,
+        deterministic=trainer.deterministic,
         device=device,
     )
 

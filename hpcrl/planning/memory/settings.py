@@ -93,6 +93,8 @@ class TrainerMemory:
         whether it is in checkpoints.
     deepep_tokens:
         Maximum tokens that one rank gives to DeepEP in one pass; 0: torch's collectives carry them.
+    deterministic:
+        Whether backward passes add in a fixed order.
     real:
         Activations of the real model; None: by formulas.
     """
@@ -130,6 +132,7 @@ class TrainerMemory:
     reference_on_host: bool = False
     reference_saved: bool = False
     deepep_tokens: int = 0
+    deterministic: bool = False
     real: RealPass | None = None
 
     @property
@@ -176,6 +179,8 @@ class TrainerMemory:
             on_gpu=self.device == "cuda",
             imbalance=self.expert_imbalance if self.ep > 1 else 1.0,
             gathers_from=self.cp if self.cp > 1 and self.cp_scheme == "gather" else 0,
+            head_ranks=1 if self.cp_scheme == "ring" else self.cp,
+            deterministic=self.deterministic,
         )
 
 

@@ -16,6 +16,7 @@ from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import Ledger, Term
 from hpcrl.planning.memory.activations import (
     expansion_bytes,
+    flash_bytes,
     fp8_copies_bytes,
     gradient_bytes,
     indexer_bytes,
@@ -195,9 +196,10 @@ class _Trainer:
         if m.offloads_activations:
             # and the layer that is computed
             layer = m.tokens * self.facts.hidden_size * m.element_bytes
-            value = layer + max(layer, m.offload_in_flight_bytes)
-            sizes: dict[str, float | str] = {"bound": m.offload_in_flight_bytes, "T": m.tokens}
-            yield Term("activations in transfer", value, "b T D + max(bound, b T D)", sizes)
+            # of a few layers less than the bound is under way
+            value = layer + max(layer, min(m.offload_in_flight_bytes, upto * layer))
+            sizes: dict[str, float | str] = {"bound": m.offload_in_flight_bytes, "T": m.tokens, "layers": upto}
+            yield Term("activations in transfer", value, "b T D + max(min(bound, layers b T D), b T D)", sizes)
         inputs: dict[str, float | str] = {"layers": upto, "T": m.tokens, "checkpointing": how}
         yield Term("activations", sum(self.activations[0][:upto]), "Σ a_l over layers", inputs)
         yield Term("rotary tables", 8 * m.tokens * _rotary_dim(self.facts), "8 T r", {"T": m.tokens})
@@ -279,13 +281,13 @@ class _Trainer:
             copies = fp8_copies_bytes(self.layers[i], self.shape)
             yield Term("FP8 copies of activations", copies, "2 (1 + 4/128) rows · (in + out)", {"layer": i})
         if m.cp_scheme == "ring" and m.cp > 1 and (value := ring_bytes(self.layers[i], self.shape)):
-            formula = "T (kv (3 b + 8) + 4 q)"
-            yield Term("keys and values in a ring", value, formula, {"T": m.tokens, "layer": i})
+            yield Term("keys and values in a ring", value, "T (kv (3 b + 8) + 4 q) + a", {"T": m.tokens, "layer": i})
+        elif value := flash_bytes(self.layers[i], self.shape):
+            yield Term("backward pass of attention", value, "b T (H + 2 K) w + a", {"layer": i})
         if value := expansion_bytes(self.layers[i], self.shape):
-            formula = "b T H (2 nope + 3 qk + 4 v) + (4 + b) T CP row"
+            formula = "b T H (2 nope + 3 qk + 4 v) + (4 + b) T CP row + a"
             yield Term("keys and values of gathered latents", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
-        context = m.tokens * m.cp
-        if value := indexer_bytes(self.layers[i], self.shape, context):
+        if value := indexer_bytes(self.layers[i], self.shape, m.tokens * m.cp):
             formula = "b T H_i d_i + b T CP d_i + min(1 GiB, 4 T · T CP)"
             yield Term("indexer", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
 

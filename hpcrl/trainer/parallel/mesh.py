@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from hpcrl.errors import PeerLostError
 from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.trainer.parallel.numa import bind_near
 from hpcrl.trainer.parallel.ranks import Ranks
+
+_ABORT_S = 30.0
+"""Maximum seconds that a rank that failed waits until its accelerator's communicators are aborted."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,10 @@ def is_lost_rank(error: Exception) -> bool:
 def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | None = None) -> Iterator[Parallel]:
     """Join the ranks that a launcher started, or be the only one where there is none.
 
+    After an error communicators of an accelerator are aborted, and the process should end: destroying them would wait
+    until other ranks join the collectives that are under way (``ProcessGroupNCCL::shutdown``), and they wait for this
+    rank.
+
     Parameters
     ----------
     timeout_s:
@@ -80,26 +89,25 @@ def distributed(*, timeout_s: float, parallelism: TrainerParallelismConfig | Non
     ValueError
         The degrees of ``parallelism`` do not divide the ranks that there are.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        device, backend = torch.device("cpu"), "gloo"
-    else:
-        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
-        torch.accelerator.set_device_index(device.index)
-        bind_near(device)
-        native = dist.get_default_backend_for_device(accelerator.type)
-        backend = f"cpu:gloo,{accelerator.type}:{native}"
+    device, backend = _device_and_backend()
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
         _join(backend, timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     try:
-        yield parallel_of(parallelism or TrainerParallelismConfig(), device)
+        parallel = parallel_of(parallelism or TrainerParallelismConfig(), device)
+        _limit_all_groups(timeout)
+        yield parallel
         # without it gloo ranks abort when a faster one closes its connections
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if device.type == "cpu":
+            dist.destroy_process_group()
+        else:
+            _abort_communicators(device)
+        raise
+    dist.destroy_process_group()
 
 
 def parallel_of(parallelism: TrainerParallelismConfig, device: torch.device) -> Parallel:
@@ -114,6 +122,44 @@ def parallel_of(parallelism: TrainerParallelismConfig, device: torch.device) -> 
     mesh = ParallelDims(world_size=size, dp_replicate=parallelism.dp_replicate, cp=parallelism.cp, ep=parallelism.ep)
     mesh.build_mesh(device.type)
     return Parallel(mesh, device)
+
+
+def _device_and_backend() -> tuple[torch.device, str]:
+    """Return the device of this rank, which is made the current one, and the backends of its process groups."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu"), "gloo"
+    device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device.index)
+    bind_near(device)
+    native = dist.get_default_backend_for_device(accelerator.type)
+    return device, f"cpu:gloo,{accelerator.type}:{native}"
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Return the process groups of this rank, the newest first."""
+    names: dict[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_names
+    return list(reversed(names))
+
+
+def _limit_all_groups(timeout: timedelta) -> None:
+    """Give all groups the timeout of the group of all ranks: those of a mesh have torch's own, of 30 minutes."""
+    for group in _groups():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _abort_communicators(device: torch.device) -> None:
+    """End the collectives of this rank on ``device`` without the other ranks, for at most half a minute."""
+
+    def abort() -> None:
+        for group in _groups():
+            with contextlib.suppress(RuntimeError):  # the others are aborted all the same
+                group._get_backend(device).abort()
+
+    # a thread: aborting waits for the device, and a failed rank must get to report its error
+    thread = threading.Thread(target=abort, name="abort communicators", daemon=True)
+    thread.start()
+    thread.join(_ABORT_S)
 
 
 def _join(backend: str, timeout: timedelta) -> None:
