@@ -7,10 +7,11 @@ import gzip
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -123,16 +124,26 @@ class Board:
         key = tuple(run.path for run in runs)
         return self._scans.get(key, files_stamp(files), lambda: SecretScan.of_runs(runs))
 
-    def render(self, template: str, tag: str, *, of: Sequence[RunDir] = (), **values: Any) -> BoardAnswer:
+    def render(
+        self,
+        template: str,
+        tag: str,
+        *,
+        of: Sequence[RunDir] = (),
+        cleaned: Mapping[str, Any] = MappingProxyType({}),
+        **values: Any,
+    ) -> BoardAnswer:
         """Return the answer of a template; secrets in texts are replaced.
 
         Parameters
         ----------
         of:
             Runs that it is about: their own secrets are replaced, too.
+        cleaned:
+            Values in which the scan of these runs has replaced secrets already; ``values`` come before them.
         """
-        cleaned = self.scan(of).cleaned(values)
-        return BoardAnswer(self._templates.get_template(template).render(tag=tag, page_kind=template, **cleaned), tag)
+        shown = {**cleaned, **self.scan(of).cleaned(values)}
+        return BoardAnswer(self._templates.get_template(template).render(tag=tag, page_kind=template, **shown), tag)
 
     def materials(self, runs: Sequence[RunDir]) -> tuple[list[RunMaterial], str]:
         """Return the material of runs, with their states now, and a stamp of what was read.

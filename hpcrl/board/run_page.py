@@ -31,8 +31,8 @@ def run_page(board: Board, key: str, run: RunDir, seen: str) -> BoardAnswer:
     plotted = board.plotted([run])
     if not plotted.materials[0].history.records:
         return board.render("waiting.html.j2", tag, of=[run], **head, why=why, title=f"{view.name} · run")
-    values = page_values(plotted, None, board.scan([run])) | {"title": f"{view.name} · run"}
-    return board.render("run.html.j2", tag, of=[run], **head, why=why, **values)
+    tables = page_values(plotted, None, board.scan([run]))
+    return board.render("run.html.j2", tag, of=[run], cleaned=tables, **head, why=why, title=f"{view.name} · run")
 
 
 def compare_page(board: Board, keys: Sequence[str], seen: str) -> BoardAnswer:
@@ -57,9 +57,9 @@ def compare_page(board: Board, keys: Sequence[str], seen: str) -> BoardAnswer:
             raise UsageError(f"{each.history.name} has no step yet, so there is nothing to compare")
     stamp = board.tag(*(record_stamp(run) for run in runs))
     lines = board.comparisons.get(tuple(chosen), stamp, lambda: list(comparison_lines(compare_runs(runs))))
-    values = page_values(plotted, None, board.scan(runs)) | {"title": f"{len(runs)} runs · compare"}
+    tables, title = page_values(plotted, None, board.scan(runs)), f"{len(runs)} runs · compare"
     names = [{"key": key, "name": each.history.name} for key, each in zip(chosen, plotted.materials, strict=True)]
-    return board.render("compare.html.j2", tag, of=runs, lines=lines, chosen=names, **values)
+    return board.render("compare.html.j2", tag, of=runs, cleaned=tables, lines=lines, chosen=names, title=title)
 
 
 def run_head(view: RunView) -> dict[str, Any]:

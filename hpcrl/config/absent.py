@@ -47,6 +47,10 @@ ABSENT: dict[str, dict[str, str]] = {
         "trainer and engines use the same GPUs at the same time with engine.placement: shared_gpus, and take turns on "
         "the same devices with colocated",
     ),
+    "capabilities": {
+        "preempt_signal": "hpcrl finds out itself whether a job is preempted; remove the line, or use "
+        "`hpcrl cluster migrate FILE`"
+    },
     "partitions": {
         "scratch_gb_s": "plans do not use the rate of a node's own disk; remove the line, or use "
         "`hpcrl cluster migrate FILE`"

@@ -231,8 +231,6 @@ class CapabilitiesConfig(StrictModel):
     """Compute nodes can run ``scontrol``: a run can requeue itself."""
     accounting: bool
     """There is a Slurm database (``sacct`` answers)."""
-    preempt_signal: bool = False
-    """Preempted jobs get our signal first (``PreemptParameters=send_user_signal``)."""
     segment: bool = False
     """``sbatch`` knows ``--segment`` (Slurm 24.05 and later with ``topology/block``)."""
 

@@ -109,6 +109,8 @@ def _of_recipe(tree: Mapping[str, Any]) -> Iterator[Edit]:
 
 
 def _of_profile(tree: Mapping[str, Any]) -> Iterator[Edit]:
+    if "preempt_signal" in _mapping(tree, "capabilities"):
+        yield Edit(("capabilities", "preempt_signal"))
     partitions = _mapping(tree, "partitions")
     for name in partitions:
         if "scratch_gb_s" in _mapping(_mapping(partitions, name), "node"):
@@ -131,7 +133,7 @@ def _other_losses(loss: Any) -> list[str]:
 
 def _without_effect(path: KeyPath, value: Any) -> bool:
     """Return whether a run of an earlier version has it although it does nothing; losses are read by their model."""
-    return path[-1] == "scratch_gb_s" or (path[0] == "trainer" and not value)
+    return path[-1] in ("scratch_gb_s", "preempt_signal") or (path[0] == "trainer" and not value)
 
 
 def _mapping(tree: Any, key: str) -> Mapping[str, Any]:

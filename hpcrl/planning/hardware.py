@@ -93,7 +93,7 @@ class NodeHardware:
 
 def node_hardware(cluster: SlurmCluster, role: Role) -> NodeHardware:
     """Return the hardware of the nodes that a role runs on (the trainer's for roles on the trainer's nodes)."""
-    partition = cluster.partition_name(Role.TRAINER if role in (Role.ORCHESTRATOR, Role.STORE, Role.ROUTER) else role)
+    partition = cluster.partition_name(Role.TRAINER if role in (Role.STORE, Role.ROUTER) else role)
     return NodeHardware(cluster, partition, cluster.partitions[partition].node)
 
 

@@ -67,6 +67,10 @@ def _site(cluster: SlurmCluster, facts: SiteFacts) -> Iterator[CheckFinding]:
         shown, oldest = (f"{major}.{minor:02d}" for major, minor in (facts.version, OLDEST))
         what = f"Slurm is {shown}; hpcrl was tried with {oldest} and later"
         yield CheckFinding("slurm-old", Severity.WARNING, "kind", what, "try the probe payload before a long run")
+    if facts.preempts_unwarned:
+        what = "jobs may be preempted without a signal before: a run continues from its checkpoint before that"
+        hint = "ask for PreemptParameters=send_user_signal and a GraceTime longer than a save"
+        yield CheckFinding("preempts-unwarned", Severity.NOTE, "kind", what, hint)
     if cluster.gres != "none" and not facts.has_gpus:
         what = "this Slurm does not give out GPUs (GresTypes has no gpu)"
         yield CheckFinding("gres-unknown", Severity.ERROR, "gres", what, "set gres: none")
@@ -80,15 +84,13 @@ def _capabilities(cluster: SlurmCluster, facts: SiteFacts) -> Iterator[CheckFind
         "hetjob": "SchedulerType is not sched/backfill",
         "requeue": "JobRequeue is 0",
         "accounting": "AccountingStorageType is not slurmdbd",
-        "preempt_signal": "PreemptParameters has no send_user_signal",
         "segment": "it needs Slurm 24.05 and topology/block",
     }
     for name, reason in settings.items():
         key, said, is_there = f"capabilities.{name}", getattr(cluster.capabilities, name), getattr(facts, name)
         if said and not is_there:
-            # without accounting or a preemption signal runs still work, with less information
-            mild = name in ("accounting", "preempt_signal")
-            severity = Severity.WARNING if mild else Severity.ERROR
+            # without accounting runs still work, with less information
+            severity = Severity.WARNING if name == "accounting" else Severity.ERROR
             yield CheckFinding(f"no-{name}".replace("_", "-"), severity, key, reason, f"set {name}: false")
         if is_there and not said:
             what = "this Slurm can, but the profile says that it cannot"

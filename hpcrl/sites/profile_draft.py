@@ -80,7 +80,6 @@ def draft_profile(
         "  # not to be seen from here: `srun scontrol version` on a compute node tells",
         f"  scontrol_on_nodes: {_yaml(facts.requeue)}",
         f"  accounting: {_yaml(facts.accounting)}",
-        f"  preempt_signal: {_yaml(facts.preempt_signal)}",
         f"  segment: {_yaml(facts.segment)}",
         "",
         *_pythons(python, vllm_python),

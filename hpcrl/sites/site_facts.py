@@ -77,8 +77,9 @@ class SiteFacts:
     hetjob: bool
     requeue: bool
     accounting: bool
-    preempt_signal: bool
     segment: bool
+    preempts_unwarned: bool
+    """Jobs may be preempted, and get no signal of theirs before (``PreemptParameters=send_user_signal``)."""
 
     def partition(self, name: str) -> PartitionFacts | None:
         """Return the partition of this name, or None."""
@@ -101,8 +102,9 @@ def read_site_facts(slurm: SlurmFacts) -> SiteFacts:
         hetjob=config.get("SchedulerType", "") == "sched/backfill",
         requeue=config.get("JobRequeue", "1") == "1",
         accounting=config.get("AccountingStorageType", "").endswith("slurmdbd"),
-        preempt_signal="send_user_signal" in preempt,
         segment=version >= (24, 5) and "block" in config.get("TopologyPlugin", ""),
+        preempts_unwarned=config.get("PreemptType", "preempt/none") != "preempt/none"
+        and "send_user_signal" not in preempt,
     )
 
 

@@ -19,6 +19,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.errors import DeadlineError
 from hpcrl.processes.interpreter import module_command
 from hpcrl.slurm.client import SlurmClient
+from hpcrl.slurm.directives import output_pattern
 from hpcrl.slurm.errors import SlurmError
 from hpcrl.slurm.render import render_script
 from hpcrl.slurm.states import JobState
@@ -85,9 +86,13 @@ def job_directory(root: Path) -> Iterator[Path]:
 
 
 def render_small_job(cluster: SlurmCluster, job: SmallJob) -> str:
-    """Return the script of a job, with the environment that the profile gives to jobs."""
+    """Return the script of a job, with the environment that the profile gives to jobs.
+
+    UsageError where its directory has a backslash or a line break, which Slurm cannot be given.
+    """
     # append: what a step writes into the same file stays
-    options = [f"--output={job.directory}/{_LOG}", "--open-mode=append", "--export=ALL", "--no-requeue", *job.options]
+    output = output_pattern(job.directory / _LOG)
+    options = [f"--output={output}", "--open-mode=append", "--export=ALL", "--no-requeue", *job.options]
     command = module_command(sys.executable, job.module, str(job.directory))
     return render_script("check", cluster, options=[options], command=command, cluster=cluster.name)
 

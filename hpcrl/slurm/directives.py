@@ -63,7 +63,7 @@ def job_options(
     UsageError where ``output`` has a backslash.
     """
     options = [
-        f"--output={_output_pattern(output)}",
+        f"--output={output_pattern(output)}",
         # a requeued job writes into the same file, which must keep the log of earlier attempts
         "--open-mode=append",
         f"--chdir={cwd}",
@@ -120,7 +120,7 @@ def _time(seconds: float) -> str:
     return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00"
 
 
-def _output_pattern(path: Path) -> str:
+def output_pattern(path: Path) -> str:
     """Return a file name in which Slurm replaces only ``%j``, and that only in its last part.
 
     Raises

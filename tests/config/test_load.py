@@ -207,6 +207,7 @@ def test_what_earlier_runs_wrote_is_read(tmp_path: Path) -> None:
 
     written = cluster.model_dump(mode="json")
     written["partitions"]["gpu"]["node"]["scratch_gb_s"] = 40
+    written["capabilities"]["preempt_signal"] = True
     run.cluster_path.write_text(yaml.safe_dump(written))
     assert run.cluster() == cluster
 

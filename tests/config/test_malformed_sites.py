@@ -45,6 +45,9 @@ SITES = {
     "key of earlier versions": Case(
         "gpus: 8", "gpus: 8\n      scratch_gb_s: 9", 10, "partitions.gpu.node.scratch_gb_s", "no such setting", "remove"
     ),
+    "capability of earlier versions": Case(
+        _CAN, f"{_CAN}, preempt_signal: true", 18, "capabilities.preempt_signal", "no such setting", "migrate"
+    ),
     "no guess of hardware": Case("      cpus: 64\n", "", 8, "partitions.gpu.node.cpus", "is required", "CPUTot"),
     "wrong fabric": Case(
         "fabric: {kind: infiniband}", "fabric: {kind: ib}", 12, "partitions.gpu.node.fabric.kind", "one of", ""

@@ -68,6 +68,7 @@ evaluation:
 SITE = """\
 name: site
 kind: slurm
+capabilities: {hetjob: true, preempt_signal: true}
 partitions:
   gpu:
     node:
@@ -183,10 +184,11 @@ def test_a_text_that_is_not_changed_by_itself_stays(tmp_path: Path, monkeypatch:
     assert path.read_text() == text
 
 
-def test_profiles_lose_the_rate_of_a_disk(tmp_path: Path) -> None:
+def test_profiles_lose_what_nothing_reads(tmp_path: Path) -> None:
     before, text = migrated_text(written(tmp_path, SITE, "site.yaml"), "cluster profile")
     assert before == SITE
     assert "cpus: 64   # of a node\n      memory_gib: 512\n  # small ones\n  cpu: {node: {cpus: 8}}\n" in text
+    assert "capabilities: {hetjob: true}\n" in text
     assert "scratch" not in text
     assert "old" not in text
     assert yaml.safe_load(text)["schema"] == 1

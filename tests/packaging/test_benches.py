@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,9 @@ def test_a_candidate_that_fails_ends_no_bench() -> None:
     ]
     assert all("ms" not in row for row in failed)
     assert "ms" in well
+
+
+def test_no_test_has_the_benches_on_its_own_path() -> None:
+    """Modules of tests have names of theirs (`harness`): which one is imported would depend on the order of tests."""
+    on_path = re.compile(r"syspath_prepend\(.*\bbench\b")
+    assert [path.name for path in CAMPAIGNS.parent.rglob("*.py") if on_path.search(path.read_text("utf-8"))] == []

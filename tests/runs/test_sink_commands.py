@@ -11,7 +11,7 @@ import pytest
 from runs_testing import START_S, Hpcrl, make_run, write_status, write_steps
 
 from hpcrl.config.outlets import NotifierConfig, SinkConfig
-from hpcrl.runs.outlets.feed import given_position
+from hpcrl.runs.outlets.sink_position import read_position
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.runs.views.late_sinks import sink_warnings
@@ -108,7 +108,7 @@ def test_what_cannot_be_sent_is_an_error(run: RunDir, hpcrl: Hpcrl) -> None:
     log = run.sinks_dir / "late.log"
     assert said.split() == f"late: 0 of 4 steps; it ended with 1, and {log} has the reason".split()
     assert "RuntimeError: no connection" in log.read_text()
-    assert given_position(run, "late") == 0
+    assert read_position(run, "late") is None
     code, _, error = hpcrl("sinks", "send", str(run.path), "--only", "board")
     assert (code, "has no sink board" in error, "there are late" in error) == (2, True, True)
     change(run)

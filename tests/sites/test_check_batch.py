@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from test_node_findings import GOOD
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
+from hpcrl.errors import UsageError
 from hpcrl.jobplan.environment import network_variables
 from hpcrl.sites import check_batch
 from hpcrl.sites.check_job import _job, _questions
@@ -112,6 +114,22 @@ def test_the_job_asks_for_gpus_as_the_profile_writes_them(tmp_path: Path) -> Non
     asked = directives("h200-28", "gpu", capabilities=shared)
     assert {"--cpus-per-task=192", f"--mem={2015 * 1024}M"} <= asked
     assert "--exclusive" not in asked
+
+
+@pytest.mark.parametrize("name", ["100%j", "%A_%a", "two words", "it's", "ä ö"])
+def test_the_log_of_a_job_is_in_its_directory(name: str, tmp_path: Path) -> None:
+    """Slurm replaces signs after a percent sign in it, and ends it at a blank."""
+    site, directory = loaded("h200-28"), tmp_path / name
+    text = render_small_job(site, _job(site, "gpu", 2, directory, wait_s=1.0))
+    (line,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output")]
+    _, option = shlex.split(line.replace("#SBATCH", "SBATCH"))
+    assert option == f"--output={str(directory).replace('%', '%%')}/log"
+
+
+def test_a_directory_that_slurm_cannot_be_given_is_refused(tmp_path: Path) -> None:
+    site = loaded("h200-28")
+    with pytest.raises(UsageError, match="backslash"):
+        render_small_job(site, _job(site, "gpu", 2, tmp_path / "a\\b", wait_s=1.0))
 
 
 def test_ranks_get_the_environment_of_a_trainer() -> None:

@@ -38,7 +38,6 @@ name: mine
 vllm_python: null
 paths: {{runs_root: {runs_root}}}
 partitions: {{gpu: {{nodes: 4, node: {{memory_gib: 1.9}}}}}}
-capabilities: {{preempt_signal: false}}
 """
 
 

@@ -59,7 +59,6 @@ def profile(**changes: Any) -> SlurmCluster:
     """The packaged profile of the virtual cluster, cut to the four recorded nodes."""
     data = load_cluster("devcluster").value.model_dump()
     data["partitions"]["gpu"]["nodes"] = 4
-    data["capabilities"]["preempt_signal"] = False  # as the captured cluster
     for key, value in changes.items():
         node = data
         *parents, last = key.split("__")
@@ -92,8 +91,8 @@ def test_facts_of_a_real_slurm() -> None:
         hetjob=True,
         requeue=True,
         accounting=False,
-        preempt_signal=False,
         segment=False,
+        preempts_unwarned=False,
     )
 
 
@@ -101,8 +100,9 @@ def test_facts_of_a_real_slurm() -> None:
     ("changes", "name", "value"),
     [
         ({"AccountingStorageType": "accounting_storage/slurmdbd"}, "accounting", True),
-        ({"PreemptParameters": "send_user_signal,youngest_first"}, "preempt_signal", True),
-        ({"SlurmctldParameters": "preempt_send_user_signal"}, "preempt_signal", True),
+        ({"PreemptType": "preempt/qos"}, "preempts_unwarned", True),
+        ({"PreemptType": "preempt/qos", "PreemptParameters": "send_user_signal,x"}, "preempts_unwarned", False),
+        ({"PreemptType": "preempt/qos", "SlurmctldParameters": "preempt_send_user_signal"}, "preempts_unwarned", False),
         ({"SLURM_VERSION": "24.05.1", "TopologyPlugin": "topology/block"}, "segment", True),
         ({"SLURM_VERSION": "23.11.4", "TopologyPlugin": "topology/block"}, "segment", False),
         ({"SchedulerType": "sched/builtin"}, "hetjob", False),
@@ -178,7 +178,7 @@ def test_draft_of_mixed_partitions(tmp_path: Path) -> None:
         ({}, {"requeue": False}, "no-requeue", "error"),
         ({"capabilities__segment": True}, {}, "no-segment", "error"),
         ({"capabilities__accounting": True}, {}, "no-accounting", "warning"),
-        ({"capabilities__preempt_signal": True}, {}, "no-preempt-signal", "warning"),
+        ({}, {"preempts_unwarned": True}, "preempts-unwarned", "note"),
         ({}, {"accounting": True}, "unused-accounting", "note"),
         ({}, {"version": (21, 8)}, "slurm-old", "warning"),
     ],

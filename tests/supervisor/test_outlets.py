@@ -19,9 +19,10 @@ from hpcrl.config.outlets import NotifierConfig, SinkConfig
 from hpcrl.extend import ExtensionError
 from hpcrl.runs.cause import Cause, CauseKind
 from hpcrl.runs.events import read_events
-from hpcrl.runs.outlets.feed import SinkFeed, position_path
+from hpcrl.runs.outlets.feed import SinkFeed
 from hpcrl.runs.outlets.flat import flat_metrics
 from hpcrl.runs.outlets.making import make_notifier, make_sink
+from hpcrl.runs.outlets.sink_position import position_path
 from hpcrl.runs.outlets.trial import find_problems
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState

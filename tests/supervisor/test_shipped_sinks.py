@@ -21,7 +21,7 @@ from supervisor_testing import create
 
 from hpcrl.config.outlets import SinkConfig
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.outlets.feed import position_path
+from hpcrl.runs.outlets.sink_position import position_path
 from hpcrl.runs.outlets.trial import find_problems
 from hpcrl.runs.rundir import RunDir
 

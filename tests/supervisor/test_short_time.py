@@ -154,6 +154,8 @@ async def test_a_guard_that_cannot_be_reached_costs_the_time_there_is(
     assert silent.process is not None
     assert engine.process is not None
     await asyncio.wait_for(scene.drain().all(save_s=60.0, left_s=23.0), 60)
+    # a killed process needs a processor to end; this one ends by nothing else
+    assert await asyncio.wait_for(silent.process.gone(), 60) == []
     assert procfs.read_process(silent.process.guard_pid) is None
     end = await engine.process.ended()
     assert not end.guard_lost, "the engine was still stopped in order"

@@ -21,10 +21,11 @@ from hpcrl.runs.consumed import step_name
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
 from hpcrl.runs.outlets.derived import DerivedMetrics, mean_lengths, staleness_percentiles, step_ratios
-from hpcrl.runs.outlets.feed import SinkFeed, given_position
+from hpcrl.runs.outlets.feed import SinkFeed
 from hpcrl.runs.outlets.interface import RunInfo
 from hpcrl.runs.outlets.samples import SAMPLE_COLUMNS, sample_rows
 from hpcrl.runs.outlets.shipped.library import run_config
+from hpcrl.runs.outlets.sink_position import SinkPosition, read_position
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.snapshot import read_snapshot
 
@@ -180,7 +181,7 @@ def test_a_damaged_position_does_not_end_a_sink_for_good(tmp_path: Path) -> None
     sink = Kept()
     SinkFeed(run, 1, "kept", sink).open()  # type: ignore[arg-type]
     assert list(sink.steps) == [1, 2, 3]
-    assert given_position(run, "kept") == 3
+    assert read_position(run, "kept") == SinkPosition(3)
 
 
 def test_the_configuration_has_plan_and_software(tmp_path: Path) -> None:

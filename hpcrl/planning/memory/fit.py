@@ -140,7 +140,8 @@ def memory_report(
     places = (*_trainer_places(recipe, cluster, facts, real), *_engine_places(recipe, cluster, facts))
     if recipe.engine.shares_node:
         places = _one_host(places, recipe.engine.replicas)
-    return _with_sandboxes(recipe, cluster, facts, (*places, *_worker_places(recipe, cluster)))
+    places = (*places, *_orchestrator_places(recipe, cluster, facts), *_worker_places(recipe, cluster))
+    return _with_sandboxes(recipe, cluster, facts, places)
 
 
 def _with_sandboxes(
@@ -148,13 +149,18 @@ def _with_sandboxes(
 ) -> MemoryReport:
     """Return the report of places, with the sandboxes that share one of them."""
     node = sandbox_node(recipe, cluster)
-    if node.role is Role.ORCHESTRATOR:
-        own = Ledger.of("serving", orchestrator_terms(facts, recipe))
-        left = None if node.memory_gib is None else round(node.memory_gib * GIB * (1 - HOST_RESERVE)) - own.total
-    else:
-        # the engines of an evaluation may be of two roles, and no role has all nodes
-        left = next((place.headroom for place in places if (place.role, place.kind) == (node.role, "host")), None)
+    # the engines of an evaluation may be of two roles, and no role has all nodes
+    left = next((place.headroom for place in places if (place.role, place.kind) == (node.role, "host")), None)
     return MemoryReport(places, open_sandboxes(recipe, cluster, facts, left))
+
+
+def _orchestrator_places(recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts) -> list[RoleMemory]:
+    """Return the host memory of the orchestrator's node, where it has one of its own."""
+    if not cluster.orchestrator_apart:
+        return []
+    capacity = round(node_hardware(cluster, Role.ORCHESTRATOR).host_bytes * (1 - HOST_RESERVE))
+    ledger = Ledger.of("rollouts", orchestrator_terms(facts, recipe, apart=True))
+    return [RoleMemory(Role.ORCHESTRATOR, "host", ledger, capacity)]
 
 
 def _worker_places(recipe: Recipe, cluster: SlurmCluster) -> list[RoleMemory]:
@@ -234,7 +240,8 @@ def _trainer_places(
     node = node_hardware(cluster, Role.TRAINER)
     memory = replace(trainer_memory(recipe, device="cuda" if node.gpus else "cpu"), real=real)
     per_node = recipe.trainer.ranks // recipe.trainer.nodes
-    host = trainer_host(facts, memory, recipe, ranks_per_node=per_node)
+    orchestrator = not cluster.orchestrator_apart
+    host = trainer_host(facts, memory, recipe, ranks_per_node=per_node, orchestrator=orchestrator)
     available = round(node.host_bytes * (1 - HOST_RESERVE))
     if not node.gpus:
         peak = trainer_peak(facts, memory)

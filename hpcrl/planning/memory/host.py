@@ -36,12 +36,16 @@ WORKER_PROCESS_BYTES = 128 << 20
 """A worker of environments, or the process of one of its environments, without rollouts and without data."""
 
 
-def trainer_host(facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, *, ranks_per_node: int) -> Ledger:
-    """Return the ledger of a node of the trainer; on the first node the orchestrator runs as well."""
-    return Ledger.of("training", _trainer(facts, memory, recipe, ranks_per_node))
+def trainer_host(
+    facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, *, ranks_per_node: int, orchestrator: bool
+) -> Ledger:
+    """Return the ledger of the trainer's first node; ``orchestrator``: whether the orchestrator runs there as well."""
+    return Ledger.of("training", _trainer(facts, memory, recipe, ranks_per_node, orchestrator=orchestrator))
 
 
-def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int) -> Iterator[Term | None]:
+def _trainer(
+    facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int, *, orchestrator: bool
+) -> Iterator[Term | None]:
     n = m.shards
     # the sizes of the fullest ranks, because most ranks are full
     p = facts.num_parameters() + model_padding(facts, shards=n, ep=m.ep)
@@ -75,27 +79,36 @@ def _trainer(facts: ModelFacts, m: TrainerMemory, recipe: Recipe, per_node: int)
         share = recipe.handoff.delta_max_share
         yield Term("changes of a delta", round(images.value / m.images * share), "V / N · delta_max_share · ranks")
     yield checkpoint_term(facts, m, ranks_here=per_node)
-    if recipe.sft is None:
+    if recipe.sft is None and orchestrator:
         yield from orchestrator_terms(facts, recipe)
+    elif recipe.sft is None:
+        workers = recipe.environment_workers
+        if workers is not None and not workers.apart:
+            yield from environment_terms(recipe, workers.count)
+        yield _shared_rollouts(facts, recipe, m.cp, per_node)
     yield Term("page cache of a hand-off", images.value // m.images, "V / N · ranks", {}, "assumed", counts=False)
 
 
-def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | None]:
-    """Yield the terms of the orchestrator with the maximum number of rollouts that may exist at once."""
+def orchestrator_terms(facts: ModelFacts, recipe: Recipe, *, apart: bool = False) -> Iterator[Term | None]:
+    """Yield the terms of the orchestrator with the maximum number of rollouts that may exist at once.
+
+    Parameters
+    ----------
+    apart:
+        Whether it has a node of its own: workers of environments on the trainer's node are not there.
+    """
     yield Term("orchestrator", ORCHESTRATOR_BYTES, "constant", {}, "assumed")
     flying, length = recipe.rollouts.max_in_flight, recipe.engine.max_model_len
-    token = TOKEN_RECORD_BYTES + (0 if recipe.algorithm.distillation is None else TEACHER_BYTES)
+    token = _record_bytes(recipe)
     inputs = {"in flight": flying, "tokens": length, "token": token, "copies": PAYLOAD_COPIES}
     value = flying * length * token * PAYLOAD_COPIES
     yield Term("rollouts", value, "in flight · tokens · token · copies", inputs)
     workers = recipe.environment_workers
     if workers is None:
         yield Term("environments", flying * ENVIRONMENT_BYTES, "in flight · constant", {"in flight": flying}, "assumed")
-    elif not workers.apart:
+    elif not workers.apart and not apart:
         yield from environment_terms(recipe, workers.count)
-    routes = 0
-    if recipe.returns_routed_experts:
-        routes = token_routes_bytes(facts)
+    routes = _routes_bytes(facts, recipe)
     yield _warehouse(recipe, token + routes)
     if routes:
         inputs = {"in flight": flying, "tokens": length, "token": routes, "copies": PAYLOAD_COPIES}
@@ -104,6 +117,16 @@ def orchestrator_terms(facts: ModelFacts, recipe: Recipe) -> Iterator[Term | Non
             yield Term(
                 "routed experts of prompts", round(recipe.engine.routed_experts_gib * GIB), "engine.routed_experts_gib"
             )
+
+
+def _record_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a token of a rollout, without its routed experts."""
+    return TOKEN_RECORD_BYTES + (0 if recipe.algorithm.distillation is None else TEACHER_BYTES)
+
+
+def _routes_bytes(facts: ModelFacts, recipe: Recipe) -> int:
+    """Return the bytes of a token's routed experts; 0 where engines do not return them."""
+    return token_routes_bytes(facts) if recipe.returns_routed_experts else 0
 
 
 def environment_terms(recipe: Recipe, here: int) -> Iterator[Term]:
@@ -132,7 +155,7 @@ def _routes_in_flight(recipe: Recipe, flying: int, one: int, inputs: Mapping[str
 def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:
     """Return the term of finished rollouts: waiting batches, one that is trained, and one that is fetched meanwhile.
 
-    On a node without the orchestrator its ranks share the latter two (`hpcrl.dock.warehouse.sharing`): never more.
+    On a node without the orchestrator its ranks share the latter two (`_shared_rollouts`): never more.
     """
     settings = recipe.rollouts
     limit = round(settings.warehouse.limit_gib * GIB)
@@ -144,6 +167,23 @@ def _warehouse(recipe: Recipe, token_bytes: int) -> Term | None:
     inputs = {"rollouts": count, "tokens": recipe.engine.max_model_len, "token": token_bytes, "limit": limit}
     value = min(limit, count * recipe.engine.max_model_len * token_bytes)
     return Term("warehouse of rollouts", value, "min(limit_gib, rollouts · tokens · token)", inputs)
+
+
+def _shared_rollouts(facts: ModelFacts, recipe: Recipe, cp: int, per_node: int) -> Term | None:
+    """Return the term of what ranks of a node without the orchestrator share (`hpcrl.dock.warehouse.sharing`).
+
+    These are the batch that is trained and the one that is fetched meanwhile; ranks of one context-parallel group train
+    on the same rollouts.
+    """
+    settings = recipe.rollouts
+    together = cp > 1 and per_node > 1 and settings.warehouse.backend == "embedded"
+    if not together or settings.warehouse.directory is None:
+        return None
+    token, tokens = _record_bytes(recipe) + _routes_bytes(facts, recipe), recipe.engine.max_model_len
+    limit, count = round(settings.warehouse.limit_gib * GIB), 2 * settings.rollouts_per_step
+    inputs = {"rollouts": count, "tokens": tokens, "token": token, "limit": limit}
+    value = min(limit, count * tokens * token)
+    return Term("shared rollouts", value, "min(limit_gib, rollouts · tokens · token)", inputs)
 
 
 def engine_host(

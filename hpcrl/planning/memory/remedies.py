@@ -131,6 +131,8 @@ def _candidates(
         yield from (_trainer_gpu if place.kind == "gpu" else _trainer_host)(recipe, cluster, facts)
         if place.kind == "host" and recipe.engine.shares_node:
             yield from _engine_host(recipe)
+    elif place.role is Role.ORCHESTRATOR:
+        yield from _fewer_rollouts(recipe, facts)
     elif place.role is Role.ENV:
         yield from _worker_host(recipe)
     elif place.kind == "gpu":
@@ -216,6 +218,17 @@ def _trainer_host(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) ->
         yield (("handoff.transport", "share"),), "engines read versions from the shared filesystem"
     if recipe.checkpoint.mode == "async":
         yield (("checkpoint.mode", "sync"),), "the trainer waits until a checkpoint is written"
+    # an orchestrator on a node of its own has the rollouts there
+    if not isinstance(cluster, SlurmCluster) or not cluster.orchestrator_apart:
+        yield from _fewer_rollouts(recipe, facts)
+    if memory.activation_offload:
+        yield (("trainer.memory.activation_offload", False),), "more memory of the GPUs"
+    if memory.optimizer_offload:
+        yield (("trainer.memory.optimizer_offload", False),), "more memory of the GPUs"
+    yield from _more_trainer_nodes(recipe, cluster)
+
+
+def _fewer_rollouts(recipe: Recipe, facts: ModelFacts) -> Iterator[tuple[Changes, str]]:
     if recipe.returns_routed_experts and (one := rollout_routes_bytes(recipe, facts)):
         now = max_rollouts_in_flight(recipe, facts)[0]
         for flying in (3 * now // 4, now // 2, now // 4):
@@ -225,11 +238,6 @@ def _trainer_host(recipe: Recipe, cluster: ClusterProfile, facts: ModelFacts) ->
     half = max(recipe.rollouts.rollouts_per_step, recipe.rollouts.max_in_flight // 2)
     if half < recipe.rollouts.max_in_flight:
         yield (("rollouts.max_in_flight", half),), "fewer rollouts at once"
-    if memory.activation_offload:
-        yield (("trainer.memory.activation_offload", False),), "more memory of the GPUs"
-    if memory.optimizer_offload:
-        yield (("trainer.memory.optimizer_offload", False),), "more memory of the GPUs"
-    yield from _more_trainer_nodes(recipe, cluster)
 
 
 def _engine_gpu(role: Role, recipe: Recipe, cluster: ClusterProfile) -> Iterator[tuple[Changes, str]]:

@@ -87,7 +87,8 @@ def _of_shape(own: TrainerMemory, shape: TrainerShape) -> TrainerMemory:
 def _trainer_host(
     facts: ModelFacts, memory: TrainerMemory, recipe: Recipe, node: NodeHardware, shape: TrainerShape
 ) -> RoleMemory:
-    host = trainer_host(facts, memory, recipe, ranks_per_node=shape.gpus_per_node)
+    orchestrator = not node.cluster.orchestrator_apart
+    host = trainer_host(facts, memory, recipe, ranks_per_node=shape.gpus_per_node, orchestrator=orchestrator)
     return RoleMemory(Role.TRAINER, "host", host, round(node.host_bytes * (1 - HOST_RESERVE)))
 
 

@@ -33,7 +33,8 @@ class _Request(msgspec.Struct, frozen=True):
     messages: list[_Turn]
     model: str = "policy"
     system: str | list[dict[str, Any]] | None = None
-    tools: list[_Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
     stream: bool | None = None
     # asked for and not followed: sampling is the recipe's
     max_tokens: int | None = None
@@ -53,6 +54,8 @@ class AnthropicDialect:
             asked: _Request = decode_json(body, _Request)
         except msgspec.DecodeError as error:
             raise bad_request(str(error)) from error
+        if asked.mcp_servers:
+            raise bad_request("mcp_servers are not served: offer their tools with an input_schema", "mcp_servers")
         if not asked.messages:
             raise bad_request("messages must not be empty", "messages")
         messages: list[dict[str, Any]] = []
@@ -64,7 +67,7 @@ class AnthropicDialect:
         chat = chat_request(
             messages,
             model=asked.model,
-            tools=[function_tool(each.name, each.description, each.input_schema) for each in asked.tools or ()],
+            tools=[_tool(each) for each in asked.tools or ()],
             stream=asked.stream,
             max_tokens=asked.max_tokens,
             temperature=asked.temperature,
@@ -113,6 +116,22 @@ _STREAMED = {
     "tool_use": ("input", "input_json_delta"),
 }
 _DELTAS = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "partial_json"}
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool of the program in the form of chat completions.
+
+    Tools that Anthropic's servers run or define have a type of their own and no schema: the policy knows none of them,
+    and the gateway runs none.
+    """
+    # before the fields, which such a tool may lack
+    if given.get("type") not in (None, "custom"):
+        raise bad_request(f"tools of the type {given['type']!r} are not served, only those of the program", "tools")
+    try:
+        tool = msgspec.convert(given, _Tool)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"tools: {error}", "tools") from error
+    return function_tool(tool.name, tool.description, tool.input_schema)
 
 
 def _messages_of(turn: _Turn, where: str) -> list[dict[str, Any]]:

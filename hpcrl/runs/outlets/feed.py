@@ -31,6 +31,7 @@ from hpcrl.runs.outlets.interface import MetricSink, RunInfo
 from hpcrl.runs.outlets.making import make_sink
 from hpcrl.runs.outlets.run_end import SinkEnd, final_summary, read_end
 from hpcrl.runs.outlets.samples import sample_rows
+from hpcrl.runs.outlets.sink_position import SinkPosition, position_path
 from hpcrl.runs.run_progress import valid_evaluations
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
@@ -62,26 +63,6 @@ class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):
     end: RunState | None = None
 
 
-class _Position(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The last step and the last evaluated version that a sink was given."""
-
-    last_step: int
-    last_version: int = -1
-
-
-def position_path(run: RunDir, name: str) -> Path:
-    """Return the file with the last step that a sink was given."""
-    return run.sinks_dir / f"{name}.json"
-
-
-def given_position(run: RunDir, name: str) -> int:
-    """Return the last step that a sink was given; 0 where it was given none."""
-    try:
-        return msgspec.json.decode(position_path(run, name).read_bytes(), type=_Position).last_step
-    except (OSError, msgspec.DecodeError):
-        return 0
-
-
 class SinkFeed:
     """Gives the steps of a run to a sink, in order and each once."""
 
@@ -96,11 +77,11 @@ class SinkFeed:
         self._run, self._attempt, self._sink = run, attempt, sink
         self._position = position_path(run, name)
         self._file, self._offset = run.metrics_dir / f"{attempt:04d}.jsonl", 0
-        self._given = _Position(0)
+        self._given = SinkPosition(0)
         if self._position.is_file():
             # written without a sync: the end of a node may leave an empty one
             try:
-                self._given = msgspec.json.decode(self._position.read_bytes(), type=_Position)
+                self._given = msgspec.json.decode(self._position.read_bytes(), type=SinkPosition)
             except msgspec.DecodeError as error:
                 _log.warning("%s is damaged, so that all steps are given: %s", self._position, error)
         # a sink of another package may have no such method
@@ -116,7 +97,7 @@ class SinkFeed:
         info = RunInfo(self._run.name, self._run.path, self._attempt, recipe, self._given.last_step)
         stored = self._sink.open(info)
         if stored is not None:
-            self._given = _Position(stored.step, stored.version)
+            self._given = SinkPosition(stored.step, stored.version)
         self._give(read_metrics(self._run))
         self._give_evaluations()
 
@@ -177,7 +158,7 @@ class SinkFeed:
         finally:
             self._keep_position(before)
 
-    def _keep_position(self, before: _Position) -> None:
+    def _keep_position(self, before: SinkPosition) -> None:
         if self._given != before:
             atomic_write(self._position, msgspec.json.encode(self._given), durable=False)
 

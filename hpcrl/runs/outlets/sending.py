@@ -14,7 +14,8 @@ from hpcrl.errors import UsageError
 from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.observe import observe
-from hpcrl.runs.outlets.feed import FeedRequest, given_position
+from hpcrl.runs.outlets.feed import FeedRequest
+from hpcrl.runs.outlets.sink_position import read_position
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 
@@ -69,7 +70,8 @@ def send_what_lacks(run: RunDir, environ: Mapping[str, str], *, only: Collection
     for sink in plan.sinks:
         if not only or sink.name in only:
             error = _send(run, sink, attempt, view.state, environ)
-            found.append(SentRest(sink.name, given_position(run, sink.name), steps, error))
+            given = read_position(run, sink.name)
+            found.append(SentRest(sink.name, 0 if given is None else given.last_step, steps, error))
     return found
 
 

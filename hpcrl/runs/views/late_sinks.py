@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.metrics import read_newest
+from hpcrl.runs.outlets.sink_position import position_path, read_position
 from hpcrl.runs.rundir import RunDir
 
 _SETTLED_S = 60.0
 """Age in seconds of the newest step from which on each sink should have it."""
 _LATE_S = 600.0
 """Time in seconds for which a sink may have got nothing while steps were made."""
-
-
-class _Given(msgspec.Struct):
-    last_step: int
 
 
 def sink_warnings(run: RunDir, *, now_s: float | None = None) -> list[str]:
@@ -44,12 +39,10 @@ def sink_warnings(run: RunDir, *, now_s: float | None = None) -> list[str]:
 
 def _given(run: RunDir, name: str) -> tuple[int, float]:
     """Return the last step that a sink was given, and when that was, or when sinks were started."""
-    path = run.sinks_dir / f"{name}.json"  # `hpcrl.runs.outlets.feed.position_path`, which imports much
+    given = read_position(run, name)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Given).last_step, path.stat().st_mtime
-    except (OSError, msgspec.DecodeError):
-        pass
-    try:
+        if given is not None:
+            return given.last_step, position_path(run, name).stat().st_mtime
         return 0, run.sinks_dir.stat().st_mtime
     except OSError:
         return 0, 0.0

@@ -159,6 +159,10 @@ class AttemptState:
         """Return the last state of the attempt as `conclude` would enter it now, and whether the next one begins."""
         if cause is not None and self._replaces_nodes():
             return RunState.FAILED, True
+        return self._last_state(cause, retries)
+
+    def _last_state(self, cause: Cause | None, retries: Callable[[Cause | None], bool]) -> tuple[RunState, bool]:
+        """Return what `outlook` does where no spare nodes replace lost ones."""
         last = RunState.COMPLETED
         if (self.moves or self.requeue) and (cause is None or cause.kind in _MOVES or self.broken):
             last = RunState.REQUEUED
@@ -183,12 +187,12 @@ class AttemptState:
         retries:
             Whether the run begins again after a failure.
         """
-        last, again = self.outlook(cause, retries=retries)
         if cause is not None and self._replaces_nodes():
             message = f"{cause.message}; the next attempt begins at once, on the other nodes of the job"
             self._board.emit("nodes.replaced", cause=message, **self.replaced)
             self._end_for_next(message)
             return True
+        last, again = self._last_state(cause, retries)
         if again:
             self._board.emit("attempt.retried", cause=cause.message if cause else "")
             self._end_for_next(cause.message if cause else "")

@@ -41,6 +41,7 @@ class NodeFaults:
         self._run, self._attempt, self._plan = run, attempt, plan
         self._launcher, self._board = launcher, board
         self._written: dict[str, str] = {}
+        self._pending: dict[str, str] = {}
         self._looks: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[Cause] | None = None
         self._told: set[str] = set()
@@ -84,16 +85,23 @@ class NodeFaults:
         return sorted(self.down)
 
     def write(self, reasons: Mapping[str, str]) -> None:
-        """Add nodes with the reason of each to those that later attempts stay away from."""
-        fresh = {node: why for node, why in reasons.items() if node not in self._written}
+        """Add nodes with the reason of each to those that later attempts stay away from.
+
+        Nodes that cannot be recorded are tried again with the next call, and no event names them before.
+        """
+        fresh = {node: why for node, why in {**reasons, **self._pending}.items() if node not in self._written}
         seconds = self._plan.attempts.exclude_s
         if fresh and seconds:
-            self._written |= fresh
             try:
                 exclude(self._run, fresh, attempt=self._attempt, now_s=time.time(), seconds=seconds)
             except OSError as error:
                 # the next attempt finds lost nodes itself (`hpcrl.supervisor.recovery.nodes.find_lost_nodes`)
-                _log.warning("the nodes to avoid could not be recorded: %s", error)
+                if fresh != self._pending:
+                    _log.warning("the nodes to avoid could not be recorded: %s", error)
+                self._pending = fresh
+                return
+            self._written |= fresh
+            self._pending = {}
             self._board.emit("nodes.excluded", nodes=fresh)
 
     async def _ask(self, cause: Cause) -> Cause:

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _COMPANIONS = ("config.json", ADAPTER_CONFIG, CANARY)
 """Small files that engines read of a version."""
+_MOST_SKIPPED = 32
+"""Maximum number of versions that are published between two tries to get memory."""
 
 
 class FabricPlace(NamedTuple):
@@ -86,11 +88,24 @@ class AnnouncedContent(NamedTuple):
 
 
 class _Filled(NamedTuple):
-    """Answer of a rank: where it serves, its parts of files (None: those of the version before), or why it does not."""
+    """Answer of a rank to a version that it should serve.
+
+    Attributes
+    ----------
+    peer:
+        Where it serves; None where it does not.
+    stretches:
+        Its parts of files; None: those of the version before.
+    why:
+        Reason why it does not serve; empty if it does.
+    has_ring:
+        Whether it has registered memory.
+    """
 
     peer: FabricPeer | None
     stretches: tuple[Stretch, ...] | None
     why: str
+    has_ring: bool
 
 
 class FabricServing:
@@ -114,13 +129,23 @@ class FabricServing:
         self._records = FabricRecords(
             output.fence, protocol=settings.fabric_protocol, timeout_s=settings.fabric_timeout_s
         )
+        self._engine: TransferEngine | None = None
         self._ring: FabricRing | None = None
+        # the same on all ranks, which have seen the answers of all: why one has no memory, the tries for it in a row,
+        # and the versions that follow before the next try
+        self._lack, self._tries, self._pause = "", 0, 0
+        self._failed_before = 0
         self._own: tuple[Stretch, ...] | None = None
         self._all: list[tuple[Stretch, ...]] = [()] * ranks.size
         self._peers: list[FabricPeer] = []
         self._version = -1
         self.why = ""
         """Reason on rank 0 why the last version is not served; empty if it is."""
+
+    @property
+    def failures(self) -> int:
+        """Return the number of versions in a row, up to the last one, that are not served; for rank 0."""
+        return self._failed_before + 1 if self.why else 0
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +155,9 @@ class FabricServing:
     def fill(self, version: int, parts: Sequence[ServedPart], *, capacity: int) -> None:
         """Copy a version into registered memory. Nothing is announced, and failures are only remembered. Collective.
 
+        Memory that one rank cannot get is asked for again after 1, 2, 4 and up to `_MOST_SKIPPED` versions, in which no
+        rank copies anything.
+
         Parameters
         ----------
         parts:
@@ -137,6 +165,14 @@ class FabricServing:
         capacity:
             Maximum bytes of this rank's parts of any version.
         """
+        if version != self._version:
+            self._begin(version)
+            if self._pause:
+                self._pause -= 1
+                self._note(self._lack)
+                return
+        elif self._lack:
+            return  # it could not be announced for the same reason, and is written now
         if self._ranks.rank == 0:
             try:
                 # what its memory is used for again is not announced any more
@@ -144,12 +180,26 @@ class FabricServing:
             except OSError as error:
                 _log.warning("old records of the fabric stay: %s", error)
         answers = self._ranks.gather(self._fill(version, parts, capacity))
-        self._version, self._peers = version, [answer.peer for answer in answers if answer.peer is not None]
+        self._peers = [answer.peer for answer in answers if answer.peer is not None]
         for rank, answer in enumerate(answers):
             if answer.stretches is not None:
                 self._all[rank] = answer.stretches
         failed = [f"rank {rank}: {answer.why}" for rank, answer in enumerate(answers) if answer.why]
-        self._note("; ".join(failed[:3]))
+        self.why, why = "", "; ".join(failed[:3])
+        if all(answer.has_ring for answer in answers):
+            self._lack, self._tries = "", 0
+        else:
+            self._lack, self._pause = why, min(1 << self._tries, _MOST_SKIPPED)
+            self._tries += 1
+        self._note(why)
+
+    def _begin(self, version: int) -> None:
+        """Begin with the next version; how the one before ended is known now."""
+        if self._failed_before and not self.why and self._ranks.rank == 0:
+            words = "version %d was served over the fabric again, after %d versions that were not"
+            _log.info(words, self._version, self._failed_before)
+        self._failed_before = self.failures
+        self._version, self._peers, self.why = version, [], ""
 
     def _fill(self, version: int, parts: Sequence[ServedPart], capacity: int) -> _Filled:
         rank, fence = self._ranks.rank, self._output.fence
@@ -172,7 +222,8 @@ class FabricServing:
 
             peer = self._ring.fill([part.data for part in parts], seal)
         except Exception as error:  # noqa: BLE001 - other ranks wait for the answer, and the share has the version
-            return _Filled(None, None, f"{len(parts)} parts of {size:,} bytes: {error}")
+            why = f"{len(parts)} parts of {size:,} bytes: {error}"
+            return _Filled(None, None, why, has_ring=self._ring is not None)
         stretches, at = [], 0
         for part in parts:
             stretches.append(Stretch(part.file, part.offset, part.data.nbytes, rank, at))
@@ -180,13 +231,15 @@ class FabricServing:
         own = tuple(stretches)
         changed = own != self._own
         self._own = own
-        return _Filled(peer, own if changed else None, "")
+        return _Filled(peer, own if changed else None, "", has_ring=True)
 
     def _new_ring(self, capacity: int) -> FabricRing:
         settings = self._settings
-        engine = TransferEngine(self._place.host(), settings.fabric_protocol)
+        # it has threads and a port: one that has no memory yet is used by the next try
+        if self._engine is None:
+            self._engine = TransferEngine(self._place.host(), settings.fabric_protocol)
         return FabricRing(
-            engine,
+            self._engine,
             slots=settings.fabric_versions,
             slot_bytes=capacity,
             read_only=settings.fabric_protocol == "tcp",
@@ -227,7 +280,8 @@ class FabricServing:
         return not self.why
 
     def _note(self, why: str) -> None:
-        if why and self._ranks.rank == 0:
+        # each version has its event; the log has the first one of a row
+        if why and self._ranks.rank == 0 and not self._failed_before:
             _log.warning("version %d is not served over the fabric: %s", self._version, why)
         self.why = why
 
@@ -238,3 +292,4 @@ class FabricServing:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+        self._engine = None

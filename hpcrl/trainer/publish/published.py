@@ -27,6 +27,8 @@ class Published(NamedTuple):
         Reason why it is not served over the fabric, where it should be; empty otherwise.
     durable:
         Whether it is in the store. Otherwise it is announced, and ends with the trainer.
+    off_fabric_versions:
+        Versions in a row, up to this one, that are not served over the fabric.
     """
 
     version: int
@@ -34,6 +36,7 @@ class Published(NamedTuple):
     instead_of_delta: str = ""
     off_fabric: str = ""
     durable: bool = True
+    off_fabric_versions: int = 0
 
 
 OnPublished = Callable[[Published], None]

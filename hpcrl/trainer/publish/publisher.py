@@ -331,7 +331,9 @@ class Publisher:
         if failure is not None:
             raise failure
         if durable or announced is None:
-            report(published if self._fabric is None else published._replace(off_fabric=self._fabric.why))
+            if (fabric := self._fabric) is not None:
+                published = published._replace(off_fabric=fabric.why, off_fabric_versions=fabric.failures)
+            report(published)
 
     def _announce(self, image: Image) -> AnnouncedContent | None:
         assert self._writer is not None

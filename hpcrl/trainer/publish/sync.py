@@ -133,14 +133,14 @@ class FileSync:
         self._publisher.close()
 
     def _say_published(self, published: Published) -> None:
-        version, form, reason, off_fabric, durable = published
+        version, form, reason, off_fabric, durable, failures = published
         if not durable:
             self._emit("trainer.version_announced", version=version, form=form)
             return
         if reason:
             _log.info("version %d is whole: %s", version, reason)
         if off_fabric:
-            self._emit("trainer.fabric_failed", version=version, why=off_fabric)
+            self._emit("trainer.fabric_failed", version=version, why=off_fabric, failures=failures)
         self._emit("trainer.version_published", version=version, form=form, instead_of_delta=reason)
 
 

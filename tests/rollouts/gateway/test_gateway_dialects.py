@@ -165,3 +165,33 @@ async def test_errors_in_the_words_of_anthropic(tmp_path: Path) -> None:
         status, answer = await messages(bench, messages=[image])
         assert (status, "other than text" in answer["error"]["message"]) == (400, True)
         assert not bench.stub.requests
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "mcp_toolset", "mcp_server_name": "mine"},
+    ],
+    ids=lambda given: given["type"],
+)
+async def test_tools_without_a_schema_of_their_own_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    async with gateway_bench(tmp_path) as bench:
+        status, answer = await messages(bench, messages=[{"role": "user", "content": "x"}], tools=[CLAUDE_TOOL, given])
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert f"tools of the type '{given['type']}' are not served" in answer["error"]["message"]
+        assert not bench.stub.requests
+
+
+async def test_tools_of_a_program_are_read_with_care(tmp_path: Path) -> None:
+    async with gateway_bench(tmp_path) as bench:
+        user = [{"role": "user", "content": "x"}]
+        for tool in ({"name": 3}, {"input_schema": SCHEMA}, {**CLAUDE_TOOL, "input_schema": "x"}, {"type": ["x"]}):
+            assert (await messages(bench, messages=user, tools=[tool]))[0] == 400
+        status, answer = await messages(bench, messages=user, mcp_servers=[{"type": "url", "name": "mine"}])
+        assert (status, "mcp_servers are not served" in answer["error"]["message"]) == (400, True)
+        assert not bench.stub.requests
+        bench.said = SAID * 2
+        for kind in ({}, {"type": "custom"}, {"type": None}):
+            assert (await messages(bench, messages=user, tools=[{**CLAUDE_TOOL, **kind}]))[0] == 200

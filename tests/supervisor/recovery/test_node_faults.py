@@ -112,10 +112,19 @@ def test_where_no_node_is_avoided_none_is_written_down(tmp_path: Path) -> None:
     scene.board.close()
 
 
-def test_an_unwritable_list_ends_no_process(scene: Scene) -> None:
-    (scene.run.path / "excluded_nodes.json").mkdir()
+def test_nodes_that_cannot_be_recorded_are_recorded_later(scene: Scene) -> None:
+    """No event names them before: the next attempt would not stay away from them."""
+    unwritable = scene.run.path / "excluded_nodes.json"
+    unwritable.mkdir()
     scene.faults.write({"n1": "the node went down"})
-    assert scene.events() == [{"nodes": {"n1": "the node went down"}}]
+    scene.faults.write({"n1": "ECC", "n2": "ECC"})
+    assert scene.events() == []
+    unwritable.rmdir()
+    scene.faults.write({})
+    assert scene.written() == {"n1": "the node went down", "n2": "ECC"}
+    assert scene.events() == [{"nodes": {"n1": "the node went down", "n2": "ECC"}}]
+    scene.faults.write({"n1": "again"})
+    assert len(scene.events()) == 1
 
 
 # -- who is asked, and who is told

@@ -15,6 +15,7 @@ from hpcrl.models.arch import load_arch
 from hpcrl.network.auth import Gate
 from hpcrl.network.credentials import Credentials
 from hpcrl.trainer.parallel.mesh import distributed
+from hpcrl.trainer.publish import fabric_serving
 from hpcrl.trainer.publish.adapters import AdapterPublisher
 from hpcrl.trainer.publish.fabric_serving import FabricPlace
 from hpcrl.trainer.publish.publisher import Publisher
@@ -184,3 +185,83 @@ def test_adapters_are_served_and_their_base_is_not(tmp_path):
         (0, "full", ""),
         (1, "lora", ""),
     ]
+
+
+def test_memory_that_cannot_be_had_is_asked_for_again_with_pauses(model_dir, tmp_path, caplog):
+    """Three tries fail: for the versions 1, 3 and 6. The fourth one, four versions later, succeeds."""
+    root, tried, said = tmp_path / "weights", [], []
+    version = 0
+
+    def host():
+        tried.append(version)
+        return no_route() if len(tried) < 4 else "127.0.0.1"
+
+    with distributed(timeout_s=120) as parallel:
+        policy = TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
+        publisher = publisher_of(HandoffStore(root), parallel, model_dir, host=host)
+        for version in range(1, 13):  # noqa: B007 - `host` reads it
+            publisher.publish(policy.model, version, noting_durable(said))
+            publisher.wait()
+        _, reader = read(root, 12, TOKEN)
+        publisher.close()
+    assert tried == [1, 3, 6, 11]
+    assert [published.off_fabric_versions for published in said] == [*range(1, 11), 0, 0]
+    assert all("no route" in published.off_fabric for published in said[:10])
+    assert (reader.share.bytes_read, reader.fabric.problem) == (0, "")
+    warnings = [record.getMessage() for record in caplog.records if "not served over the fabric" in record.msg]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("version 1 ")
+    HandoffStore(root).open(10).verify(content=True)
+
+
+def test_an_engine_without_memory_is_used_by_the_next_try(model_dir, tmp_path, monkeypatch):
+    """Each has threads and a port of its own."""
+    engines, said, ring = set(), [], fabric_serving.FabricRing
+
+    def no_memory(engine, **settings):
+        engines.add(id(engine))
+        kept.append(engine)
+        if len(kept) < 3:
+            raise OSError(errno.ENOMEM, "no memory")
+        return ring(engine, **settings)
+
+    kept = []
+    monkeypatch.setattr(fabric_serving, "FabricRing", no_memory)
+    with distributed(timeout_s=120) as parallel:
+        policy = TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
+        publisher = publisher_of(HandoffStore(tmp_path / "weights"), parallel, model_dir)
+        for version in range(1, 7):
+            publisher.publish(policy.model, version, noting_durable(said))
+            publisher.wait()
+        publisher.close()
+    assert (len(kept), len(engines)) == (3, 1)
+    assert [bool(published.off_fabric) for published in said] == [True] * 5 + [False]
+
+
+def publish_with_one_rank_without_memory(rank, model_dir, root, token):
+    """Publish five versions; return those that this rank has copied, and the failures that rank 0 reports."""
+    copied, said, ring_fill = [], [], fabric_serving.FabricRing.fill
+    with distributed(timeout_s=120) as parallel, pytest.MonkeyPatch.context() as patch:
+
+        def fill(ring, parts, seal):
+            copied.append(version)
+            return ring_fill(ring, parts, seal)
+
+        patch.setattr(fabric_serving.FabricRing, "fill", fill)
+        policy = TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
+        host = no_route if rank else (lambda: "127.0.0.1")
+        publisher = publisher_of(HandoffStore(root), parallel, model_dir, token, host)
+        for version in range(1, 6):  # noqa: B007 - `fill` reads it
+            publisher.publish(policy.model, version, noting_durable(said))
+            publisher.wait()
+        publisher.close()
+        return copied, [(published.version, published.off_fabric_versions) for published in said]
+
+
+def test_no_rank_copies_while_another_one_has_no_memory(model_dir, tmp_path):
+    (copied, said), (others, _) = run_ranks(
+        2, publish_with_one_rank_without_memory, model_dir, tmp_path / "weights", TOKEN, timeout_s=120
+    )
+    assert copied == [1, 3]
+    assert others == []
+    assert said == [(version, version) for version in range(1, 6)]
