@@ -13,6 +13,7 @@ import pytest
 from page_lab import GROUPS, SCRIPT, make_page_run
 from runs_testing import START_S, make_run, step_record, write_event, write_steps
 from scipy import stats
+from slow_runs import Pace, play
 
 from hpcrl.analysis.comparison.compared import compare_runs
 from hpcrl.analysis.comparison.noise import wilson_interval
@@ -23,7 +24,8 @@ from hpcrl.analysis.page.definitions import definition_rows
 from hpcrl.analysis.page.idle_seconds import divided, role_seconds
 from hpcrl.analysis.page.marks import read_marks
 from hpcrl.analysis.page.material import read_material
-from hpcrl.analysis.page.role_hours import request_rows
+from hpcrl.analysis.page.planned_times import planned_times
+from hpcrl.analysis.page.role_hours import goodput_rows, request_rows
 from hpcrl.analysis.page.work_plots import counted, work_plots
 from hpcrl.analysis.page.write_html import MOST_BYTES, write_page
 from hpcrl.analysis.series import (
@@ -36,7 +38,11 @@ from hpcrl.analysis.series import (
     thinned,
 )
 from hpcrl.cli.main import main
+from hpcrl.config.layout import JobComponent, Layout
+from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import MissingExtraError, UsageError
+from hpcrl.planning.calibration.file import load_site_calibration
+from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.runs.metrics import MetricsWriter
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.views.usage import attempt_spans
@@ -153,6 +159,51 @@ def test_requests_router_and_pool_have_their_figures(tmp_path: Path) -> None:
     assert plot.lines[0][2].ys[-2:] == [0.0, 3.0]
     text = write_page([run], tmp_path / "page.html").read_text()
     assert "<td>router: engines left out</td><td>1</td>" in text
+
+
+def test_hours_that_each_role_held_and_the_share_of_steps_that_count(tmp_path: Path) -> None:
+    run = make_page_run(tmp_path, steps=12)
+    common = {"partition": "gpu", "gres": "gres", "exclusive": True, "cpus": 8, "memory_gib": 1.0}
+    components = tuple(
+        JobComponent(roles=(role,), nodes=nodes, gpus_per_node=gpus, **common)
+        for role, nodes, gpus in (("trainer", 2, 8), ("engine", 1, 4))
+    )
+    plan = run.plan().model_copy(update={"layout": Layout(kind="hetjob", components=components)})
+    run.write_configuration(run.recipe(), run.cluster(), plan)
+    material = read_material(run)
+    records = material.history.records
+    # the supervisor of the first attempt begins at 9 s and ends 2 s after step 10, the next one begins 1 s later
+    middle, last = records[9].time_s, records[-1].time_s
+    held_s = (middle + 2 - (START_S + 9)) + (last + 2 - (middle + 3))
+    steps_s = sum(sum(record.phases_s.values()) for record in records)
+    rows = dict(goodput_rows(material))
+    assert rows["goodput: steps that count, of the time held"].startswith(f"{steps_s / held_s:.1%} ")
+    assert rows["GPU-hours of trainer"] == f"{16 * held_s / 3600:,.1f}"
+    assert rows["GPU-hours of engine"] == f"{4 * held_s / 3600:,.1f}"
+    assert rows["GPU-hours"] == f"{20 * held_s / 3600:,.1f}"
+    tokens = sum(record.tokens for record in records)
+    assert rows["tokens trained"] == f"{tokens:,}"
+    text = write_page([run], tmp_path / "page.html").read_text()
+    assert f"<td>GPU-hours of trainer</td><td>{rows['GPU-hours of trainer']}</td>" in text
+
+
+def test_times_of_the_plan_are_next_to_those_that_were_measured(tmp_path: Path) -> None:
+    run = play(tmp_path, "planned", Pace(tool=2.0))
+    material = read_material(run)
+    measured = {name: (plan, found) for name, plan, found in planned_times(material).rows}
+    steps = sorted(sum(record.phases_s.values()) for record in material.history.records[-12:])
+    median_s = (steps[5] + steps[6]) / 2
+    assert measured["seconds of a step (median)"] == ("unknown", f"{median_s:,.2f} s")
+    assert planned_times(material).why_not
+    recipe, cluster = load_recipe("qwen3_30b_a3b").value, load_cluster("h200-28").value
+    run.write_configuration(recipe, cluster, run.plan())
+    loop = make_outlook(recipe, cluster, load_site_calibration(cluster), find_facts(recipe)).loop
+    assert loop is not None
+    found = planned_times(read_material(run))
+    rows = {name: (plan, own) for name, plan, own in found.rows}
+    assert found.why_not == ""
+    assert rows["seconds of a step (median)"] == (f"{loop.step_s:,.2f} s", f"{median_s:,.2f} s")
+    assert rows["engines' seconds for the rollouts of a step"] == (f"{loop.rollout_s:,.2f} s", "unknown")
 
 
 def test_intervals_are_divided_by_a_cover() -> None:

@@ -7,7 +7,9 @@ import re
 import typing
 from pathlib import Path
 
+from hpcrl.analysis.page.definitions import PAGE_CURVES, definition_name
 from hpcrl.runs.metrics import StepRecord
+from hpcrl.runs.outlets.bends import BENDS
 from hpcrl.runs.outlets.curves import CURVES, FAMILIES, curve_name
 from hpcrl.runs.outlets.flat import flat_evaluation
 from hpcrl.runs.run_progress import Evaluation
@@ -32,6 +34,11 @@ def test_every_number_of_a_step_has_a_curve() -> None:
     mappings = {f"{name}/" for name in kinds if str(kinds[name]).startswith("dict")}
     assert numbers - set(CURVES) == set()
     assert mappings - set(FAMILIES) == set()
+
+
+def test_every_curve_has_a_row_that_says_what_is_wrong_when_it_bends() -> None:
+    curves = {definition_name(record) for record in (*CURVES, *FAMILIES, *PAGE_CURVES)}
+    assert {name for bend in BENDS for name in bend.curves} == curves
 
 
 def test_every_number_of_an_evaluation_has_a_curve() -> None:

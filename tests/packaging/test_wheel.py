@@ -59,6 +59,9 @@ def test_wheel_lists_and_plans(installed: Path, tmp_path: Path) -> None:
     assert f"{installed.parent / 'python'} -m pip install '" in warmup.stderr
     assert ".whl[trainer]'" in warmup.stderr
     assert "Traceback" not in warmup.stderr
+    # the skill file for coding agents, without the library of the server
+    skill = run("mcp", "--skill")
+    assert (skill.returncode, skill.stdout) == (0, (ROOT / "hpcrl/mcp_server/SKILL.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

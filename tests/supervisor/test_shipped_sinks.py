@@ -224,6 +224,10 @@ async def check_one_curve(
     await second.end_sinks(left_s=None, requeued=False)
 
     assert [kind for kind, _ in board.events] == ["sink.failed", "sink.failed"]
+    if kind == "wandb":
+        # the log has the command for a machine with a network
+        log = (run.sinks_dir / "curves.log").read_text()
+        assert f"wandb sync {run.sinks_dir}/wandb/offline-run-*" in log
     found = read_back(kind, run, server)
     assert found["reward"] == [[step, 0.25 if step < 6 else 0.75] for step in range(1, 8)]
     assert found["heldout"] == [[0, 0.1], [4, 0.2], [6, 0.5]]

@@ -26,6 +26,7 @@ from hpcrl.runs.outlets.interface import RunInfo
 from hpcrl.runs.outlets.samples import SAMPLE_COLUMNS, sample_rows
 from hpcrl.runs.outlets.shipped.library import run_config
 from hpcrl.runs.outlets.sink_position import SinkPosition, read_position
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.snapshot import read_snapshot
 
@@ -197,6 +198,16 @@ def test_the_configuration_has_plan_and_software(tmp_path: Path) -> None:
         assert config["hpcrl"]["commit"] == snapshot.checkout.commit
         assert config["hpcrl"]["diff_sha256"] == snapshot.checkout.diff_sha256
     assert config["packages"] == snapshot.packages
+
+
+def test_the_configuration_has_the_origin_of_each_value_and_the_command(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    origin = {"trainer.steps": "--set", "trainer.optimizer.learning_rate": "mine.yaml:7"}
+    own = {"provenance": origin, "argv": ["hpcrl", "submit", "mine.yaml"], "git_commit": "a" * 40}
+    msgspec.structs.replace(RunRecord.read(run), **own).write(run)
+    config = run_config(RunInfo("run-1", run.path, 1, {"name": "stand-ins"}, 0))
+    assert (config["recipe"], config["provenance"]) == ({"name": "stand-ins"}, origin)
+    assert (config["command"], config["git_commit"]) == ("hpcrl submit mine.yaml", "a" * 40)
 
 
 #: each gives the step of the table and its texts, and the curve ``length/sampled/p90``
