@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 from hpcrl.models.chat_template import ChatTemplateError
 from hpcrl.models.foreign_text import Substitutes
@@ -129,23 +129,35 @@ class ControlTokens:
         """
         if rendered.substitutes is None:
             return list(self._tokenizer.encode(rendered.text, add_special_tokens=False).ids)
-        pieces, found, at = [], [], 0
-        for begin, end, token_id in self._find(rendered.marked):
-            pieces.append(rendered.text[at:begin])
-            found.append(token_id)
-            at = end
-        pieces.append(rendered.text[at:])
+        pieces, found = _divide(rendered.text, self._find_added(rendered.marked))
         ids = self._encode_between(pieces, found, cut=False)
         if self._spelled(ids, found):
-            # a model of words or pieces has control tokens as words: they are cut in two
+            # the model itself makes control tokens, of the template's text or of a message: it must find them, too
+            pieces, found = _divide(rendered.text, self._find(rendered.marked))
+            ids = self._encode_between(pieces, found, cut=False)
+        if self._spelled(ids, found):
+            # a model of words or pieces has control tokens as words: those of messages are cut in two
             ids = self._encode_between(pieces, found, cut=True)
         if spelled := self._spelled(ids, found):
             names = ", ".join(repr(token) for token, number in self._tokens.items() if number in spelled)
             raise ChatTemplateError(f"a message contains {names}, which the tokenizer cannot write as plain text")
         return ids
 
+    def _find_added(self, text: str) -> list[tuple[int, int, int]]:
+        """Return where the tokenizer finds control tokens before its model reads the text between them.
+
+        The result is that of `_find`, but for control tokens that the model itself makes.
+        """
+        encoded, known = self._finder.encode(text, add_special_tokens=False), self._found_ids
+        triples = zip(encoded.offsets, encoded.ids, encoded.tokens, strict=True)
+        return [
+            (begin, end, known[ours])
+            for (begin, end), ours, token in triples
+            if ours in known and (known[ours] not in self._unknown or text[begin:end].strip() == token)
+        ]
+
     def _find(self, text: str) -> list[tuple[int, int, int]]:
-        """Return where the tokenizer finds control tokens: beginning, end and id."""
+        """Return where the tokenizer finds control tokens, its model included: beginning, end and id."""
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         pairs = zip(encoded.offsets, encoded.ids, encoded.tokens, strict=True)
         return [
@@ -176,8 +188,36 @@ class ControlTokens:
 
     def _spelled(self, ids: Iterable[int], found: Sequence[int]) -> Counter[int]:
         """Return control tokens of which there are more than were found in what the template wrote."""
-        there = Counter(number for number in ids if number in self._ids and number not in self._unknown)
+        there = Counter(filter(self._countable.__contains__, ids))
         return there - Counter(found)
+
+    @cached_property
+    def _finder(self) -> Tokenizer:
+        """Make the tokenizer that finds added tokens as the model's does, and has one word for any text between them.
+
+        Only places are asked of it: merges of a long text take most of the time, and their tokens are not used.
+        """
+        own, added = self._tokenizer, list(self._tokenizer.get_added_tokens_decoder().values())
+        word = "?" * (1 + max((len(token.content) for token in added), default=0))
+        made = Tokenizer(models.WordLevel({word: 0}, unk_token=word))
+        if own.normalizer is not None:
+            made.normalizer = own.normalizer
+        if own.post_processor is not None:
+            # it moves the edges of tokens that begin with white space
+            made.post_processor = own.post_processor
+        made.add_tokens(added)
+        return made
+
+    @cached_property
+    def _found_ids(self) -> dict[int, int]:
+        """Return the ids of control tokens by those of `_finder`."""
+        pairs = ((self._finder.token_to_id(token), number) for token, number in self._tokens.items())
+        return {ours: number for ours, number in pairs if ours is not None}
+
+    @cached_property
+    def _countable(self) -> frozenset[int]:
+        """Return the ids of control tokens but the unknown one, which stands for any text."""
+        return self._ids - self._unknown
 
     @cached_property
     def _without_control(self) -> Tokenizer:
@@ -208,6 +248,13 @@ class ControlTokens:
 
     def _normal(self, text: str) -> str:
         return text if self._normalizer is None else self._normalizer.normalize_str(text)
+
+
+def _divide(text: str, found: Sequence[tuple[int, int, int]]) -> tuple[list[str], list[int]]:
+    """Return the texts around control tokens, one more than these, and the ids of these."""
+    edges = [0, *(edge for begin, end, _ in found for edge in (begin, end)), len(text)]
+    pieces = [text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+    return pieces, [number for _, _, number in found]
 
 
 def _is_control(token: AddedToken, written: str) -> bool:

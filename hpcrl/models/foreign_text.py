@@ -36,11 +36,14 @@ class Substitutes:
         ValueError
             There are not enough private-use characters left.
         """
-        for char in set(text):
-            if ord(char) not in self._of and characters(char):
-                self.substitute(char)
-        chosen = {ord(char): self._of[ord(char)] for char in set(text) if characters(char)}
-        return _made(text, text.translate(chosen), self)
+        chosen = {char: self.substitute(char) for char in set(text) if characters(char)}
+        if len(chosen) > _MAX_REPLACED:
+            return _made(text, text.translate({ord(char): other for char, other in chosen.items()}), self)
+        marked = text
+        # substitutes are in no text: none of them is replaced again
+        for char, other in chosen.items():
+            marked = marked.replace(char, other)
+        return _made(text, marked, self)
 
     def substitute(self, char: str) -> str:
         """Return the private-use character that stands for ``char``."""
