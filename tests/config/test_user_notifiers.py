@@ -45,7 +45,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("site.yaml").write_text(SITE)
     path = tmp_path / "config/hpcrl/notify.yaml"
     path.parent.mkdir(parents=True)
-    command = f"{{command: [{sys.executable}, -c, \"{KEEP}\", {tmp_path}/NAME]}}"
+    command = f'{{command: [{sys.executable}, -c, "{KEEP}", {tmp_path}/NAME]}}'
     path.write_text(
         "notify:\n"
         + "".join(

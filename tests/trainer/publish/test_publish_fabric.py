@@ -199,7 +199,7 @@ def test_memory_that_cannot_be_had_is_asked_for_again_with_pauses(model_dir, tmp
     with distributed(timeout_s=120) as parallel:
         policy = TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
         publisher = publisher_of(HandoffStore(root), parallel, model_dir, host=host)
-        for version in range(1, 13):  # noqa: B007 - `host` reads it
+        for version in range(1, 13):
             publisher.publish(policy.model, version, noting_durable(said))
             publisher.wait()
         _, reader = read(root, 12, TOKEN)
@@ -251,7 +251,7 @@ def publish_with_one_rank_without_memory(rank, model_dir, root, token):
         policy = TrainerPolicy(make_recipe(model_dir, steps=2), load_arch(model_dir), parallel, model_dir=model_dir)
         host = no_route if rank else (lambda: "127.0.0.1")
         publisher = publisher_of(HandoffStore(root), parallel, model_dir, token, host)
-        for version in range(1, 6):  # noqa: B007 - `fill` reads it
+        for version in range(1, 6):
             publisher.publish(policy.model, version, noting_durable(said))
             publisher.wait()
         publisher.close()
