@@ -24,7 +24,7 @@ from router_replay import PROMPT, SAID, SIZES, archs, sampled, served, shard_of,
 from hpcrl.config.load import load_recipe
 from hpcrl.dock.wire import BatchShard
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.modeling.fp8.find import find_backend
+from hpcrl.modeling.fp8.find_fp8 import find_backend
 from hpcrl.modeling.fp8_layers import use_fp8
 from hpcrl.trainer.parallel.mesh import Parallel, distributed
 from hpcrl.trainer.step.policy import TrainerPolicy

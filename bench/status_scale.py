@@ -23,7 +23,7 @@ import msgspec
 from harness import ROOT, record, scratch
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.devcluster.settings import ClusterSettings
 from hpcrl.jobplan import absolute_paths, absolute_site_paths, make_plan
 from hpcrl.runs.metrics import MetricsWriter, StepRecord

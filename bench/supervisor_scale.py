@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from harness import ROOT, record, scratch
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.devcluster.settings import ClusterSettings
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState, RunStatus

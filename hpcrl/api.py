@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrl.config.plan import Plan
 from hpcrl.errors import UsageError
-from hpcrl.planning.calibration.file import load_site_calibration
+from hpcrl.planning.calibration.calibration_file import load_site_calibration
 from hpcrl.planning.report import Outlook, find_facts, make_outlook
 from hpcrl.planning.verdict import Verdict, judge
 from hpcrl.runs.job_facts import set_job_query

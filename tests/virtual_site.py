@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import wait_for
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.devcluster.packages import missing_programs
 from hpcrl.devcluster.settings import ClusterSettings
 

@@ -21,7 +21,7 @@ from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.routes import RoutedExperts
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
-from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
+from hpcrl.dock.warehouse.mooncake_payloads import MooncakeWarehouse
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.dock.wire import BatchShard, BatchStats, MicroBatch, decode_shard, encode_shard
 from hpcrl.network.ports import choose_blocks

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpu_checks.check import Check, Row, Session, seconds_of
 from hpcrl.modeling.fp8.backends import Backend, Reference
-from hpcrl.modeling.fp8.find import find_backend
+from hpcrl.modeling.fp8.find_fp8 import find_backend
 from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 from hpcrl.modeling.fp8.quantiser import PLAIN

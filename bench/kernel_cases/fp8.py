@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpcrl.modeling.fp8.backends import Groups
-from hpcrl.modeling.fp8.find import find_backend
+from hpcrl.modeling.fp8.find_fp8 import find_backend
 from hpcrl.modeling.fp8.fused_quantiser import find_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 from hpcrl.modeling.fp8.quantiser import PLAIN, quantise_blocks, quantise_rows

@@ -14,7 +14,7 @@ from typing import Any
 import async_pays
 from harness import record, run_recipe, scratch, warmup
 
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.fit_calibration import calibrate, calibration_yaml
 from hpcrl.planning.report import make_outlook
 from hpcrl.runs.metrics import read_metrics

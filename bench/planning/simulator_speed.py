@@ -9,7 +9,7 @@ from typing import Any
 from harness import record
 
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.simulation import Durations, Failures, Simulation, make_scenario
 from hpcrl.simulation.inputs.from_plan import durations_from_plan
 from hpcrl.simulation.results.result import SimulationResult, summarize

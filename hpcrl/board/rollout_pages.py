@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from markupsafe import Markup
@@ -49,7 +50,7 @@ def rollouts_page(board: Board, key: str, run: RunDir, query: Mapping[str, str],
     shown = rollout_items(newest[page * _PAGE : (page + 1) * _PAGE])
     everything = replay.rollouts
     trained = trained_rollouts(everything)
-    words = {"title": f"{view.name} · rollouts", "key": key, "run": run_head(view), "place": "rollouts"}
+    words: dict[str, Any] = {"title": f"{view.name} · rollouts", "key": key, "run": run_head(view), "place": "rollouts"}
     return board.render(
         "rollouts.html.j2",
         tag,
@@ -97,7 +98,12 @@ def rollout_page(board: Board, key: str, run: RunDir, name: str, seen: str) -> B
         "timelines": [],
     }
     facts = [(fact, json.dumps(value, ensure_ascii=False)) for fact, value in document["facts"].items()]
-    words = {"title": f"{view.name} · rollout {name}", "key": key, "run": run_head(view), "place": "rollouts"}
+    words: dict[str, Any] = {
+        "title": f"{view.name} · rollout {name}",
+        "key": key,
+        "run": run_head(view),
+        "place": "rollouts",
+    }
     return board.render(
         "rollout.html.j2",
         tag,

@@ -26,7 +26,7 @@ def run_page(board: Board, key: str, run: RunDir, seen: str) -> BoardAnswer:
     tag = board.tag(*_tag_parts(run, view))
     if tag == seen:
         return BoardAnswer(None, tag)
-    head = {"key": key, "run": run_head(view), "place": "run"}
+    head: dict[str, Any] = {"key": key, "run": run_head(view), "place": "run"}
     why = board.reasons.get(run.path, tag, lambda: _reasons(run, view))
     plotted = board.plotted([run])
     if not plotted.materials[0].history.records:

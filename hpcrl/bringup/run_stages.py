@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hpcrl.bringup.follow import end_open_run, follow_to_end
-from hpcrl.bringup.limits import without_interruption
+from hpcrl.bringup.follow_run import end_open_run, follow_to_end
+from hpcrl.bringup.limit_stages import without_interruption
 from hpcrl.bringup.rollout_proof import prove_rollouts
 from hpcrl.bringup.stage import Outcome, SiteBench, StageStoppedError, quoted
 from hpcrl.bringup.tiny_recipe import RECIPE_FILE, engine_backend, make_model, tiny_settings, write_recipe
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.plan import Plan
 from hpcrl.config.runs_root import absolute_path
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.planning.verdict import Verdict, judge
 from hpcrl.runs.events import read_events

@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
-from hpcrl.bringup.node_answers import ask_nodes, used_partitions
+from hpcrl.bringup.node_jobs import ask_nodes, used_partitions
 from hpcrl.bringup.stage import FirstRunRequest, Outcome, SiteBench, StageStoppedError, quoted, stop_at_errors
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.rules.table import SITE_RULES, check_cluster

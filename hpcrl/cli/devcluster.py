@@ -11,7 +11,7 @@ from hpcrl.cli.options import JsonOption, confirm
 from hpcrl.cli.output import markup, say, table_console
 
 if TYPE_CHECKING:
-    from hpcrl.devcluster.cluster import ClusterStatus, DevCluster
+    from hpcrl.devcluster.dev_cluster import ClusterStatus, DevCluster
 
 devcluster_app = typer.Typer(
     help="A real Slurm of many virtual nodes on this machine, to try hpcrl without a cluster.",
@@ -58,7 +58,7 @@ def up(
     """Start a virtual cluster and wait until all nodes are ready for jobs."""
     import time
 
-    from hpcrl.devcluster.cluster import DevCluster, limits_of_user
+    from hpcrl.devcluster.dev_cluster import DevCluster, limits_of_user
     from hpcrl.devcluster.settings import ClusterSettings
 
     started = time.monotonic()
@@ -120,8 +120,8 @@ def list_(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     from rich.table import Table
 
-    from hpcrl.devcluster.cluster import list_dev_clusters
     from hpcrl.devcluster.daemons import find_processes
+    from hpcrl.devcluster.dev_cluster import list_dev_clusters
 
     rows = [
         {
@@ -209,7 +209,7 @@ def env(name: NameOption = "dev", home: HomeOption = None) -> None:
 
 
 def _cluster(name: str, home: Path | None) -> DevCluster:
-    from hpcrl.devcluster.cluster import DevCluster
+    from hpcrl.devcluster.dev_cluster import DevCluster
 
     return DevCluster.named(name, home)
 

@@ -74,8 +74,8 @@ def first_run(
     import os
     import shlex
 
-    from hpcrl.bringup.runner import first_run as run_stages
     from hpcrl.bringup.stage import FirstRunRequest
+    from hpcrl.bringup.stage_runner import first_run as run_stages
 
     cwd = Path.cwd()
     place = directory or Path(f"first-run-{Path(cluster).stem}")

@@ -17,7 +17,7 @@ from hpcrl.cli.selection import RunArgument, RunsRootOption
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.recipe import Recipe
-    from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.planning.calibration.calibration_file import Calibration
     from hpcrl.planning.memory.settings import RealPass
     from hpcrl.submit.prepare import PreparedRun
 

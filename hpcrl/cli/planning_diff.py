@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpcrl.config.cluster import ClusterProfile
     from hpcrl.config.recipe import Recipe
-    from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.planning.calibration.calibration_file import Calibration
     from hpcrl.planning.report import Outlook
 
 

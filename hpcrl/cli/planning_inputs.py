@@ -9,13 +9,13 @@ from hpcrl.cli.output import say
 
 if TYPE_CHECKING:
     from hpcrl.config.cluster import ClusterProfile
-    from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.planning.calibration.calibration_file import Calibration
     from hpcrl.submit.prepare import PreparedRun
 
 
 def read_calibration(path: str | None, cluster: ClusterProfile, tables: list[str] | None = None) -> Calibration:
     """Read the calibration file, with the kernel times of the site and those that were named."""
-    from hpcrl.planning.calibration.file import load_site_calibration
+    from hpcrl.planning.calibration.calibration_file import load_site_calibration
 
     return load_site_calibration(cluster, path, tables or ())
 

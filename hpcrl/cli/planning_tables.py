@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from hpcrl.config.recipe import Recipe
-    from hpcrl.planning.calibration.file import Calibration
+    from hpcrl.planning.calibration.calibration_file import Calibration
     from hpcrl.planning.memory.fit import RoleMemory
     from hpcrl.planning.memory.sandbox_memory import SandboxMemory
     from hpcrl.planning.report import Outlook

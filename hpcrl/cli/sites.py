@@ -132,7 +132,7 @@ def check(
 def _ask_nodes(cluster: SlurmCluster, nodes: int, wait_s: float) -> list[CheckFinding]:
     import os
 
-    from hpcrl.bringup.node_answers import ask_nodes
+    from hpcrl.bringup.node_jobs import ask_nodes
     from hpcrl.cli.progress import working
     from hpcrl.cli.selection import runs_root
     from hpcrl.slurm.client import SlurmClient

@@ -15,7 +15,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
 from hpcrl.models.facts import ModelFacts
-from hpcrl.planning.calibration.file import Calibration, Measured, Sourced, WorkloadConfig
+from hpcrl.planning.calibration.calibration_file import Calibration, Measured, Sourced, WorkloadConfig
 from hpcrl.planning.distributions import Samples
 from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.times.forecast import site_rates
@@ -73,7 +73,7 @@ def calibrate(run: RunDir, facts: ModelFacts | None) -> Calibration:
 
 
 def calibration_yaml(calibration: Calibration) -> str:
-    """Return the text of a file that `hpcrl.planning.calibration.file.load_calibration` reads."""
+    """Return the text of a file that `hpcrl.planning.calibration.calibration_file.load_calibration` reads."""
     value = calibration.model_dump(mode="json", exclude_defaults=True)
     body = yaml.safe_dump(
         {"format_version": 1, **value}, sort_keys=False, allow_unicode=True, width=118, default_flow_style=None
@@ -122,7 +122,7 @@ def _trainer_busy(
     recipe: Recipe, cluster: SlurmCluster, facts: ModelFacts, own: Calibration, measured: Measured
 ) -> Sourced | None:
     """Return the share that makes the predicted forward and backward as long as the measured one."""
-    from hpcrl.planning.calibration.file import load_calibration  # noqa: PLC0415 - the shipped file, merged below
+    from hpcrl.planning.calibration.calibration_file import load_calibration  # noqa: PLC0415 - the shipped file, merged below
     from hpcrl.planning.times.workload import resolve_workload  # noqa: PLC0415
 
     shipped = load_calibration()

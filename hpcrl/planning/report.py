@@ -16,7 +16,7 @@ from hpcrl.errors import ConfigError, UsageError
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.hub import published_id
 from hpcrl.models.known import load_facts
-from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.calibration.calibration_file import Calibration
 from hpcrl.planning.memory.fit import MemoryReport, RoleMemory, memory_report
 from hpcrl.planning.memory.margin import ExpertMargin, expert_margin
 from hpcrl.planning.memory.remedies import Shortage, why_not

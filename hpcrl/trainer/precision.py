@@ -7,7 +7,7 @@ import torch
 from hpcrl.config.precision import Fp8Config
 from hpcrl.modeling.decoder import Decoder
 from hpcrl.modeling.fp8.backends import Backend
-from hpcrl.modeling.fp8.find import find_backend
+from hpcrl.modeling.fp8.find_fp8 import find_backend
 from hpcrl.modeling.fp8_layers import use_fp8
 from hpcrl.weights.format.quantise import QuantisedModules
 

@@ -41,7 +41,7 @@ from hpcrl.cli.main import main
 from hpcrl.config.layout import JobComponent, Layout
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import MissingExtraError, UsageError
-from hpcrl.planning.calibration.file import load_site_calibration
+from hpcrl.planning.calibration.calibration_file import load_site_calibration
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.runs.metrics import MetricsWriter
 from hpcrl.runs.rundir import RunDir

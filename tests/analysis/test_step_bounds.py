@@ -19,7 +19,7 @@ from hpcrl.analysis.bounds.tried_settings import try_settings
 from hpcrl.analysis.bounds.waiting_time import HandoffTimes, wait_parts
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import UsageError
-from hpcrl.planning.calibration.file import load_site_calibration
+from hpcrl.planning.calibration.calibration_file import load_site_calibration
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.simulation.inputs.timeline import Interval

@@ -31,7 +31,7 @@ import xxhash
 from campaign_paths import ROOT
 from harness import record, warmup
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.devcluster.settings import ClusterSettings
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics

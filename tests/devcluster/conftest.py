@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.devcluster.cluster import DevCluster, list_dev_clusters
+from hpcrl.devcluster.dev_cluster import DevCluster, list_dev_clusters
 from hpcrl.devcluster.packages import missing_programs
 from hpcrl.devcluster.settings import ClusterSettings
 

@@ -13,7 +13,7 @@ from devcluster_testing import wait_until
 from typer.testing import CliRunner, Result
 
 from hpcrl.cli.main import app
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from patience import patience
 from virtual_site import wait_written
 
 from hpcrl.config.joined import load_both
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.jobplan import make_plan
 from hpcrl.runs.record import RunRecord
 from hpcrl.slurm.client import SlurmClient

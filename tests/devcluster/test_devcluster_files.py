@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.devcluster import packages
+from hpcrl.devcluster.cluster_ports import choose_cluster_ports
 from hpcrl.devcluster.place import ClusterPaths, default_home
-from hpcrl.devcluster.ports import choose_cluster_ports
 from hpcrl.devcluster.render import render_configuration
 from hpcrl.devcluster.settings import ClusterSettings, Ports, Record
 from hpcrl.errors import UsageError

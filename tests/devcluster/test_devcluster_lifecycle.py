@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from devcluster_testing import wait_until
 
-from hpcrl.devcluster import cluster as cluster_module
-from hpcrl.devcluster.cluster import DevCluster, list_dev_clusters
+from hpcrl.devcluster import dev_cluster as cluster_module
 from hpcrl.devcluster.daemons import find_processes, read_daemons
+from hpcrl.devcluster.dev_cluster import DevCluster, list_dev_clusters
 from hpcrl.devcluster.settings import ClusterSettings, Ports
 from hpcrl.errors import HpcrlError, UsageError
 from hpcrl.processes import procfs

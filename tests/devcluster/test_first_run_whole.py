@@ -15,7 +15,7 @@ import pytest
 from patience import patience, wait_for
 from vllm_environment import VLLM_PYTHON
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from patience import wait_for
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.slurm.client import SlurmClient
 
 pytestmark = pytest.mark.slurm

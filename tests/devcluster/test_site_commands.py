@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.sandboxes import SandboxStartError
 from hpcrl.sandboxes.bubblewrap import find_bubblewrap
 

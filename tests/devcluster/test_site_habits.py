@@ -12,7 +12,7 @@ import pytest
 from devcluster_testing import wait_until
 from test_site_commands import ROOT, drafted, findings, runner
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 

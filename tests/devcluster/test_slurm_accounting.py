@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from devcluster_testing import wait_until
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.slurm.client import SlurmClient
 from hpcrl.slurm.command import CommandResult, run_command
 from hpcrl.slurm.states import JobState

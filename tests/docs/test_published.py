@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.report import make_outlook
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 import start_models
 from virtual_site import virtual_site
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from patience import wait_for
 from screens import ROOT, Journey
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.runs.observe import observe
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState

@@ -49,7 +49,7 @@ def test_every_function_of_the_planner_has_a_caller_in_the_package() -> None:
 
 
 def test_every_number_of_a_calibration_file_is_used() -> None:
-    from hpcrl.planning.calibration.file import ConstantName, EfficiencyName
+    from hpcrl.planning.calibration.calibration_file import ConstantName, EfficiencyName
 
     texts = [
         path.read_text() for path in PACKAGE.rglob("*.py") if path != PACKAGE / "planning" / "calibration" / "file.py"

@@ -8,7 +8,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.known import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.remedies import why_not
 from hpcrl.planning.report import find_facts, make_outlook

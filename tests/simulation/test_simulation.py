@@ -11,7 +11,7 @@ from hpcrl.errors import UsageError
 from hpcrl.simulation import Durations, Failures, Simulation, SimulationResult, make_scenario, simulate
 from hpcrl.simulation.inputs.durations import SharingDurations
 from hpcrl.simulation.loop.clock import Clock
-from hpcrl.simulation.loop.host import Host, SerialProcess
+from hpcrl.simulation.loop.simulated_host import Host, SerialProcess
 
 HARD = (
     "rollouts.max_in_flight=24",

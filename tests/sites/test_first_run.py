@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.bringup import limits
-from hpcrl.bringup.limits import time_limit, without_interruption
+from hpcrl.bringup import limit_stages
+from hpcrl.bringup.limit_stages import time_limit, without_interruption
 from hpcrl.bringup.records import STATE_FILE, FirstRunState, StageStatus
-from hpcrl.bringup.runner import FirstRunEnd, FirstRunResult, first_run
 from hpcrl.bringup.stage import BringupStage, FirstRunRequest, Outcome, SiteBench, StageStoppedError
+from hpcrl.bringup.stage_runner import FirstRunEnd, FirstRunResult, first_run
 from hpcrl.bringup.stages import STAGES
 from hpcrl.errors import DeadlineError, HpcrlError, UsageError
 
@@ -236,7 +236,7 @@ def test_a_time_limit_leaves_an_outer_one_as_it_was() -> None:
 
 
 def test_a_time_limit_that_is_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(limit_stages, "_AGAIN_S", 0.1)
     swallowed = []
 
     def swallow() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_first_run_stages import Site, interpreter, site, stopped
 
-from hpcrl.bringup import follow, run_stages
+from hpcrl.bringup import follow_run, run_stages
 from hpcrl.bringup.rollout_proof import RolloutProof, prove_rollouts
 from hpcrl.bringup.stage import StageStoppedError
 from hpcrl.config.plan import Role
@@ -40,22 +40,24 @@ def test_a_run_that_an_earlier_call_left_is_ended_first(site: Site, monkeypatch:
         asked.append(found.name)
         raise HpcrlError("Slurm is silent")
 
-    monkeypatch.setattr(follow, "observe", lambda run: type("View", (), {"state": type("S", (), {"ended": False})})())
-    monkeypatch.setattr(follow, "cancel", cancel)
-    follow.end_open_run(site.bench)
+    monkeypatch.setattr(
+        follow_run, "observe", lambda run: type("View", (), {"state": type("S", (), {"ended": False})})()
+    )
+    monkeypatch.setattr(follow_run, "cancel", cancel)
+    follow_run.end_open_run(site.bench)
     assert asked == ["first-run-probe-1"]
     # it may still have a job: the next call tries again
     assert site.state.open_run == str(run.path)
     assert f"hpcrl cancel {run.path}" in site.said[-1]
-    monkeypatch.setattr(follow, "cancel", lambda run, *, user: type("View", (), {"state": "CANCELLED"})())
-    follow.end_open_run(site.bench)
+    monkeypatch.setattr(follow_run, "cancel", lambda run, *, user: type("View", (), {"state": "CANCELLED"})())
+    follow_run.end_open_run(site.bench)
     assert site.state.open_run == ""
     assert site.said[-1] == "first-run-probe-1 is CANCELLED"
 
 
 def test_a_run_that_was_never_made_is_forgotten(site: Site) -> None:
     site.state.open_run = str(site.runs_root / "nowhere")
-    follow.end_open_run(site.bench)
+    follow_run.end_open_run(site.bench)
     assert site.state.open_run == ""
     assert site.said == []
 
@@ -134,16 +136,16 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *states: RunState, reason: str = "") -> None:
         job = JobFact(job_id="7", state="PENDING", reason=reason)
         views = [SimpleNamespace(state=state, job=job, components=[]) for state in states]
-        monkeypatch.setattr(follow, "observe", lambda run: views.pop(0) if len(views) > 1 else views[0])
-        monkeypatch.setattr(follow, "read_metrics", lambda run: [])
-        monkeypatch.setattr(follow, "_POLL_S", 0.01)
-        monkeypatch.setattr(follow, "set_job_query", lambda source: None)
+        monkeypatch.setattr(follow_run, "observe", lambda run: views.pop(0) if len(views) > 1 else views[0])
+        monkeypatch.setattr(follow_run, "read_metrics", lambda run: [])
+        monkeypatch.setattr(follow_run, "_POLL_S", 0.01)
+        monkeypatch.setattr(follow_run, "set_job_query", lambda source: None)
         self.run = RunDir(Path("/runs/tiny"))
         self.plan: Any = SimpleNamespace(time_limit_s=0.1)
         self.said: list[str] = []
 
     def follow(self, wait_s: float = 60.0) -> None:
-        follow.follow_to_end(self.run, self.plan, wait_s=wait_s, say=self.said.append)
+        follow_run.follow_to_end(self.run, self.plan, wait_s=wait_s, say=self.said.append)
 
 
 def test_a_run_that_completes_is_reported_once_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_a_run_that_completes_is_reported_once_a_state(monkeypatch: pytest.Monke
 def test_a_run_that_fails_stops_with_its_cause_and_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch, RunState.FAILED)
     found = SimpleNamespace(sentence="trainer 0 ended with exit code 1", hint="look there", last_words=["one", "two"])
-    monkeypatch.setattr(follow, "diagnose", lambda run: found)
+    monkeypatch.setattr(follow_run, "diagnose", lambda run: found)
     with pytest.raises(StageStoppedError) as caught:
         seen.follow()
     said = "tiny is FAILED: trainer 0 ended with exit code 1\n    hint: look there\n    | one\n    | two"
@@ -173,7 +175,7 @@ def test_a_job_that_gets_no_nodes_in_time_stops(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_job_that_outlives_its_limit_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "_LATE_S", 0.05)
+    monkeypatch.setattr(follow_run, "_LATE_S", 0.05)
     seen = Seen(monkeypatch, RunState.RUNNING)
     with pytest.raises(StageStoppedError, match=r"has not ended 0\.05 s after its time limit"):
         seen.follow()

@@ -18,7 +18,7 @@ from test_node_findings import GOOD
 from test_profiles import RECORDED
 
 from hpcrl.bringup import run_stages, site_stages, stage, tiny_recipe
-from hpcrl.bringup.node_answers import NodeAnswers
+from hpcrl.bringup.node_jobs import NodeAnswers
 from hpcrl.bringup.records import FirstRunState, StageRecord, StageStatus
 from hpcrl.bringup.stage import FirstRunRequest, SiteBench, StageStoppedError
 from hpcrl.bringup.tiny_recipe import RECIPE_FILE, make_model, tiny_settings, write_recipe

@@ -11,7 +11,7 @@ import yaml
 from slurm_lab import SlurmLab
 from virtual_site import virtual_site
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 
 NODES = 28
 

@@ -19,7 +19,7 @@ from observed import status_of
 from patience import patience, wait_for
 
 from hpcrl.checkpoints.ledger import CheckpointLedger
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.processes import procfs
 from hpcrl.runs.events import Event, read_events
 from hpcrl.runs.metrics import read_metrics

@@ -14,7 +14,7 @@ from patience import wait_for
 from slurm_lab import SlurmLab, events, wait_step
 from vllm_environment import VLLM_PYTHON
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.role import Endpoints
 from hpcrl.runs.rundir import RunDir

@@ -11,7 +11,7 @@ from test_publish_kinds import make_publisher
 from trainer_testing import Rollouts, gradient_distance, make_recipe, run_ranks, write_model_dir
 
 from hpcrl.errors import UsageError
-from hpcrl.modeling.fp8 import find
+from hpcrl.modeling.fp8 import find_fp8
 from hpcrl.modeling.fp8.backends import Reference
 from hpcrl.modeling.parallel.mesh import ParallelDims
 from hpcrl.models.arch import load_arch
@@ -89,7 +89,7 @@ def tiles(values):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_forward_pass_multiplies_with_the_bits_of_the_version(models, family, tmp_path, monkeypatch):
     backend = Watched()
-    monkeypatch.setattr(find, "Reference", lambda: backend)
+    monkeypatch.setattr(find_fp8, "Reference", lambda: backend)
     settings = fp8_of(family, keep=["*.o_proj"])
     with distributed(timeout_s=60) as parallel:
         policy = make_policy(models[family], parallel, settings)

@@ -12,7 +12,7 @@ from hpcrl.config.absent import ABSENT
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import Calibration, load_calibration
+from hpcrl.planning.calibration.calibration_file import Calibration, load_calibration
 from hpcrl.planning.hardware import NodeHardware
 from hpcrl.planning.times.ranges import Range, calibration_variations, ranges_of
 from hpcrl.planning.times.rates import Rates

@@ -8,7 +8,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import Part, load_facts
-from hpcrl.planning.calibration.file import WorkloadConfig, load_calibration
+from hpcrl.planning.calibration.calibration_file import WorkloadConfig, load_calibration
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.report import make_outlook
 from hpcrl.planning.times.forecast import forecast, site_rates

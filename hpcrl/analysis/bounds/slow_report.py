@@ -19,7 +19,7 @@ from hpcrl.analysis.bounds.step_bound import (
 )
 from hpcrl.analysis.bounds.tried_settings import MEASURED_STEPS, NOTICED, TriedSettings, try_settings
 from hpcrl.errors import HpcrlError
-from hpcrl.planning.calibration.file import load_site_calibration
+from hpcrl.planning.calibration.calibration_file import load_site_calibration
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.runs.observe import observe
 from hpcrl.runs.progress import RoleProgress, progress_path

@@ -67,7 +67,7 @@ def load_planner() -> None:
 
 def _forecast(material: RunMaterial) -> tuple[dict[str, float], str]:
     # slow to import, and only for this table
-    from hpcrl.planning.calibration.file import load_site_calibration  # noqa: PLC0415
+    from hpcrl.planning.calibration.calibration_file import load_site_calibration  # noqa: PLC0415
     from hpcrl.planning.report import find_facts, make_outlook  # noqa: PLC0415
 
     try:

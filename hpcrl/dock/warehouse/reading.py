@@ -18,10 +18,10 @@ from pathlib import Path
 
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import check_block, read_payload, view_payload
-from hpcrl.dock.warehouse.files import map_block, view_block
 from hpcrl.dock.warehouse.frames import HEAD, LONGEST, Answer, Request, frame
 from hpcrl.dock.warehouse.interface import Location, key_of
-from hpcrl.dock.warehouse.mooncake import fetch
+from hpcrl.dock.warehouse.mooncake_payloads import fetch
+from hpcrl.dock.warehouse.payload_files import map_block, view_block
 from hpcrl.dock.warehouse.sharing import SharedBlocks, Sharing
 from hpcrl.storage.msgspec_types import decode_msgpack
 from hpcrl.storage.trusted_paths import check_private, open_trusted

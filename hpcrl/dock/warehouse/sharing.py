@@ -34,8 +34,8 @@ from typing import NamedTuple
 
 from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import check_block
-from hpcrl.dock.warehouse.files import view_block
 from hpcrl.dock.warehouse.interface import Location, half_at_most, key_of
+from hpcrl.dock.warehouse.payload_files import view_block
 from hpcrl.storage.shm_directories import join_owned, leave_owned, remove_dead
 from hpcrl.storage.trusted_paths import check_parent, make_private, open_trusted
 

@@ -13,7 +13,7 @@ from hpcrl.config.load import leaves
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError, UnknownSizesError, UsageError
-from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.calibration.calibration_file import Calibration
 from hpcrl.planning.documents import loop_document
 from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.memory.remedies import why_not

@@ -14,7 +14,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.models.adapting import published_adapters
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.tensors import DTYPE_BYTES, Part
-from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.calibration.calibration_file import Calibration
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.routes import max_rollouts_in_flight

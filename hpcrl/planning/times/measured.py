@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config.recipe import Recipe
-from hpcrl.planning.calibration.file import Measured
+from hpcrl.planning.calibration.calibration_file import Measured
 from hpcrl.planning.ledger import Term
 from hpcrl.planning.times.loop import LoopEstimate, LoopInputs, ServedRate, steady_state
 from hpcrl.planning.times.terms import TimeTable

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcrl.planning.calibration.file import Calibration, Origin
+from hpcrl.planning.calibration.calibration_file import Calibration, Origin
 from hpcrl.planning.times.workload import Workload
 
 _NOTICED = 1e-4

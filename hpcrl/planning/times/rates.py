@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa
-from hpcrl.planning.calibration.file import Calibration, EfficiencyName
+from hpcrl.planning.calibration.calibration_file import Calibration, EfficiencyName
 from hpcrl.planning.collectives import Links, RankGroup, bytes_s
 from hpcrl.planning.hardware import NodeHardware, filesystem_rate
 from hpcrl.planning.tables.lookup import Matrix, Tables

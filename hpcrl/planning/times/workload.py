@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hpcrl.config.environments import trained_on
 from hpcrl.config.recipe import CalculatorEnv, EnvironmentConfig, Recipe
-from hpcrl.planning.calibration.file import FACTORS, Calibration, Origin, WorkloadConfig, origin_of
+from hpcrl.planning.calibration.calibration_file import FACTORS, Calibration, Origin, WorkloadConfig, origin_of
 from hpcrl.planning.distributions import Constant, quantiles_of, tail_of
 from hpcrl.planning.lengths import Quantiles
 

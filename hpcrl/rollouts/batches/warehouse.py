@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from hpcrl.config.rollouts import WarehouseConfig
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location, Pool, Warehouse
-from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse
+from hpcrl.dock.warehouse.mooncake_payloads import MooncakeWarehouse
 from hpcrl.errors import HpcrlError
 from hpcrl.network.auth import is_loopback
 from hpcrl.network.credentials import TOKEN_FILE

@@ -8,7 +8,7 @@ from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import UsageError
-from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.calibration.calibration_file import Calibration
 from hpcrl.planning.distributions import Constant, Distribution
 from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.memory.fit import MemoryReport

@@ -12,10 +12,10 @@ from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.inputs.workload import TrajectoryDraws
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import EngineCosts, SimulatedEngine
-from hpcrl.simulation.loop.fleet import Fleet, PrefillPool
-from hpcrl.simulation.loop.host import Host
-from hpcrl.simulation.loop.orchestrator import SimulatedOrchestrator
 from hpcrl.simulation.loop.records import Outcome
+from hpcrl.simulation.loop.simulated_fleet import Fleet, PrefillPool
+from hpcrl.simulation.loop.simulated_host import Host
+from hpcrl.simulation.loop.simulated_orchestrator import SimulatedOrchestrator
 from hpcrl.simulation.loop.tally import KvSample, LostTime, Tally
 from hpcrl.simulation.loop.trainer import Checkpoint, SimulatedTrainer
 

@@ -13,10 +13,10 @@ from random import Random
 from hpcrl.planning.distributions import drawer
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.loop.clock import Clock
-from hpcrl.simulation.loop.fleet import Fleet
-from hpcrl.simulation.loop.host import Host
-from hpcrl.simulation.loop.orchestrator import SimulatedOrchestrator
 from hpcrl.simulation.loop.records import Group
+from hpcrl.simulation.loop.simulated_fleet import Fleet
+from hpcrl.simulation.loop.simulated_host import Host
+from hpcrl.simulation.loop.simulated_orchestrator import SimulatedOrchestrator
 from hpcrl.simulation.loop.tally import StepSample, Tally
 
 

@@ -138,8 +138,7 @@ def _device_and_backend() -> tuple[torch.device, str]:
 
 def _groups() -> list[dist.ProcessGroup]:
     """Return the process groups of this rank, the newest first."""
-    names: dict[dist.ProcessGroup, str] = dist.distributed_c10d._world.pg_names
-    return list(reversed(names))
+    return list(dist.distributed_c10d._world.pg_names)[::-1]
 
 
 def _limit_all_groups(timeout: timedelta) -> None:

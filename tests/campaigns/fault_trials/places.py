@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from campaign_paths import ROOT
 
-from hpcrl.devcluster.cluster import DevCluster
+from hpcrl.devcluster.dev_cluster import DevCluster
 from hpcrl.devcluster.settings import ClusterSettings
 from hpcrl.runs.rundir import RunDir
 

@@ -14,7 +14,7 @@ from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import ConfigError
 from hpcrl.jobplan import check_sizes
 from hpcrl.jobplan.plan import make_plan
-from hpcrl.planning.calibration.file import Calibration
+from hpcrl.planning.calibration.calibration_file import Calibration
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.planning.verdict import judge
 

@@ -21,9 +21,9 @@ from warehouse_testing import Disk
 from hpcrl.config.rollouts import WarehouseConfig
 from hpcrl.dock.ledger.entries import Finished, PayloadPlace, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
-from hpcrl.dock.warehouse import mooncake as module
+from hpcrl.dock.warehouse import mooncake_payloads as module
 from hpcrl.dock.warehouse.interface import Pool, key_of
-from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
+from hpcrl.dock.warehouse.mooncake_payloads import MooncakeWarehouse, leave_pools
 from hpcrl.dock.warehouse.pool_master import PoolMaster
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.errors import HpcrlError, MissingExtraError
@@ -250,7 +250,7 @@ def test_where_mooncake_is_missing_a_start_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_where_its_port_is_taken_a_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else listens there, who is not a master."""
-    monkeypatch.setattr("hpcrl.dock.warehouse.mooncake.half_at_most", lambda *_: 1 << 20)
+    monkeypatch.setattr("hpcrl.dock.warehouse.mooncake_payloads.half_at_most", lambda *_: 1 << 20)
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"http://127.0.0.1:{other.getsockname()[1] - 1}"
         with pytest.raises(HpcrlError, match=r"(?s)port .* is taken.*hint: "):

@@ -12,9 +12,9 @@ import torch
 from deep_gemm_stand_in import HOPPER_SHARED_BYTES, SIGNATURES, SIGNATURES_OF_2_1, StandIn, shared_bytes, signature_of
 
 from hpcrl.errors import UsageError
-from hpcrl.modeling.fp8 import deep_gemm, find
+from hpcrl.modeling.fp8 import deep_gemm, find_fp8
 from hpcrl.modeling.fp8.backends import Groups, Reference
-from hpcrl.modeling.fp8.find import find_backend, long_counts_for, try_backend
+from hpcrl.modeling.fp8.find_fp8 import find_backend, long_counts_for, try_backend
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 from hpcrl.modeling.fp8.quantiser import PLAIN, Quantised
 
@@ -166,7 +166,7 @@ def test_it_is_tried_over_the_tokens_of_a_large_run_on_a_gpu(
     # as many as a rank of the reference run has, and more than row-major scales have room for
     assert sum(on_gpu) >= 131_072 * 8 // 4
     assert 0 in on_gpu
-    monkeypatch.setattr(find, "long_counts_for", lambda device: (900, 0, 30, 300))
+    monkeypatch.setattr(find_fp8, "long_counts_for", lambda device: (900, 0, 30, 300))
     own = deep_gemm.DeepGemm(GPU)
     try_backend(own, CPU)
     take = library._row_scales

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpcrl.errors import UsageError
 from hpcrl.modeling.fp8.backends import Groups, Reference
-from hpcrl.modeling.fp8.find import find_backend, products
+from hpcrl.modeling.fp8.find_fp8 import find_backend, products
 from hpcrl.modeling.fp8.fused_quantiser import try_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product, rounded
 from hpcrl.modeling.fp8.quantiser import (
@@ -242,7 +242,7 @@ PRODUCTS = ("multiply", "multiply_rows", "multiply_groups", "multiply_within_gro
 def test_a_backend_is_tried_before_it_is_taken(monkeypatch, wrong, fails):
     """Names of functions say nothing of what they compute, and contracts of libraries change with their versions."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr("hpcrl.modeling.fp8.find.DeepGemm", Library)
+    monkeypatch.setattr("hpcrl.modeling.fp8.find_fp8.DeepGemm", Library)
     assert isinstance(find_backend("deep_gemm", cpu), Library)
     monkeypatch.setattr(Library, "wrong", wrong)
     monkeypatch.setattr(Library, "fails", fails)

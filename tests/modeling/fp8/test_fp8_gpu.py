@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcrl.modeling.fp8.backends import Backend, Reference
-from hpcrl.modeling.fp8.find import find_backend
+from hpcrl.modeling.fp8.find_fp8 import find_backend
 from hpcrl.modeling.fp8.fused_quantiser import fused_quantiser, try_quantiser
 from hpcrl.modeling.fp8.products import grouped_product, linear_product
 from hpcrl.modeling.fp8.quantiser import PLAIN, block_amax, quantise, scales_of

@@ -12,7 +12,7 @@ from hpcrl.config.cluster import LocalCluster, PathsConfig
 from hpcrl.config.plan import FileProbe, Plan, Role, RoleGroup, RolePolicy
 from hpcrl.config.recipe import ModelConfig, Recipe, RolloutConfig, TrainerConfig, WordsEnv
 from hpcrl.errors import ConfigError, UsageError
-from hpcrl.planning.calibration.file import ConstantName, EfficiencyName, load_calibration
+from hpcrl.planning.calibration.calibration_file import ConstantName, EfficiencyName, load_calibration
 from hpcrl.planning.fit_calibration import calibrate, calibration_yaml
 from hpcrl.planning.report import make_outlook
 from hpcrl.runs.metrics import MetricsWriter, StepRecord

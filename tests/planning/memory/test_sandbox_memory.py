@@ -14,7 +14,7 @@ from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.sandbox_use import sandbox_node
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.documents import outlook_document
 from hpcrl.planning.ledger import GIB, explain
 from hpcrl.planning.memory.fit import memory_report

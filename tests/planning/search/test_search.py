@@ -14,7 +14,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.rules.table import check_rules
 from hpcrl.errors import UsageError
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.search.memory import memory_fits, trainer_fit
 from hpcrl.planning.search.picture import search_svg

@@ -12,7 +12,7 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import Calibration, load_calibration
+from hpcrl.planning.calibration.calibration_file import Calibration, load_calibration
 from hpcrl.planning.collectives import RankGroup, all_to_all
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.profile_tables import measure_kernels, table_yaml

@@ -12,7 +12,7 @@ from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.hardware import node_hardware
 from hpcrl.planning.ledger import GIB
 from hpcrl.planning.lengths import Quantiles

@@ -7,7 +7,7 @@ import pytest
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.times.forecast import Forecast, forecast, site_rates, trainer_seconds
 from hpcrl.planning.times.from_recipe import planned_layout
 

@@ -10,7 +10,7 @@ from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.distributions import LogNormal, quantiles_of
 from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.lengths import Quantiles

@@ -20,7 +20,7 @@ from stub_engine import StubEngine
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
-from hpcrl.dock.warehouse.mooncake import MooncakeWarehouse, leave_pools
+from hpcrl.dock.warehouse.mooncake_payloads import MooncakeWarehouse, leave_pools
 from hpcrl.dock.warehouse.reading import BlockReader
 from hpcrl.network.credentials import Credentials, ensure_token
 from hpcrl.rollouts.batches import warehouse as module

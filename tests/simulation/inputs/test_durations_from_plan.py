@@ -9,7 +9,7 @@ from scenes import local
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.errors import UsageError
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.distributions import mean_of
 from hpcrl.planning.report import find_facts, make_outlook
 from hpcrl.simulation import Durations, durations_from_plan

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hpcrl.cli.main import app
 from hpcrl.errors import ConfigError, UsageError
 from hpcrl.jobplan import make_plan
-from hpcrl.planning.calibration.file import load_calibration
+from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.runs.consumed import first_step, shared_name
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.metrics import MetricsWriter, StepRecord

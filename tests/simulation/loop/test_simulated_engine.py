@@ -10,8 +10,8 @@ import pytest
 from hpcrl.simulation.inputs.durations import TurnPlan
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import EngineCosts, SimulatedEngine
-from hpcrl.simulation.loop.fleet import PrefillPool
 from hpcrl.simulation.loop.records import Group, Rollout
+from hpcrl.simulation.loop.simulated_fleet import PrefillPool
 
 BASE, PER_SEQUENCE, PREFILL = 0.01, 0.001, 0.0001
 

@@ -12,13 +12,20 @@ from typing import Literal
 
 import msgspec
 
+from hpcrl.devcluster.cluster_ports import choose_cluster_ports
 from hpcrl.devcluster.daemons import Roster, end, find_processes, inside_job, read_daemons
 from hpcrl.devcluster.packages import check_machine, require_program
 from hpcrl.devcluster.place import ClusterPaths, default_home
-from hpcrl.devcluster.ports import choose_cluster_ports
 from hpcrl.devcluster.render import write_configuration
 from hpcrl.devcluster.settings import ClusterSettings, Record
-from hpcrl.devcluster.start import CONTROLLER, start_all, start_controller, start_slurmd, wait_for, wait_for_nodes
+from hpcrl.devcluster.start_cluster import (
+    CONTROLLER,
+    start_all,
+    start_controller,
+    start_slurmd,
+    wait_for,
+    wait_for_nodes,
+)
 from hpcrl.errors import UsageError
 from hpcrl.processes import procfs
 from hpcrl.slurm.client import SlurmClient

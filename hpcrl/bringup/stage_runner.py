@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.bringup.follow import end_open_run
-from hpcrl.bringup.limits import ends_with_ctrl_c, time_limit
+from hpcrl.bringup.follow_run import end_open_run
+from hpcrl.bringup.limit_stages import ends_with_ctrl_c, time_limit
 from hpcrl.bringup.records import FirstRunState, StageRecord, StageStatus
 from hpcrl.bringup.report import write_first_run_report
 from hpcrl.bringup.stage import BringupStage, FirstRunRequest, SiteBench, StageStoppedError

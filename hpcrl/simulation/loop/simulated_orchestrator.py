@@ -14,9 +14,9 @@ from hpcrl.rollouts.sampling.policy import GroupAdmission, GroupOutcome
 from hpcrl.simulation.inputs.scenario import Scenario
 from hpcrl.simulation.inputs.workload import TrajectoryDraws
 from hpcrl.simulation.loop.clock import Clock
-from hpcrl.simulation.loop.fleet import Fleet
-from hpcrl.simulation.loop.host import Host, SerialProcess
 from hpcrl.simulation.loop.records import Group, Outcome, Rollout
+from hpcrl.simulation.loop.simulated_fleet import Fleet
+from hpcrl.simulation.loop.simulated_host import Host, SerialProcess
 from hpcrl.simulation.loop.tally import Tally
 
 

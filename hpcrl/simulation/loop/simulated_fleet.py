@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from hpcrl.planning.distributions import Draw
 from hpcrl.simulation.loop.clock import Clock
 from hpcrl.simulation.loop.engine import SimulatedEngine
-from hpcrl.simulation.loop.host import Host
 from hpcrl.simulation.loop.records import Place, Replica, Rollout
+from hpcrl.simulation.loop.simulated_host import Host
 
 
 class PrefillPool:

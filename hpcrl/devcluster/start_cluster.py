@@ -8,10 +8,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
+from hpcrl.devcluster.cluster_ports import is_listening
 from hpcrl.devcluster.daemons import DaemonRecord, log_tail, start_daemon
 from hpcrl.devcluster.packages import require_program
 from hpcrl.devcluster.place import ClusterPaths
-from hpcrl.devcluster.ports import is_listening
 from hpcrl.devcluster.settings import Record, VirtualNode
 from hpcrl.errors import DeadlineError, HpcrlError
 from hpcrl.slurm.client import SlurmClient
