@@ -11,8 +11,8 @@ import pytest
 from runs_testing import START_S, Hpcrl, make_run, write_status, write_steps
 
 from hpcrl.config.outlets import NotifierConfig, SinkConfig
-from hpcrl.runs.outlets.sink_position import read_position
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import read_position
 from hpcrl.runs.status import ProcessId, RunState
 from hpcrl.runs.views.late_sinks import sink_warnings
 

@@ -22,9 +22,9 @@ from hpcrl.runs.events import read_events
 from hpcrl.runs.outlets.feed import SinkFeed
 from hpcrl.runs.outlets.flat import flat_metrics
 from hpcrl.runs.outlets.making import make_notifier, make_sink
-from hpcrl.runs.outlets.sink_position import position_path
 from hpcrl.runs.outlets.trial import find_problems
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import position_path
 from hpcrl.runs.status import RunState
 from hpcrl.submit.submission import create_run
 from hpcrl.supervisor.outlets import Outlets

@@ -21,9 +21,9 @@ from supervisor_testing import create
 
 from hpcrl.config.outlets import SinkConfig
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.outlets.sink_position import position_path
 from hpcrl.runs.outlets.trial import find_problems
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import position_path
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".sinks" / "bin" / "python"

@@ -25,9 +25,9 @@ from hpcrl.runs.outlets.feed import SinkFeed
 from hpcrl.runs.outlets.interface import RunInfo
 from hpcrl.runs.outlets.samples import SAMPLE_COLUMNS, sample_rows
 from hpcrl.runs.outlets.shipped.library import run_config
-from hpcrl.runs.outlets.sink_position import SinkPosition, read_position
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import SinkPosition, read_position
 from hpcrl.runs.start.snapshot import read_snapshot
 
 

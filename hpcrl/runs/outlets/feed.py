@@ -31,9 +31,9 @@ from hpcrl.runs.outlets.interface import MetricSink, RunInfo
 from hpcrl.runs.outlets.making import make_sink
 from hpcrl.runs.outlets.run_end import SinkEnd, final_summary, read_end
 from hpcrl.runs.outlets.samples import sample_rows
-from hpcrl.runs.outlets.sink_position import SinkPosition, position_path
 from hpcrl.runs.run_progress import valid_evaluations
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import SinkPosition, position_path
 from hpcrl.runs.status import RunState
 from hpcrl.storage.files import atomic_write
 

@@ -15,8 +15,8 @@ from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.metrics import read_newest
 from hpcrl.runs.observe import observe
 from hpcrl.runs.outlets.feed import FeedRequest
-from hpcrl.runs.outlets.sink_position import read_position
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import read_position
 from hpcrl.runs.status import RunState
 
 

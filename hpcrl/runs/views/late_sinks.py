@@ -6,8 +6,8 @@ import time
 
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.metrics import read_newest
-from hpcrl.runs.outlets.sink_position import position_path, read_position
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sink_position import position_path, read_position
 
 _SETTLED_S = 60.0
 """Age in seconds of the newest step from which on each sink should have it."""
