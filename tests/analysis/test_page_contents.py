@@ -172,8 +172,8 @@ def test_hours_that_each_role_held_and_the_share_of_steps_that_count(tmp_path: P
     run.write_configuration(run.recipe(), run.cluster(), plan)
     material = read_material(run)
     records = material.history.records
-    # the supervisor of the first attempt begins at 9 s and ends 2 s after step 10; the next one begins 1 s later, and its
-    # last sign of life is at 100 s
+    # the supervisor of the first attempt begins at 9 s and ends 2 s after step 10; the next one begins 1 s later, and
+    # its last sign of life is at 100 s
     middle = records[9].time_s
     held_s = (middle + 2 - (START_S + 9)) + (START_S + 100 - (middle + 3))
     steps_s = sum(sum(record.phases_s.values()) for record in records)
