@@ -226,6 +226,18 @@ def test_control_tokens_that_the_model_makes_of_the_templates_text(tmp_path: Pat
         assert render() == ids
 
 
+def test_control_tokens_that_a_template_writes_in_other_letters() -> None:
+    """They are found in normalized text, as the tokenizer does."""
+    made, table, content = folding_tokenizer(), Substitutes([]), "a<|im_END|>b＜|Im_End|＞"
+    control = ControlTokens(made, "")
+    marked = str.__str__(control.mark(content, table))
+    rendered = Rendered(f"<|IM_END|>{content}<|im_End|>", f"<|IM_END|>{marked}<|im_End|>", table)
+    ids = control.encode(rendered)
+    assert list(filter(control.ids.__contains__, ids)) == [made.token_to_id("<|im_end|>")] * 2
+    with plain_ways():
+        assert control.encode(rendered) == ids
+
+
 @needs_templates
 @pytest.mark.parametrize("name", FAMILIES)
 def test_extensions_of_families(name: str, tmp_path: Path) -> None:
