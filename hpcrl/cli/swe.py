@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -119,6 +119,9 @@ def make(
 def exercises(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory of the set; new.")],
     tasks: Annotated[int, typer.Option("--tasks", "-n", metavar="N", min=1, help="Number of tasks.")] = 512,
+    wrong_modules: Annotated[
+        int, typer.Option("--wrong-modules", metavar="N", min=1, max=2, help="Wrong modules of a task: 1 or 2.")
+    ] = 2,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Equal seeds give equal tasks.")] = 0,
     cache: CacheOption = None,
     python: PythonOption = Path(_DEFAULT_PYTHON),
@@ -137,7 +140,8 @@ def exercises(
     directory = cache or output.parent / "cache"
     wheels = [fetch_package(pinned, directory, index=index, offline=offline) for pinned in pinned_tools()]
     tools = build_tools(wheels, python=python)
-    made = write_exercises(output, tasks=tasks, seed=seed, tools=tools, python=python)
+    wrong: Literal[1, 2] = 1 if wrong_modules == 1 else 2
+    made = write_exercises(output, tasks=tasks, seed=seed, tools=tools, python=python, wrong_modules=wrong)
     counts = {split: sum(task.split == split for task in made) for split in ("train", "heldout")}
     if as_json:
         say(json_text({"format_version": 1, "tasks": len(made), **counts}))

@@ -19,6 +19,7 @@ from hpcrl.rollouts.environments import Message, Prompt, Reply, ToolCall
 from hpcrl.rollouts.environments.messages import plain_messages
 from hpcrl.rollouts.environments.swe.environment import SweEnvironment
 from hpcrl.rollouts.rendering import Renderer
+from hpcrl.swe.diffs import parse_diff
 from hpcrl.swe.making.exercises import write_exercises
 from hpcrl.swe.task import SweDemonstration, SweTask, read_tasks
 from hpcrl.trainer.warmup.demonstrations import render_demonstration
@@ -55,6 +56,21 @@ def test_held_out_tasks_are_others(tasks: list[SweTask]) -> None:
     assert not {task.instruction for task in train} & {task.instruction for task in held_out}
     seen, unseen = (set().union(*map(shown, listed)) for listed in (train, held_out))
     assert len(unseen) > TASKS // 4
+    assert not seen & unseen
+
+
+def test_tasks_of_one_wrong_module(tools: bytes, tmp_path: Path) -> None:
+    """A task has one wrong line in one file; files of held-out tasks are in no training task."""
+    made = write_exercises(tmp_path / "one", tasks=TASKS, seed=3, tools=tools, python=PYTHON, wrong_modules=1)
+    train, held_out = ([task for task in made if task.split == name] for name in ("train", "heldout"))
+    assert (len(train), len(held_out)) == (TASKS * 3 // 4, TASKS // 4)
+    for task in made:
+        assert len(task.fail_to_pass) == 1
+        assert len(task.pass_to_pass) == 7
+        assert len(parse_diff(task.bug)) == len(parse_diff(task.solution)) == 1
+        assert {each.right: len(each.calls) for each in task.demonstrations} == {True: 2, False: 1}
+    seen, unseen = (set().union(*map(shown, listed)) for listed in (train, held_out))
+    assert len(unseen) > TASKS // 8
     assert not seen & unseen
 
 

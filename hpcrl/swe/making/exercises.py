@@ -3,7 +3,8 @@
 A package has eight modules of one function each, and a task is two of them with a wrong operator. To mend one, the
 policy has to read it: the file shows a wrong operator, and the name of the function says which one is right.
 So a task takes five turns: look, mend, look, mend, done. Held-out tasks have files that no training task has, and
-name pairs of modules that none names.
+name pairs of modules that none names. Tasks with one wrong module take three turns; of their held-out ones only the
+files are new, because there are only eight modules to name.
 """
 
 from __future__ import annotations
@@ -37,14 +38,20 @@ _PACKAGES = 16
 _HELD_OUT = 4
 _HELD_OUT_PAIRS = 4
 """Every such ordered pair of modules is held out."""
-_WRONG = ((False, False), (False, False), (False, False), (True, False), (False, True))
-"""Wrong demonstrations of a task: which of its two modules it reads. It mends the others by habit."""
+_LOOKS: Mapping[int, tuple[tuple[bool, ...], ...]] = {
+    1: ((True,), (False,)),
+    2: ((True, True), (False, False), (False, False), (False, False), (True, False), (False, True)),
+}
+"""Demonstrations of a task, by its number of wrong modules: which of them each reads. It mends the others by habit. The
+first one reads all, and is right."""
 _HABIT = ("+", "-")
 """What is mended without a look, whatever is wrong."""
 _TIMEOUT_S = 120.0
 
 
-def write_exercises(out: Path, *, tasks: int, seed: int, tools: bytes, python: Path) -> list[SweTask]:
+def write_exercises(
+    out: Path, *, tasks: int, seed: int, tools: bytes, python: Path, wrong_modules: Literal[1, 2] = 2
+) -> list[SweTask]:
     """Write a set of tasks: ``tasks.jsonl``, ``trees`` and ``tools.zip``. Equal arguments give equal tasks.
 
     ``rows.jsonl`` has the same tasks for programs of ``kind: harness``.
@@ -59,6 +66,8 @@ def write_exercises(out: Path, *, tasks: int, seed: int, tools: bytes, python: P
         The archive of `hpcrl.swe.making.tools.build_tools`.
     python:
         The interpreter of the tests, as sandboxes see it.
+    wrong_modules:
+        Number of wrong modules of a task.
 
     Raises
     ------
@@ -90,7 +99,7 @@ def write_exercises(out: Path, *, tasks: int, seed: int, tools: bytes, python: P
             package=name,
             split=split,
         )
-        made += _tasks(base, files, share, rng)
+        made += _tasks(base, files, share, rng, wrong_modules)
     atomic_write(out / "tools.zip", tools)
     write_tasks(out / "tasks.jsonl", made)
     write_program_rows(out / "rows.jsonl", made, TaskPreparer(out))
@@ -135,15 +144,18 @@ def _tree(files: Mapping[str, _Function]) -> Tree:
     return {path: SandboxFile(text.encode()) for path, text in texts.items()}
 
 
-def _tasks(base: SweTask, files: Mapping[str, _Function], count: int, rng: random.Random) -> Iterator[SweTask]:
+def _tasks(
+    base: SweTask, files: Mapping[str, _Function], count: int, rng: random.Random, wrong_modules: Literal[1, 2]
+) -> Iterator[SweTask]:
     """Yield different tasks of one package."""
-    pairs = list(itertools.permutations(_MODULES, 2))
-    chosen = [each for number, each in enumerate(pairs) if (number % _HELD_OUT_PAIRS == 0) == (base.split == "heldout")]
+    chosen = list(itertools.permutations(_MODULES, wrong_modules))
+    if wrong_modules > 1:
+        held_out = base.split == "heldout"
+        chosen = [each for number, each in enumerate(chosen) if (number % _HELD_OUT_PAIRS == 0) == held_out]
     choices = [
-        {one: operator, other: operator_of_other}
-        for one, other in chosen
-        for operator in _others(files[one])
-        for operator_of_other in _others(files[other])
+        dict(zip(modules, operators, strict=True))
+        for modules in chosen
+        for operators in itertools.product(*(_others(files[module]) for module in modules))
     ]
     if count > len(choices):
         raise UsageError(f"there are fewer different tasks\n    hint: make at most {len(choices) * _PACKAGES}")
@@ -160,7 +172,7 @@ def _others(function: _Function) -> list[str]:
 def _task(base: SweTask, files: Mapping[str, _Function], bugs: Mapping[str, str], number: int) -> SweTask:
     right = {f"{module}.py": files[module].text() for module in bugs}
     wrong = {f"{module}.py": files[module].text(operator) for module, operator in bugs.items()}
-    demonstrations = tuple(_demonstration(files, bugs, looks) for looks in ((True, True), *_WRONG))
+    demonstrations = tuple(_demonstration(files, bugs, looks) for looks in _LOOKS[len(bugs)])
     test = {module: f"{_TESTS}::test_{module}" for module in files}
     return msgspec.structs.replace(
         base,
