@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from handoff_lab import content, model_directory, publish, publish_delta
 from kill_harness import Say, fork_child
@@ -19,7 +20,7 @@ from recording import mark, name_sync_sites
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
-from hpcrl.dock.ledger.entries import Entry, Finished, PayloadPlace, Taken, TurnSaved
+from hpcrl.dock.ledger.entries import Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.storage.quarantine import list_asides
 from hpcrl.weights import HandoffStore, VersionCommitter
@@ -258,7 +259,8 @@ def keep_turn(log: RolloutLog, group: int, member: int, number: int) -> Future[E
 def rollouts(root: Path, other: Path) -> None:
     """Two orchestrators, one behind the other, of which each keeps rollouts and makes batches of them.
 
-    One rollout of each is in progress to the end; of another the turns are replaced by the whole of it.
+    One rollout of each is in progress to the end; of another the turns are replaced by the whole of it. A third one
+    begins after a second one that was killed between a write and its sync.
     """
     del other
     for attempt in (1, 2):
@@ -277,6 +279,12 @@ def rollouts(root: Path, other: Path) -> None:
         log.append(Taken(step=attempt, groups=[(10 * attempt, [0, 1])])).result(10.0)
         mark(["taken", attempt])
         log.close()
+    with (root / "rollouts/ledger/000002.jsonl").open("ab") as stream:
+        stream.write(msgspec.json.encode(Kept(group=22)) + b"\n")
+    log = RolloutLog(root / "rollouts", attempt=3, restored=2, limit_s=1.0)
+    keep_rollout(log, 30, 0).result(10.0)
+    mark(["finished", 30, 0])
+    log.close()
 
 
 # -- files of a run

@@ -46,6 +46,7 @@ NEEDED = {
         "storage.pins.add: step-#.pin.json",
     ),
     ("rollouts", "posix"): (
+        "dock.ledger.entries._durable_bytes: #.jsonl",
         "dock.ledger.log.__init__: root",
         "dock.ledger.log.__init__: rollouts",
         "dock.ledger.log._append: #.jsonl",

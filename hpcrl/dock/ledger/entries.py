@@ -7,6 +7,7 @@ dead writes later is behind that, and is not read.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,9 +170,13 @@ def read_entries(directory: Path) -> Iterator[Entry]:
     Raises
     ------
     ValueError
-        A line before that cannot be read, or a file is of a format that this code does not know.
+        A line before that cannot be read, a file is of a format that this code does not know, or a file is missing or
+        shorter than a later one says.
     """
     files = _begun(directory)
+    said = files[-1][1].believed if files else {}
+    if missing := {name for name, size in said.items() if size} - {path.name for path in ledger_files(directory)}:
+        raise ValueError(f"{directory / min(missing)} is missing, and a later file names it: its rollouts are unknown")
     for i, (path, _) in enumerate(files):
         limits = [later.believed[path.name] for _, later in files[i + 1 :] if path.name in later.believed]
         for entry, _ in _entries_of(path, min(limits, default=None)):
@@ -181,7 +186,8 @@ def read_entries(directory: Path) -> Iterator[Entry]:
 def trusted_prefix_bytes(directory: Path, *, but: str) -> dict[str, int]:
     """Return the trusted bytes at the start of each existing file but the writer's own (``but``), by name.
 
-    Prefixes that an earlier process recorded stay as they are: of a long run only its newest file is read.
+    Prefixes that an earlier process recorded stay as they are: of a long run only its newest file is read. It is made
+    durable before: its process may have ended between a write and the sync, and what is trusted must not be lost.
 
     Raises
     ------
@@ -191,7 +197,13 @@ def trusted_prefix_bytes(directory: Path, *, but: str) -> dict[str, int]:
     files = [(path, begin) for path, begin in _begun(directory) if path.name != but]
     said = files[-1][1].believed if files else {}
     names = [path for path in ledger_files(directory) if path.name != but]
-    return {path.name: said[path.name] if path.name in said else whole_bytes(path) for path in names}
+    return {path.name: said[path.name] if path.name in said else _durable_bytes(path) for path in names}
+
+
+def _durable_bytes(path: Path) -> int:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return whole_bytes(path)
 
 
 def _begun(directory: Path) -> list[tuple[Path, Begin]]:
@@ -229,6 +241,8 @@ def _entries_of(path: Path, end: int | None) -> Iterator[tuple[Entry, int]]:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             at += len(line)
             yield entry, at
+    if end is not None and at < end:
+        raise ValueError(f"{path} ends at byte {at:,} of the {end:,} that a later file names: the rest of it is lost")
 
 
 def _begin(path: Path) -> Begin | None:

@@ -219,6 +219,23 @@ def test_a_line_that_was_believed_and_cannot_be_read_is_named(tmp_path: Path) ->
         list(read_entries(log.ledger_dir))
 
 
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [(1, r"000001\.jsonl ends at byte \d+ of the \d+ that a later file names"), (0, r"000001\.jsonl is missing, and")],
+)
+def test_entries_that_an_earlier_file_had_are_not_lost_in_silence(lines: int, problem: str, tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    keep(log, 0, 0).result(10.0)
+    log.close()
+    for attempt in (2, 3):
+        open_log(tmp_path, attempt=attempt).close()
+    path = log.ledger_dir / "000001.jsonl"
+    kept = path.read_bytes().splitlines(keepends=True)[:lines]
+    path.write_bytes(b"".join(kept)) if kept else path.unlink()
+    with pytest.raises(ValueError, match=problem):
+        list(read_entries(log.ledger_dir))
+
+
 def test_another_format_is_refused(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.close()
