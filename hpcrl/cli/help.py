@@ -43,7 +43,7 @@ class PlainCommand(TyperCommand):
 _ALIASES = {"list": "ls", "gc": "prune"}
 """Second names of commands, which no help shows."""
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("launch", "run", "start", "train", "exec", "create", "apply", "sbatch", "srun"), ("submit", "up")),
+    **dict.fromkeys(("launch", "run", "start", "train", "create", "apply", "sbatch", "srun"), ("submit", "up")),
     **dict.fromkeys(("stop", "kill", "end", "abort", "down", "scancel", "terminate"), ("cancel", "down")),
     **dict.fromkeys(("queue", "runs", "ps", "jobs", "squeue", "sacct"), ("ls",)),
     **dict.fromkeys(("describe", "get", "info", "inspect"), ("status", "show", "check")),
@@ -53,7 +53,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("log", "tail", "output"), ("logs",)),
     **dict.fromkeys(("restart", "continue", "retry"), ("resume",)),
     **dict.fromkeys(("explain", "diagnose", "events", "debug"), ("why",)),
-    **dict.fromkeys(("ssh", "connect", "login"), ("shell",)),
+    **dict.fromkeys(("ssh", "connect", "login", "exec"), ("shell",)),
     **dict.fromkeys(("validate", "lint", "check", "verify", "test"), ("recipe check", "check", "verify", "try")),
     **dict.fromkeys(("init", "new", "configure"), ("cluster init", "init", "up")),
     **dict.fromkeys(("diff", "comparison", "versus", "vs", "leaderboard"), ("compare", "plan diff")),

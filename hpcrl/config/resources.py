@@ -17,6 +17,8 @@ from hpcrl.errors import ConfigError, Finding
 
 _log = logging.getLogger(__name__)
 _YAML = (".yaml", ".yml")
+_FOREIGN = (".toml", ".sh")
+"""Suffixes of files that `hpcrl recipe import` reads and that are no recipes."""
 
 
 def package_data(kind: str) -> Path:
@@ -133,6 +135,9 @@ def _find(what: str, name: str, known: dict[str, Path], command: str) -> Path:
     path = Path(name)
     is_path = path.suffix in _YAML or os.sep in name
     try:
+        if what == "recipe" and path.suffix in _FOREIGN and path.is_file():
+            hint = f"`hpcrl recipe import {_short(name)}` makes a recipe of it"
+            raise ConfigError([Finding(_short(name), "", "no YAML: it looks like a file of another system", hint)])
         if is_path and path.is_file():
             return path
     except OSError as error:

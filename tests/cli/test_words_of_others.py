@@ -51,12 +51,13 @@ def test_wrong_values_of_options_are_refused_in_plain_words(hpcrl: Hpcrl, comman
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        *[(word, "submit") for word in ("launch", "run", "start", "exec", "sbatch", "sumbit")],
+        *[(word, "submit") for word in ("launch", "run", "start", "sbatch", "sumbit")],
         *[(word, "cancel") for word in ("stop", "kill", "scancel", "down")],
         *[(word, "ls") for word in ("queue", "ps", "squeue", "sacct")],
         *[(word, "status --watch") for word in ("attach", "top", "watch")],
         *[(word, "rm") for word in ("delete", "remove")],
         ("describe", "status"),
+        ("exec", "shell"),
         ("verify", "recipe check"),
         ("download", "model get"),
         ("version", "--version"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_name_is_not_a_file_of_this_directory() -> None:
     with pytest.raises(ConfigError, match="no recipe of this name"):
         find_recipe("other")
     assert find_recipe("./other") == Path("other")
+
+
+@pytest.mark.parametrize("name", ["rl.toml", "./rl.toml", "run.sh"])
+def test_a_file_of_another_system_is_recognised(name: str) -> None:
+    Path(name).write_text("max_steps = 1\n")
+    with pytest.raises(ConfigError, match=rf"(?s)another system.*hpcrl recipe import {re.escape(name)}"):
+        find_recipe(name)
 
 
 def test_templates_of_this_directory_are_not_read() -> None:
