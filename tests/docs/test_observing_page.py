@@ -16,7 +16,7 @@ from hpcrl.runs.run_progress import Evaluation
 
 ROOT = Path(__file__).parents[2]
 #: numbers that are no curves of learning: they keep their own names in sinks
-OTHERS = {"time_s", "attempt", "step", "routed_tokens", "routes_bytes", "prefix_repeated_tokens"}
+OTHERS = {"time_s", "attempt", "step", "routed_tokens", "routes_bytes", "prefix_repeated_tokens", "model_flops"}
 
 
 def test_the_table_is_that_of_the_code() -> None:
