@@ -102,8 +102,8 @@ def peak_flops(run: RunDir) -> float | None:
     trainer, node = run.recipe().trainer, run.cluster().node_of(Role.TRAINER)
     if node is None or trainer.lora is not None:
         return None
-    peaks: Mapping[str, float] = node.gpu.tflops
-    return None if (peak := peaks.get(trainer.dtype)) is None else peak * 1e12
+    peak = node.gpu.tflops.get(trainer.dtype)
+    return None if peak is None else peak * 1e12
 
 
 def model_flops_utilization(record: StepRecord, gpus: int, peak: float | None) -> dict[str, float]:
