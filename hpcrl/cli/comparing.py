@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.output import json_text, say
-from hpcrl.cli.selection import RunsArgument, RunsRootOption, find
+from hpcrl.cli.selection import RunsRootOption, TaggedRunsArgument, find, runs_in_sight
+
+if TYPE_CHECKING:
+    from hpcrl.runs.rundir import RunDir
 
 
 def register(app: typer.Typer) -> None:
@@ -17,7 +20,15 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    runs: RunsArgument,
+    runs: TaggedRunsArgument = None,
+    tags: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tag",
+            metavar="WORD",
+            help="Also the runs with this tag, such as the name of a sweep, oldest first. Repeatable: with all tags.",
+        ),
+    ] = None,
     reward: Annotated[
         float | None,
         typer.Option(
@@ -40,8 +51,20 @@ def compare(
 
     from hpcrl.analysis.comparison.compared import compare_runs
     from hpcrl.analysis.comparison.comparison_table import comparison_lines
+    from hpcrl.errors import UsageError
+    from hpcrl.runs.views.listing import rows_of_runs
 
-    found = compare_runs([find(run, root) for run in runs], reward=reward, heldout=heldout)
+    def left_out(run: RunDir, why: str) -> None:
+        say(f"{run.name} is left out: {why}", err=True)
+
+    chosen = [find(run, root) for run in runs or ()]
+    if tags:
+        tagged = list(rows_of_runs(runs_in_sight(root), tags=tags, left_out=left_out))
+        if not tagged:
+            raise UsageError(f"no run has the tag {' and '.join(tags)}\n    hint: hpcrl ls --json shows tags")
+        # by creation, which a resume leaves as it is: the first one is what the others are compared with
+        chosen += [run for run, row in sorted(tagged, key=lambda each: each[1].created_at_s)]
+    found = compare_runs(chosen, reward=reward, heldout=heldout)
     if as_json:
         say(json_text(msgspec.to_builtins(found)))
         return

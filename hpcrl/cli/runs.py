@@ -83,7 +83,6 @@ def _status(run: RunDir, watch: bool, as_json: bool) -> None:
     from hpcrl.runs.observe import observe
     from hpcrl.runs.registry import reference
     from hpcrl.runs.run_progress import read_progress
-    from hpcrl.runs.views.follow import follow
     from hpcrl.runs.views.late_sinks import sink_warnings
     from hpcrl.runs.views.liveview import render, summary
     from hpcrl.runs.views.unsent_notices import notice_warnings
@@ -92,6 +91,8 @@ def _status(run: RunDir, watch: bool, as_json: bool) -> None:
     if as_json:
         say(status_document(run))
     elif watch:
+        from hpcrl.runs.views.follow import follow
+
         try:
             view = follow(run, screen())
         except KeyboardInterrupt:

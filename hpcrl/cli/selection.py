@@ -26,6 +26,10 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help=f"{_RUN_HELP}.",
 RunsArgument = Annotated[
     list[str], typer.Argument(metavar="RUN...", help="Runs, each as for `hpcrl status`.", autocompletion=_complete)
 ]
+TaggedRunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN...]", help="Runs, each as for `hpcrl status`.", autocompletion=_complete),
+]
 OptionalRunArgument = Annotated[
     str | None,
     typer.Argument(metavar="[RUN]", help=f"{_RUN_HELP}; the newest run by default.", autocompletion=_complete),

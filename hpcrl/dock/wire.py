@@ -85,6 +85,8 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Sampled tokens of the whole batch, over all shards: the loss is normalised by it.
     total_tokens:
         Tokens of all sequences of the whole batch.
+    environments:
+        Indices of the groups of each environment; empty in batches of earlier versions.
     """
 
     reward_mean: float
@@ -104,6 +106,13 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     branches_mean: float = 1.0
     branches_max: int = 1
     prefix_repeated_tokens: int = 0
+    environments: dict[str, list[int]] = {}
+    model_flops: float | None = None
+    wait_for_policy_s: float | None = None
+
+    def environment_numbers(self) -> dict[int, int]:
+        """Return the position in ``environments`` of the environment of each group, by the index of the group."""
+        return {group: number for number, groups in enumerate(self.environments.values()) for group in groups}
 
     @classmethod
     def of_tokens(cls, total: int = 0, *, sampled: int = 0) -> BatchStats:

@@ -110,9 +110,13 @@ def decode_events(data: bytes, kind: str) -> Iterator[Event]:
     data:
         Whole lines; the last one may be torn.
     """
+    # before decoding, because a command that follows a run needs few of very many lines, repeatedly
+    wanted = kind.encode()
+    if wanted not in data:
+        return
     for line in data.split(b"\n"):
-        if kind.encode() not in line:
-            continue  # before decoding, because a command that follows a run needs few of very many lines, repeatedly
+        if wanted not in line:
+            continue
         event = decode_lenient(line, Event)
         if event is None:
             continue  # empty, or the torn last line of a writer that was killed

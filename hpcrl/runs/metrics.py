@@ -60,8 +60,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         that older ones had computed, which no single version explains.
     loss_metrics:
         Token means of what a loss of the user's own measures, by name; without those that no token has.
+    entropy_by_env, mismatch_kl_by_env:
+        ``entropy`` and ``mismatch_kl`` over the trained tokens of one environment, by its name; empty in supervised
+        runs and in records of earlier versions.
     masked_share:
         Share of trained tokens that the loss masked or cut.
+    masked_low_share, masked_high_share:
+        The part of it with a lower, and with a higher, probability in the trainer than in the engine; None in records
+        of earlier versions. A loss that masks whole sequences may mask tokens with equal ones, which are in neither.
     ess:
         Effective sample size of the importance ratios, as a share of tokens: ``(Σr)² / (n Σr²)``.
     routing_mismatch:
@@ -103,6 +109,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         Tokens of the batch that are context in a sequence because an earlier one of the same rollout has them.
     tokens_per_s:
         ``tokens`` over the duration of the step.
+    model_flops:
+        Floating-point operations of a forward and a backward pass over the sequences of the batch, nothing computed
+        again (`hpcrl.models.packing.training_cost`); None where the sizes of the model are unknown.
+    wait_for_policy_s:
+        Seconds since the batch before in which there was room for another group of rollouts, and none could begin until
+        engines served a newer version; None in supervised runs and in records of earlier versions.
     grad_norm:
         Global norm before clipping; 0 where the step was skipped.
     learning_rate:
@@ -168,6 +180,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prefix_repeated_tokens: int = 0
     loss_metrics: dict[str, float] = {}
     peak_memory_gib: float | None = None
+    masked_low_share: float | None = None
+    masked_high_share: float | None = None
+    entropy_by_env: dict[str, float] = {}
+    mismatch_kl_by_env: dict[str, float] = {}
+    model_flops: float | None = None
+    wait_for_policy_s: float | None = None
 
 
 class FinalPhases(msgspec.Struct, frozen=True, kw_only=True, gc=False):

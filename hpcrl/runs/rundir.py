@@ -210,7 +210,17 @@ class RunDir:
         """
         from hpcrl.config.recipe import Recipe  # noqa: PLC0415 - not for lists of many runs
 
-        return Recipe.model_validate_json(json.dumps(self._yaml(self.recipe_path, "recipe")))
+        return Recipe.model_validate_json(json.dumps(self.recipe_tree()))
+
+    def recipe_tree(self) -> object:
+        """Return the tree of the resolved recipe without validating it, for commands that need few of its values.
+
+        Raises
+        ------
+        RunDirError
+            As in `recipe`.
+        """
+        return self._yaml(self.recipe_path, "recipe")
 
     def cluster(self) -> ClusterProfile:
         """Return the resolved cluster profile.

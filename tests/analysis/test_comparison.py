@@ -21,6 +21,7 @@ from hpcrl.analysis.comparison.noise import (
 )
 from hpcrl.errors import UsageError
 from hpcrl.runs.metrics import MetricsWriter
+from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.start.snapshot import Checkout, Snapshot
 from hpcrl.runs.status import RunState
@@ -248,6 +249,45 @@ def test_the_command_prints_a_table_of_100_columns(
     assert document["schema"] == "hpcrl.compare/1"
     assert [run["label"] for run in document["runs"]] == ["A", "B"]
     assert document["equal"][0]["points"][0]["count"] == 64
+
+
+def with_tags(run: RunDir, created_at_s: float, *tags: str) -> None:
+    record = RunRecord.read(run)
+    msgspec.structs.replace(record, tags=list(tags), created_at_s=created_at_s).write(run)
+
+
+def test_runs_with_a_tag_are_compared_from_the_oldest_on(
+    tmp_path: Path, hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCRL_RUNS_ROOT", str(tmp_path))
+    for name, created_at_s, tags in (
+        ("young", 30.0, ["night", "wide"]),
+        ("old", 10.0, ["night", "wide"]),
+        ("middle", 20.0, ["night"]),
+        ("other", 15.0, ["day"]),
+    ):
+        with_tags(trained(tmp_path, name), created_at_s, *tags)
+
+    def compared(*arguments: str) -> list[str]:
+        code, out, err = hpcrl("compare", *arguments, "--json")
+        assert (code, err) == (0, "")
+        return [run["name"] for run in json.loads(out)["runs"]]
+
+    assert compared("--tag", "night") == ["old", "middle", "young"]
+    assert compared("--tag", "night", "--tag", "wide") == ["old", "young"]
+    # a run that is named comes first, and counts once
+    assert compared("young", "other", "--tag", "night") == ["young", "other", "old", "middle"]
+    code, _, err = hpcrl("compare", "--tag", "never")
+    assert code == 2
+    assert "no run has the tag never" in err
+    code, _, err = hpcrl("compare", "--tag", "day")
+    assert code == 2
+    assert "two runs or more" in err
+    # a run that cannot be read is named, and does not stop the others
+    (tmp_path / "other/run.json").write_text("{}")
+    code, _, err = hpcrl("compare", "--tag", "night")
+    assert code == 0
+    assert "other is left out: " in err
 
 
 def test_other_words_lead_to_it(tmp_path: Path, hpcrl: Hpcrl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,10 @@ def kill(run: RunDir) -> None:
 
 
 async def pictures(
-    tmp_path: Path, runs: Sequence[RunDir], boards: dict[str, tuple[str, str, bool, int]], pages: dict[str, RunDir]
+    tmp_path: Path,
+    runs: Sequence[RunDir],
+    boards: dict[str, tuple[str, str, bool, int]],
+    pages: dict[str, tuple[RunDir, str, int]],
 ) -> dict[str, bytes]:
     """Take pictures.
 
@@ -124,7 +127,7 @@ async def pictures(
     boards:
         Pages of the board by file: path, what is at the top (a selector; empty: the page's own), whether dark, height.
     pages:
-        Runs by the file of a picture of their page.
+        Runs by the file of a picture of their page, with the section at the top and the height.
     """
     found: dict[str, bytes] = {}
     roots = dict.fromkeys(run.path.parent for run in runs)
@@ -140,10 +143,10 @@ async def pictures(
             place = "document.querySelectorAll('header .mono').forEach((each) => { each.textContent = 'runs/' + "
             await page.evaluate(f"{place}document.querySelector('h1').textContent; }})")
             found[file] = await taken(page, section)
-        for file, run in pages.items():
-            await page.look(1280, 820)
+        for file, (run, section, height) in pages.items():
+            await page.look(1280, height)
             await page.open(write_page([run], tmp_path / f"{run.name}.html"))
-            found[file] = await taken(page, "#learning")
+            found[file] = await taken(page, section)
         assert page.messages == []
     for file, content in found.items():
         check_and_keep(file, content)
@@ -168,6 +171,11 @@ def check_and_keep(file: str, content: bytes) -> None:
         (ROOT / directory / file).write_bytes(content)
 
 
+async def test_the_picture_of_the_page_of_a_quickstart(tmp_path: Path, quickstart: RunDir) -> None:
+    found = await pictures(tmp_path, [quickstart], {}, {"page.png": (quickstart, "#overview", 1060)})
+    assert list(found) == ["page.png"]
+
+
 async def test_pictures_of_a_quickstart_and_of_a_run_that_was_killed_and_resumed(
     tmp_path: Path, quickstart: RunDir, resumed: RunDir
 ) -> None:
@@ -178,7 +186,7 @@ async def test_pictures_of_a_quickstart_and_of_a_run_that_was_killed_and_resumed
         "board-quickstart.png": (f"/run/{quickstart.name}", "", False, 900),
         "board-resumed.png": (f"/run/{resumed.name}", "#learning", True, 820),
     }
-    found = await pictures(tmp_path, [quickstart, resumed], boards, {"page-resumed.png": resumed})
+    found = await pictures(tmp_path, [quickstart, resumed], boards, {"page-resumed.png": (resumed, "#learning", 820)})
     assert len(set(found.values())) == 3
 
 
@@ -209,7 +217,7 @@ async def test_pictures_of_agents_with_prefill_and_decode_and_of_the_list(
         key=lambda entry: (entry.reward or 0.0, entry.sampled_tokens),
     )
     boards = {"board-rollout.png": (f"/run/{run.name}/rollouts/{best.group}/{best.member}", ".rollout", False, 820)}
-    await pictures(tmp_path, [run], boards, {"page-agents.png": run})
+    await pictures(tmp_path, [run], boards, {"page-agents.png": (run, "#learning", 820)})
 
 
 def healthy(run: RunDir) -> bool:

@@ -133,9 +133,9 @@ class Desk(BatchServer):
 
     gate: threading.Event
 
-    def _build_and_write(self, groups: list[Group], step: int, counters: dict[str, float]) -> Batch:
+    def _build_and_write(self, groups: list[Group], step: int, counters: dict[str, float], waited_s: float) -> Batch:
         assert self.gate.wait(20.0)
-        return super()._build_and_write(groups, step, counters)
+        return super()._build_and_write(groups, step, counters, waited_s)
 
 
 class Life:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from runs_testing import make_run, step_record, write_event, write_status
 
 from hpcrl.cli.output import json_text
-from hpcrl.runs.lenient import decode_lenient
+from hpcrl.runs.lenient import convert_lenient, decode_lenient
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics, read_newest
-from hpcrl.runs.run_progress import read_evaluations, read_progress
+from hpcrl.runs.run_progress import Evaluation, read_evaluations, read_progress
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views.report import write_report
@@ -132,6 +134,43 @@ def test_evaluations_with_anything_in_a_field_end_no_reader(run: RunDir, damage:
     assert found[0].version == 10
     assert found[0].reward == 0.75
     read_progress(run)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"reward": 0.5, "by_env": {"a": math.nan, "b": 0.5}}, {"reward": 0.5, "by_env": {"b": 0.5}}),
+        ({"reward": math.inf}, {"reward": math.nan}),
+        ({"reward": 1, "by_env": {}}, {"reward": 1.0, "by_env": {}}),
+        ({"reward": None, "by_env": {"a": None}}, {"reward": math.nan, "by_env": {}}),
+        # no JSON can have these, and they are read all the same
+        ({"reward": 0.25, "note": "\udc80"}, {"reward": 0.25}),
+        ({"reward": 0.25, "note": object()}, {"reward": 0.25}),
+    ],
+)
+def test_plain_values_are_converted_as_lines_are(values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = convert_lenient({"version": 3, **values}, Evaluation)
+    assert found is not None
+    assert (found.version, found.by_env) == (3, wanted.get("by_env", {}))
+    assert found.reward == pytest.approx(wanted["reward"], nan_ok=True)
+    assert convert_lenient({**values, "version": "three"}, Evaluation) is None
+
+
+def test_progress_reads_two_values_of_the_recipe_and_validates_none(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of a recipe take a fifth of the time of a command that shows where a run stands."""
+    recipe = run.recipe()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "recipe", lambda _: pytest.fail("the recipe is validated"))
+        found = read_progress(run)
+    assert (found.total_steps, found.staleness_bound) == (recipe.trainer.steps, recipe.rollouts.max_off_policy_steps)
+    # a recipe that leaves them out has their defaults
+    tree = yaml.safe_load(run.recipe_path.read_text())
+    del tree["rollouts"]["max_off_policy_steps"]
+    run.recipe_path.write_text(yaml.safe_dump(tree))
+    os.utime(run.recipe_path, ns=(1, 1))
+    assert read_progress(run).staleness_bound == run.recipe().rollouts.max_off_policy_steps
 
 
 def test_documents_of_commands_hold_null_and_never_nan() -> None:

@@ -17,10 +17,21 @@ from supervisor_testing import create
 from test_shipped_sinks import PARAMETERS, PYTHON, ROOT, needs_libraries
 
 from hpcrl.config.layout import JobComponent, Layout
+from hpcrl.config.load import load_cluster
+from hpcrl.config.lora import LoraConfig
 from hpcrl.runs.consumed import step_name
 from hpcrl.runs.events import EventWriter
 from hpcrl.runs.fleet import EngineView, FleetView
-from hpcrl.runs.outlets.derived import DerivedMetrics, mean_lengths, staleness_percentiles, step_ratios
+from hpcrl.runs.outlets.curves import by_curve
+from hpcrl.runs.outlets.derived import (
+    DerivedMetrics,
+    mean_lengths,
+    model_flops_utilization,
+    orchestrator_numbers,
+    peak_flops,
+    staleness_percentiles,
+    step_ratios,
+)
 from hpcrl.runs.outlets.feed import SinkFeed
 from hpcrl.runs.outlets.interface import RunInfo
 from hpcrl.runs.outlets.samples import SAMPLE_COLUMNS, sample_rows
@@ -93,6 +104,45 @@ def test_ratios_of_a_step_are_there_where_they_are_known() -> None:
     assert step_ratios(msgspec.structs.replace(made, mismatch_kl=math.nan), 0) == {"step_s": 2.0}
 
 
+def test_the_use_of_the_hardware_is_known_where_all_of_it_is() -> None:
+    made = msgspec.structs.replace(record(3), phases_s={"wait_batch": 1.5, "other": 0.5}, model_flops=6e15)
+    # 3e15 operations a second, of 4 GPUs that do 1e15 each
+    assert model_flops_utilization(made, 4, 1e15) == {"mfu": 0.75}
+    assert model_flops_utilization(made, 4, None) == model_flops_utilization(made, 0, 1e15) == {}
+    assert model_flops_utilization(msgspec.structs.replace(made, model_flops=None), 4, 1e15) == {}
+    assert model_flops_utilization(msgspec.structs.replace(made, phases_s={}), 4, 1e15) == {}
+
+
+def test_the_peak_of_a_gpu_is_that_of_the_profile(tmp_path: Path) -> None:
+    run = create(tmp_path)
+    assert peak_flops(run) is None  # this machine, of which a profile says nothing
+    profile = load_cluster(str(ROOT / "clusters/h200-28.yaml")).value
+    run.cluster_path.write_text(profile.model_dump_json())
+    recipe = run.recipe()
+
+    def with_trainer(**changes: Any) -> None:
+        trainer = recipe.trainer.model_copy(update=changes)
+        run.recipe_path.write_text(recipe.model_copy(update={"trainer": trainer}).model_dump_json())
+
+    with_trainer(dtype="bfloat16")
+    assert peak_flops(run) == 989e12
+    with_trainer(dtype="float32")
+    assert peak_flops(run) == 67e12
+    # adapters have other operations than those that are counted
+    with_trainer(dtype="bfloat16", lora=LoraConfig())
+    assert peak_flops(run) is None
+
+
+def test_numbers_of_the_orchestrator_and_of_replay() -> None:
+    made = msgspec.structs.replace(
+        record(3), rollouts={"dropped_stale": 3.0, "cancelled_stale": 4.0}, replayed_share=0.75
+    )
+    assert orchestrator_numbers(made) == {"stale_rollouts": 7.0, "routing_fallback_share": 0.25}
+    assert orchestrator_numbers(record(3)) == {}
+    named = by_curve(orchestrator_numbers(made))
+    assert named["r3/routed_experts_fallback_token_route_fraction"] == 0.25
+
+
 def test_lengths_engines_and_gpu_hours_of_a_step(tmp_path: Path) -> None:
     run = create(tmp_path)
     part = JobComponent(
@@ -121,6 +171,8 @@ def test_lengths_engines_and_gpu_hours_of_a_step(tmp_path: Path) -> None:
     }
     # eight GPUs for an hour
     assert found["gpu_hours"] == pytest.approx(8.0, rel=0.01)
+    # the profile is of this machine, and says nothing of its hardware
+    assert "mfu" not in found
     # the trainer of the plan has one rank, on nodes with GPUs
     made = record(4, attempt)
     assert found["tokens_per_s_per_gpu"] == made.tokens_per_s

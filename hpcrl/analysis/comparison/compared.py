@@ -98,7 +98,9 @@ def compare_runs(runs: Sequence[RunDir], *, reward: float | None = None, heldout
     """
     runs = list({run.path.resolve(): run for run in runs}.values())
     if len(runs) < 2:
-        raise UsageError("a comparison needs two runs or more\n    hint: hpcrl compare RUN RUN")
+        raise UsageError(
+            "a comparison needs two runs or more\n    hint: hpcrl compare RUN RUN, or hpcrl compare --tag WORD"
+        )
     measured = [measured_run(run, run_label(number), heldout=heldout) for number, run in enumerate(runs)]
     if heldout is not None and not any(each.points for each in measured):
         raise UsageError(f"no run has evaluated a set {heldout!r}\n    hint: evaluation.sets of the recipe names sets")

@@ -205,6 +205,8 @@ def _staleness(runs: Sequence[RunMaterial]) -> Plot:
 def _mappings(runs: Sequence[RunMaterial]) -> list[Plot]:
     wanted: tuple[tuple[str, str, str, Callable[[StepRecord], Mapping[str, float]]], ...] = (
         ("mismatch_kl_by_lag/", "Mismatch KL by lag", "nats", lambda record: record.mismatch_kl_by_lag),
+        ("mismatch_kl_by_env/", "Mismatch KL by environment", "nats", lambda record: record.mismatch_kl_by_env),
+        ("entropy_by_env/", "Entropy by environment", "nats", lambda record: record.entropy_by_env),
         ("reward_parts/", "Parts of the reward", "mean", lambda record: record.reward_parts),
         ("loss_metrics/", "Metrics of the loss", "", lambda record: record.loss_metrics),
     )

@@ -63,6 +63,8 @@ def build_batch(
     cost: Callable[[int], float],
     location: Location | None,
     payload_dir: Path,
+    flops: Callable[[int], float] | None = None,
+    wait_for_policy_s: float | None = None,
 ) -> Batch:
     """Build the batch of ``step``. Equal input gives equal bytes.
 
@@ -78,6 +80,10 @@ def build_batch(
         Returns the cost of training on a sequence from its number of tokens; see `pack`.
     location, payload_dir:
         Locations of columns: in memory, and on the shared filesystem.
+    flops:
+        Returns the operations of training on a sequence from its number of tokens; None where they are unknown.
+    wait_for_policy_s:
+        See `hpcrl.runs.metrics.StepRecord`.
     """
     distillation = recipe.algorithm.distillation
     weight = 1.0 if distillation is None else distillation.reward_weight
@@ -94,9 +100,14 @@ def build_batch(
             strict=True,
         )
     ]
-    stats = _stats(samples, counters)
     sequences = [reference for sample in samples for reference in _references(sample)]
     lengths = [sequence.tokens for sequence in sequences]
+    stats = msgspec.structs.replace(
+        _stats(samples, counters),
+        environments=_environments(groups),
+        model_flops=None if flops is None else math.fsum(map(flops, lengths)),
+        wait_for_policy_s=wait_for_policy_s,
+    )
     layout = pack(lengths, budget=recipe.trainer.micro_batch_tokens, world_size=world_size, cost=cost)
     shards = [
         encode_shard(
@@ -168,6 +179,13 @@ def _stats(samples: Sequence[_Sample], counters: Mapping[str, float]) -> BatchSt
         branches_max=max(sample.rollout.branches for sample in samples),
         prefix_repeated_tokens=sum(sample.rollout.repeated_tokens for sample in samples),
     )
+
+
+def _environments(groups: Sequence[Group]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for group in groups:
+        found[group.environment].append(group.index)
+    return dict(sorted(found.items()))
 
 
 def _teacher_kl(rollouts: Sequence[StoredRollout]) -> float | None:

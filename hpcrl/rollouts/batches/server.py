@@ -73,7 +73,8 @@ class BatchServer:
         self._recipe, self._scheduler, self._counters, self._gauges = recipe, scheduler, counters, gauges
         self._columns, self._files, self._spawn, self._journal = columns, files, spawn, journal
         self._data_ranks = recipe.trainer.data_ranks
-        self._cost = _cost_of(recipe)
+        self._flops = _flops_of(recipe)
+        self._waited_s = 0.0
         self._builds: dict[int, asyncio.Task[Batch]] = {}
         self._handed_out = self._begun = scheduler.account.step
 
@@ -141,10 +142,12 @@ class BatchServer:
         groups = self._scheduler.take_batch()
         await self._journal.taken(step, groups)
         counters: dict[str, float] = {**self._counters.as_dict(), **self._gauges()}
+        waited_s = self._scheduler.policy_wait.seconds
+        since_s, self._waited_s = waited_s - self._waited_s, waited_s
         # in a thread: a batch of long rollouts is many megabytes
-        return await asyncio.to_thread(self._build_and_write, groups, step, counters)
+        return await asyncio.to_thread(self._build_and_write, groups, step, counters, since_s)
 
-    def _build_and_write(self, groups: list[Group], step: int, counters: dict[str, float]) -> Batch:
+    def _build_and_write(self, groups: list[Group], step: int, counters: dict[str, float], waited_s: float) -> Batch:
         batch = build_batch(
             groups,
             step=step,
@@ -152,7 +155,9 @@ class BatchServer:
             recipe=self._recipe,
             counters=counters,
             text=self._columns.text,
-            cost=self._cost,
+            cost=self._flops or float,
+            flops=self._flops,
+            wait_for_policy_s=waited_s,
             location=self._columns.location,
             payload_dir=self._columns.payload_dir,
         )
@@ -178,13 +183,10 @@ class BatchServer:
         return OrchestratorState.of(self._recipe, step=step, next_index=self._scheduler.next_index, pending=pending)
 
 
-def _cost_of(recipe: Recipe) -> Callable[[int], float]:
-    """Return a function that estimates the training cost of a rollout from its number of tokens.
-
-    The cost is the number of tokens where the sizes of the model are unknown.
-    """
+def _flops_of(recipe: Recipe) -> Callable[[int], float] | None:
+    """Return a function from the tokens of a sequence to its operations; None where the model's sizes are unknown."""
     try:
         return training_cost(load_facts(recipe.model.path))
     except (FileNotFoundError, ValueError) as error:
         _log.warning("micro-batches are balanced by tokens alone: %s", error)
-        return float
+        return None

@@ -67,6 +67,11 @@ class GroupAdmission:
         return in_flight + self._group_size <= limit and place
 
     @property
+    def needs_newer_version(self) -> bool:
+        """Return whether the staleness bound lets no group begin until engines serve a newer version."""
+        return (self._capacity if self._in_order else self.account.capacity) <= 0
+
+    @property
     def used_up(self) -> bool:
         """Return whether all groups have ended that the served weights may begin; only in deterministic order."""
         return self._in_order and self.account.running == 0 and self._capacity <= 0

@@ -27,6 +27,7 @@ from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
 from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningRollout
 from hpcrl.rollouts.sampling.policy import GroupAdmission, GroupOutcome
+from hpcrl.rollouts.sampling.policy_wait import PolicyWait
 from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Scheduler:
         Maximum number of running rollouts; those that run when it is lowered continue.
     next_index:
         Index of the first group that has not been started.
+    policy_wait:
+        Time for which there was room for a group, and none could begin until engines served a newer version.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Scheduler:
             order=config.order,
         )
         self._restart = {task.index: task for task in restart}
-        self._taken = TakenSteps()
+        self._taken, self.policy_wait = TakenSteps(), PolicyWait()
         self._running: dict[int, _Running] = {}
         self._finished = {group.index: group for group in finished}
         self._draining = False
@@ -150,6 +153,7 @@ class Scheduler:
                 # cleared before groups are admitted: a change during the admission then wakes the next round
                 self._wake.clear()
                 await self._admit()
+                self.policy_wait.note(waits=self._waits_for_policy())
                 if self._policy.used_up or self._draining:
                     await self._sampler.pool.notify()  # engines may load other weights now
                 if self._error is not None:
@@ -259,6 +263,21 @@ class Scheduler:
         # while memory for rollouts is full, waiting groups are trained first. A batch that lacks groups gets them
         # nevertheless, because only training frees memory
         return self._policy.must_wait_for_unfinished(self._restart, self._finished.values()) or not self._journal.full
+
+    def _waits_for_policy(self) -> bool:
+        has_room = self.in_flight + self._config.group_size <= self.places
+        return not self._draining and has_room and self._policy.needs_newer_version
+
+    def staleness_in_queue(self) -> list[int]:
+        """Return the staleness that each finished rollout has if the next step takes it."""
+        step = self.account.step
+        return [step - rollout.first_version for group in self._finished.values() for rollout in group.rollouts]
+
+    def staleness_in_flight(self) -> list[int]:
+        """Return the same of each rollout that runs, from its first request on."""
+        running = (conversation for group in self._running.values() for conversation in group.conversations)
+        versions = (conversation.first_version for conversation in running)
+        return [self.account.step - version for version in versions if version is not None]
 
     def _deal(self) -> GroupTask:
         self.next_index += 1

@@ -64,6 +64,14 @@ class _Measured(NamedTuple):
 _MEASURED = {
     "in_flight": _Measured("in_flight", 1.0, "Rollouts that run now."),
     "in_flight_limit": _Measured("in_flight_limit", 1.0, "Maximum number of rollouts that may run now."),
+    "in_queue": _Measured("in_queue", 1.0, "Finished rollouts that wait for the trainer."),
+    "in_queue_staleness_mean": _Measured("in_queue_staleness_mean", 1.0, "Their mean staleness in the next step."),
+    "in_queue_staleness_max": _Measured("in_queue_staleness_max", 1.0, "Their largest staleness in the next step."),
+    "in_flight_staleness_mean": _Measured("in_flight_staleness_mean", 1.0, "Mean staleness of rollouts that run now."),
+    "in_flight_staleness_max": _Measured("in_flight_staleness_max", 1.0, "Largest staleness of rollouts that run now."),
+    "wait_for_policy_s": _Measured(
+        "wait_for_policy_seconds_total", 1.0, "Time for which rollouts could not begin before a newer version."
+    ),
     "groups_running": _Measured("groups_running", 1.0, "Groups that run now."),
     "groups_waiting": _Measured("groups_waiting", 1.0, "Groups that wait to be consumed."),
     "version": _Measured("version", 1.0, "Policy version that all engines serve."),

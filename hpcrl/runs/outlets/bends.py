@@ -57,6 +57,19 @@ BENDS: tuple[Bend, ...] = (
         "A lower `rollouts.max_off_policy_steps`.",
     ),
     Bend(
+        ("is_masked_low/mean", "is_masked_high/mean"),
+        "`is_masked_low/mean` or `is_masked_high/mean` rises, and the other does not",
+        "Low: the policy left tokens of bad rollouts, or the engine samples what the trainer finds unlikely. High: it "
+        "moved far towards tokens of good ones.",
+        "Look at `mismatch_kl/lag/NAME`: high at lag 0 it is the mismatch, else a lower learning rate.",
+    ),
+    Bend(
+        ("entropy/env/NAME", "mismatch_kl/env/NAME"),
+        "`entropy/env/NAME` or `mismatch_kl/env/NAME` of one environment leaves the others",
+        "The policy repeats itself there; or its replies are longer or in another format, so that errors add up.",
+        "Read its rollouts (`hpcrl rollouts ls RUN --environment NAME`); the `weight` of the environments.",
+    ),
+    Bend(
         ("importance/ess",),
         "`importance/ess` falls under 0.5",
         "Few tokens carry the gradient.",
@@ -78,6 +91,30 @@ BENDS: tuple[Bend, ...] = (
         "Fewer `rollouts.max_in_flight`.",
     ),
     Bend(
+        ("off_policy/dropped",),
+        "`off_policy/dropped` rises faster from step to step",
+        "Rollouts take longer than the staleness bound lets them live.",
+        "Fewer `rollouts.max_in_flight`, or a higher `rollouts.max_off_policy_steps`.",
+    ),
+    Bend(
+        ("rollouts/in_queue", "off_policy/in_queue/mean", "off_policy/in_queue/max"),
+        "`rollouts/in_queue` or `off_policy/in_queue/mean` rises",
+        "Engines finish more rollouts than the trainer takes, and these become old in the queue.",
+        "Fewer engines or more ranks of the trainer; a lower `rollouts.ready_batches`.",
+    ),
+    Bend(
+        ("rollouts/in_flight", "off_policy/in_flight/mean", "off_policy/in_flight/max"),
+        "`rollouts/in_flight` falls below its limit, or `off_policy/in_flight/max` comes to the bound",
+        "Few run: they wait for a version or for memory (`time/wait_for_policy`). Old ones: a few rollouts take long.",
+        "`hpcrl why --slow`; a smaller `rollouts.sampling.max_new_tokens`, or timeouts of the environment.",
+    ),
+    Bend(
+        ("time/wait_for_policy",),
+        "`time/wait_for_policy` rises",
+        "The staleness bound holds engines back: the trainer is slower than they are, or versions load slowly.",
+        "A higher `rollouts.max_off_policy_steps`, or more ranks of the trainer; look at `page/update_s`.",
+    ),
+    Bend(
         ("time/wait_for_batch",),
         "`time/wait_for_batch` is most of a step",
         "Engines or environments are the limit.",
@@ -88,6 +125,12 @@ BENDS: tuple[Bend, ...] = (
         "`perf/throughput` falls slowly",
         "Rollouts get longer.",
         "Look at `perf/tokens` and `length/all/mean`; `rollouts.sampling.max_new_tokens`.",
+    ),
+    Bend(
+        ("perf/mfu",),
+        "`perf/mfu` falls",
+        "The trainer waits, or computes less well: short micro-batches, recomputation, slow exchanges.",
+        "Look at `time/wait_for_batch` and `time/forward_backward`; `hpcrl profile RUN` shows its kernels.",
     ),
     Bend(
         ("kl_ent_ratio/mean",),
@@ -200,7 +243,13 @@ BENDS: tuple[Bend, ...] = (
         "Read rollouts; a chat format that keeps earlier turns (docs/environments.md).",
     ),
     Bend(
-        ("router/mismatch", "router/mismatch_lag/NAME", "router/unknown/NAME", "router/replayed_share"),
+        (
+            "router/mismatch",
+            "router/mismatch_lag/NAME",
+            "router/unknown/NAME",
+            "router/replayed_share",
+            "r3/routed_experts_fallback_token_route_fraction",
+        ),
         "`router/mismatch` or `router/unknown/NAME` rises, `router/replayed_share` falls",
         "Engines return no experts for some tokens, or compute the router in another precision.",
         "`engine.return_routed_experts` and `trainer.router_replay` (docs/training.md).",

@@ -42,6 +42,12 @@ CURVES: dict[str, Curve] = {
     "mismatch_kl": Curve("mismatch_kl/all/mean", "nats", "low", "KL of engine and trainer at trained tokens (k3)."),
     "kl_ent_ratio": Curve("kl_ent_ratio/mean", "1", "low", "Mismatch KL divided by the entropy."),
     "masked_share": Curve("is_masked/mean", "1", "low", "Share of trained tokens that the loss masks or cuts."),
+    "masked_low_share": Curve(
+        "is_masked_low/mean", "1", "low", "The part of it whose probability is lower in the trainer than in the engine."
+    ),
+    "masked_high_share": Curve(
+        "is_masked_high/mean", "1", "low", "The part of it whose probability is higher in the trainer."
+    ),
     "ess": Curve("importance/ess", "1", "high", "Effective sample size of importance ratios, as a share of tokens."),
     "reference_kl": Curve("reference_kl/mean", "nats", "low", "KL of trainer and reference model (k3)."),
     "teacher_kl": Curve("teacher_kl/mean", "nats", "down", "KL of engine and teacher."),
@@ -53,6 +59,23 @@ CURVES: dict[str, Curve] = {
     "staleness_max": Curve("off_policy/max", "versions", "low", "Largest staleness in the batch."),
     "staleness_p50": Curve("off_policy/p50", "versions", "low", "Median staleness of the rollouts of the batch."),
     "staleness_p90": Curve("off_policy/p90", "versions", "low", "90 % of the rollouts are at most as stale."),
+    "stale_rollouts": Curve(
+        "off_policy/dropped", "rollouts", "low", "Rollouts dropped or aborted as too old, since the start of the run."
+    ),
+    "rollouts/in_queue": Curve(
+        "rollouts/in_queue", "rollouts", "low", "Finished rollouts that wait for the trainer, as the batch is taken."
+    ),
+    "rollouts/in_queue_staleness_mean": Curve(
+        "off_policy/in_queue/mean", "versions", "low", "Mean staleness that these have if the next step takes them."
+    ),
+    "rollouts/in_queue_staleness_max": Curve("off_policy/in_queue/max", "versions", "low", "Largest of these."),
+    "rollouts/in_flight": Curve(
+        "rollouts/in_flight", "rollouts", "steady", "Rollouts that run, as the batch is taken."
+    ),
+    "rollouts/in_flight_staleness_mean": Curve(
+        "off_policy/in_flight/mean", "versions", "low", "Mean staleness that these have, from their first request on."
+    ),
+    "rollouts/in_flight_staleness_max": Curve("off_policy/in_flight/max", "versions", "low", "Largest of these."),
     "length_mean": Curve("length/all/mean", "tokens", "-", "Mean tokens of a rollout, prompts and tools included."),
     "sampled_length_mean": Curve("length/sampled/mean", "tokens", "-", "Mean tokens of a rollout that were sampled."),
     "sampled_length_p50": Curve("length/sampled/p50", "tokens", "-", "Median of these."),
@@ -69,15 +92,34 @@ CURVES: dict[str, Curve] = {
     "tokens_per_s_per_gpu": Curve(
         "perf/throughput_per_gpu", "tokens/s", "high", "The same by GPUs of the trainer; not known without GPUs."
     ),
+    "mfu": Curve(
+        "perf/mfu",
+        "1",
+        "high",
+        "Operations of the batch, forward and backward, by those of the trainer's GPUs at their peak in the seconds of "
+        "the step (PaLM, arXiv 2204.02311, appendix B).",
+    ),
     "peak_memory_gib": Curve(
         "perf/peak_memory", "GiB", "steady", "The most GPU memory that rank 0 of the trainer has used since its start."
     ),
     "step_s": Curve("time/step", "s", "low", "Seconds of the step: the sum of its phases."),
     "phases_s/wait_batch": Curve("time/wait_for_batch", "s", "low", "Seconds of waiting for rollouts."),
+    "wait_for_policy_s": Curve(
+        "time/wait_for_policy",
+        "s",
+        "low",
+        "Seconds since the batch before in which rollouts had room, and waited for engines to serve a newer version.",
+    ),
     "phases_s/publish": Curve("time/broadcast_weights", "s", "low", "Seconds for which a hand-off blocked the step."),
     "phases_s/checkpoint": Curve("time/save_ckpt", "s", "low", "Seconds for which a checkpoint blocked the step."),
     "routing_mismatch": Curve("router/mismatch", "1", "low", "Share of tokens and layers with other routed experts."),
     "replayed_share": Curve("router/replayed_share", "1", "high", "Share of tokens that took the engine's experts."),
+    "routing_fallback_share": Curve(
+        "r3/routed_experts_fallback_token_route_fraction",
+        "1",
+        "low",
+        "Share of tokens whose experts the trainer's own router chose, with router replay.",
+    ),
     "replayed_mismatch_kl": Curve("mismatch_kl/replayed/mean", "nats", "low", "Mismatch KL with router replay."),
     "unreplayed_mismatch_kl": Curve("mismatch_kl/unreplayed/mean", "nats", "low", "Mismatch KL without it."),
     "branches_mean": Curve("branches/mean", "sequences", "-", "Sequences of a rollout."),
@@ -94,6 +136,8 @@ FAMILIES: dict[str, Curve] = {
     "heldout_by_env/": Curve("heldout/reward/", "1", "up", "Mean held-out reward of one environment."),
     "heldout_parts/": Curve("heldout/part/", "1", "-", "Mean of a part of the held-out reward."),
     "mismatch_kl_by_lag/": Curve("mismatch_kl/lag/", "nats", "low", "Mismatch KL of tokens by their lag in versions."),
+    "entropy_by_env/": Curve("entropy/env/", "nats", "steady", "Entropy at trained tokens of one environment."),
+    "mismatch_kl_by_env/": Curve("mismatch_kl/env/", "nats", "low", "Mismatch KL of one environment (k3)."),
     "routing_mismatch_by_lag/": Curve("router/mismatch_lag/", "1", "low", "Router mismatch by lag in versions."),
     "unknown_routing/": Curve("router/unknown/", "1", "low", "Share of tokens without experts of an engine, by kind."),
     "staleness_histogram/": Curve("off_policy/histogram/", "rollouts", "-", "Rollouts by staleness."),

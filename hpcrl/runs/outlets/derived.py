@@ -42,11 +42,14 @@ class DerivedMetrics:
         self._hours: HeldHours | None = None
         self._hours_of = 0
         self._trainer_gpus = trainer_gpus(run.plan())
+        self._peak_flops = peak_flops(run)
 
     def of(self, record: StepRecord) -> dict[str, float]:
         """Return the numbers of a step by name, without those that are unknown."""
         return {
             **step_ratios(record, self._trainer_gpus),
+            **model_flops_utilization(record, self._trainer_gpus, self._peak_flops),
+            **orchestrator_numbers(record),
             **staleness_percentiles(record),
             **mean_lengths(record),
             **self._lengths(record.step),
@@ -88,6 +91,47 @@ def trainer_gpus(plan: Plan) -> int:
         if group.role is Role.TRAINER and plan.layout.components and plan.component(group).gpus_per_node:
             ranks += group.replicas * group.ranks
     return ranks
+
+
+def peak_flops(run: RunDir) -> float | None:
+    """Return the peak operations a second of a GPU of the trainer, in the dtype of its model and without sparsity.
+
+    None where the profile does not have it, and for adapters, whose backward pass has other operations than
+    `hpcrl.runs.metrics.StepRecord.model_flops`. Products in FP8 count as those of the dtype.
+    """
+    trainer, node = run.recipe().trainer, run.cluster().node_of(Role.TRAINER)
+    if node is None or trainer.lora is not None:
+        return None
+    peak = node.gpu.tflops.get(trainer.dtype)
+    return None if peak is None else peak * 1e12
+
+
+def model_flops_utilization(record: StepRecord, gpus: int, peak: float | None) -> dict[str, float]:
+    """Return ``mfu``: the operations of the batch over those that ``gpus`` could have done in the step.
+
+    The step includes its waits. Operations are those of the model: what is computed again, by memory tools or for a
+    reference model, does not count (PaLM, Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+    Parameters
+    ----------
+    peak:
+        Operations a second of a GPU; None: unknown, as the result is then.
+    """
+    seconds = math.fsum(record.phases_s.values())
+    if record.model_flops is None or peak is None or not gpus or seconds <= 0.0:
+        return {}
+    return {"mfu": record.model_flops / (seconds * gpus * peak)}
+
+
+def orchestrator_numbers(record: StepRecord) -> dict[str, float]:
+    """Return rollouts that were too old, and the tokens whose experts are not replayed, as a share."""
+    found = {}
+    counts = [record.rollouts.get(name) for name in ("dropped_stale", "cancelled_stale")]
+    if known := [count for count in counts if count is not None]:
+        found["stale_rollouts"] = math.fsum(known)
+    if record.replayed_share is not None:
+        found["routing_fallback_share"] = 1.0 - record.replayed_share
+    return found
 
 
 def step_ratios(record: StepRecord, trainer_gpus: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -56,6 +56,8 @@ class TokenBatch(NamedTuple):
         Experts that engines chose for all ``T`` tokens; None where they did not return them.
     teacher_logprobs:
         ``[N]`` float32: those of a teacher, NaN for tokens without one; None where no token has one.
+    environments:
+        ``[N]`` int64: number of the environment of each token, -1 where it is unknown; None where all are.
     """
 
     input_ids: Tensor
@@ -70,6 +72,7 @@ class TokenBatch(NamedTuple):
     num_sequences: int
     routes: ReplayedExperts | None = None
     teacher_logprobs: Tensor | None = None
+    environments: Tensor | None = None
 
     @property
     def num_trained(self) -> int:
@@ -81,13 +84,17 @@ class TokenBatch(NamedTuple):
         return replace(context, replay=self.routes) if replay else context
 
     @classmethod
-    def from_wire(cls, batch: MicroBatch, arch: ModelArch | None = None) -> TokenBatch:
+    def from_wire(
+        cls, batch: MicroBatch, arch: ModelArch | None = None, *, environments: Mapping[int, int] | None = None
+    ) -> TokenBatch:
         """Return the tensors of a micro-batch, on the host. An empty one becomes one token that is not trained.
 
         Parameters
         ----------
         arch:
             Architecture for the batch's routed experts; None leaves them out.
+        environments:
+            Number of the environment of each group, by the index of the group; empty or None where it is unknown.
 
         Raises
         ------
@@ -107,7 +114,10 @@ class TokenBatch(NamedTuple):
             contexts = np.repeat(batch.versions[starts[:-1]], np.diff(starts))[trained]
         attention = PackedAttention(torch.from_numpy(starts))
         where, teacher = torch.from_numpy(trained), batch.teacher_logprobs
-        input_ids = torch.from_numpy(ids)
+        input_ids, sequences = torch.from_numpy(ids), attention.sequences[where]
+        numbers = None
+        if environments and total and batch.rollouts:
+            numbers = torch.tensor([environments.get(group, -1) for group, _ in batch.rollouts])[sequences]
         return cls(
             input_ids=input_ids,
             attention=attention,
@@ -117,10 +127,11 @@ class TokenBatch(NamedTuple):
             advantages=torch.from_numpy(batch.advantages[trained].astype(np.float32)),
             versions=torch.from_numpy(batch.versions[trained].astype(np.int64)),
             context_versions=torch.from_numpy(contexts.astype(np.int64)),
-            sequences=attention.sequences[where],
+            sequences=sequences,
             num_sequences=len(starts) - 1,
             routes=engine_experts(batch, arch) if total and arch is not None else None,
             teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[trained].astype(np.float32)),
+            environments=numbers,
         )
 
     def cut(self, group: dist.ProcessGroup, scheme: ContextScheme = "ulysses") -> TokenBatch:
@@ -167,6 +178,7 @@ class TokenBatch(NamedTuple):
             num_sequences=self.num_sequences,
             routes=None if self.routes is None else cut_experts(self.routes, own, wanting),
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[trained],
+            environments=None if self.environments is None else self.environments[trained],
         )
 
     def to(self, device: torch.device) -> TokenBatch:

@@ -20,7 +20,10 @@ from hpcrl.trainer.batch.tensors import TokenBatch
 from hpcrl.trainer.parallel.ranks import Ranks
 from hpcrl.trainer.step.losses import PolicyLoss
 
-_TOKEN_SCALARS = ("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "ratio", "squared_ratio")
+_TOKEN_SCALARS = (
+    *("tokens", "nonfinite", "loss", "entropy", "mismatch_kl", "masked", "masked_low", "masked_high"),
+    *("ratio", "squared_ratio"),
+)
 _ROUTE_SCALARS = ("compared", "differing", "known")
 _PROBE_SCALARS = ("probed", "replayed_kl", "unreplayed_kl")
 _REFERENCE_SCALARS = ("referred", "reference_kl")
@@ -41,6 +44,10 @@ class TokenMetrics:
     mismatch_kl: float
     mismatch_kl_by_lag: dict[str, float]
     masked_share: float
+    masked_low_share: float
+    masked_high_share: float
+    entropy_by_env: dict[str, float]
+    mismatch_kl_by_env: dict[str, float]
     ess: float
     routing_mismatch: float | None
     routing_mismatch_by_lag: dict[str, float]
@@ -69,6 +76,7 @@ class TokenSums:
         routes_bytes: int = 0,
         replay: bool = False,
         loss_metrics: Sequence[str] = (),
+        environments: Sequence[str] = (),
     ) -> None:
         """Start a step that is computed with policy version ``trainer_version``.
 
@@ -88,6 +96,8 @@ class TokenSums:
             Whether tokens with a row take the experts of it.
         loss_metrics:
             Names of what the loss measures of each token.
+        environments:
+            Names of the environments of the batch, by their numbers; the same on all ranks.
         """
         self._version, self._replay = trainer_version, replay
         self._unknown = torch.tensor([unknown[kind] for kind in UNKNOWN_KINDS], dtype=torch.float64)
@@ -97,6 +107,10 @@ class TokenSums:
         self._loss_names = tuple(loss_metrics)
         # of what the loss measures: tokens at which it is finite, and sums over them
         self._loss_metrics = torch.zeros(2, len(self._loss_names), dtype=torch.float64, device=device)
+        # of each environment: tokens, and sums of their entropies and of their k3
+        self._environments = tuple(environments)
+        self._by_env = torch.zeros(3, len(self._environments), dtype=torch.float64, device=device)
+        self._env_numbers = torch.arange(len(self._environments), device=device)[:, None]
         # of trained tokens and their k3, and of pairs of token and layer and those whose experts differ: counts and
         # sums, first of mixed tokens, then by version lag
         self._lags = torch.zeros(2, 2, longest_lag + 2, dtype=torch.float64, device=device)
@@ -144,9 +158,17 @@ class TokenSums:
             routes_bytes=sum(each.routed_experts.data.nbytes for each in counted if each.routed_experts is not None),
             replay=replay,
             loss_metrics=loss_metrics,
+            environments=tuple(shard.stats.environments),
         )
 
-    def add(self, loss: PolicyLoss, entropies: Tensor, versions: Tensor, context_versions: Tensor) -> None:
+    def add(
+        self,
+        loss: PolicyLoss,
+        entropies: Tensor,
+        versions: Tensor,
+        context_versions: Tensor,
+        environments: Tensor | None = None,
+    ) -> None:
         """Add the N trained tokens of a micro-batch. Of what is not finite only the number of tokens is counted.
 
         Parameters
@@ -159,24 +181,32 @@ class TokenSums:
             ``[N]`` int64 policy version that sampled each token.
         context_versions:
             ``[N]`` int64 oldest version that its context was computed with.
+        environments:
+            ``[N]`` int64 number of the environment of each token, -1 where it is unknown; None where all are.
         """
         finite = loss.log_ratio.isfinite() & entropies.isfinite()
         log_ratio = torch.where(finite, loss.log_ratio, 0.0).double()
         ones = finite.double()
         ratio = log_ratio.clamp(max=_MAX_LOG_RATIO).exp() * ones
         k3 = ratio - ones - log_ratio
+        masked, entropy = loss.masked & finite, torch.where(finite, entropies, 0.0).double()
         sums = (
             ones.sum(),
             (1.0 - ones).sum(),
             loss.loss.detach().double().nan_to_num(0.0, 0.0, 0.0),
-            torch.where(finite, entropies, 0.0).double().sum(),
+            entropy.sum(),
             k3.sum(),
-            (loss.masked & finite).double().sum(),
+            masked.double().sum(),
+            (masked & (log_ratio < 0)).double().sum(),
+            (masked & (log_ratio > 0)).double().sum(),
             ratio.sum(),
             ratio.square().sum(),
         )
         self._add_scalars(0, sums)
         self._add_lags(0, self._buckets(versions, context_versions), ones, k3)
+        if environments is not None and self._environments:
+            mine = environments == self._env_numbers
+            self._by_env += torch.stack([torch.where(mine, each, 0.0).sum(1) for each in (ones, entropy, k3)])
         if loss.metrics is not None:
             known = loss.metrics.isfinite()
             self._loss_metrics[0] += known.double().sum(1)
@@ -235,20 +265,25 @@ class TokenSums:
         """Return means over all ranks (a collective). If nothing was trained all values are 0."""
         own = self._lags.shape[-1]
         longest = ranks.max(own)
-        fetched = torch.cat((self._scalars, self._loss_metrics.flatten(), self._lags.flatten())).cpu()
-        own_metrics = fetched[len(_SCALARS) : len(_SCALARS) + self._loss_metrics.numel()]
+        # fetched at once: each fetch waits for the device
+        mine = (self._scalars, self._loss_metrics.flatten(), self._by_env.flatten(), self._lags.flatten())
+        fetched = torch.cat(mine).cpu()
+        own_scalars, own_metrics, own_envs, own_lags = torch.split(fetched, [len(each) for each in mine])
         by_lag = torch.zeros(2, 2, longest, dtype=torch.float64)
-        by_lag[..., :own] = fetched[-self._lags.numel() :].view(2, 2, own)
+        by_lag[..., :own] = own_lags.view(2, 2, own)
         pieces = (
-            fetched[: len(_SCALARS)],
+            own_scalars,
             own_metrics,
+            own_envs,
             self._unknown,
             self._rollouts,
             self._routes_bytes,
             by_lag.flatten(),
         )
         total = ranks.sum(torch.cat(pieces))
-        scalars, measured, unknown, rollouts, routes_bytes, lags = torch.split(total, [len(piece) for piece in pieces])
+        scalars, measured, envs, unknown, rollouts, routes_bytes, lags = torch.split(
+            total, [len(piece) for piece in pieces]
+        )
         digest = digest_of_parts([int(part) for part in rollouts.tolist()])
         size = int(routes_bytes.item())
         counts, sums = measured.view_as(self._loss_metrics).tolist()
@@ -261,6 +296,7 @@ class TokenSums:
             routes_bytes=size,
             replay=self._replay,
             loss_metrics={name: total / count for name, count, total in found if count},
+            by_env=dict(zip(self._environments, envs.view_as(self._by_env).T.tolist(), strict=True)),
         )
 
 
@@ -288,6 +324,7 @@ def _means(
     routes_bytes: int,
     replay: bool,
     loss_metrics: dict[str, float],
+    by_env: Mapping[str, tuple[float, float, float]],
 ) -> TokenMetrics:
     sums = dict(zip(_SCALARS, scalars.tolist(), strict=True))
     tokens = sums["tokens"]
@@ -306,6 +343,10 @@ def _means(
         mismatch_kl=sums["mismatch_kl"] * share,
         mismatch_kl_by_lag=_shares(kl_by_lag),
         masked_share=sums["masked"] * share,
+        masked_low_share=sums["masked_low"] * share,
+        masked_high_share=sums["masked_high"] * share,
+        entropy_by_env={name: entropy / count for name, (count, entropy, _) in by_env.items() if count},
+        mismatch_kl_by_env={name: k3 / count for name, (count, _, k3) in by_env.items() if count},
         ess=sums["ratio"] ** 2 * share / sums["squared_ratio"] if tokens else 0.0,
         routing_mismatch=sums["differing"] / sums["compared"] if sums["compared"] else None,
         routing_mismatch_by_lag=_shares(routes_by_lag),

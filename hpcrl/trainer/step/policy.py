@@ -186,10 +186,11 @@ class TrainerPolicy:
         self._watch.begin_step(shard)
         if self.reference is not None:
             self.reference.begin_step(shard.step)
+        environments = shard.stats.environment_numbers()
         for number, micro_batch in enumerate(shard.micro_batches, start=1):
             last = number == len(shard.micro_batches)
             sum_over_copies(self.model, now=last)
-            batch = TokenBatch.from_wire(micro_batch, self.arch)
+            batch = TokenBatch.from_wire(micro_batch, self.arch, environments=environments)
             if context is not None:
                 batch = batch.cut(context.get_group(), self.recipe.trainer.parallelism.cp_scheme)
             batch = batch.to(self.parallel.device)
@@ -210,7 +211,7 @@ class TrainerPolicy:
                 sums.add_routes(comparison, batch)
             loss.loss.backward()  # type: ignore[no-untyped-call]
             if batch.num_trained:
-                sums.add(loss, entropies, batch.versions, batch.context_versions)
+                sums.add(loss, entropies, batch.versions, batch.context_versions, batch.environments)
                 if self._ratios is not None:
                     self._ratios.add(number, loss.log_ratio)
                 if unreplayed is not None:

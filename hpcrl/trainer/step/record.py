@@ -56,6 +56,8 @@ def step_record(
         branches_max=stats.branches_max,
         prefix_repeated_tokens=stats.prefix_repeated_tokens,
         peak_memory_gib=peak_memory_gib(),
+        model_flops=stats.model_flops,
+        wait_for_policy_s=stats.wait_for_policy_s,
         **measured,
     )
 

@@ -60,7 +60,7 @@ class ConversationBatches:
         assert recipe.sft is not None
         self._recipe, self._config = recipe, recipe.sft
         self._rank, self._world_size = rank, world_size
-        self._cost = _cost_of(recipe)
+        self._flops = _flops_of(recipe)
 
     def load(self, data: RenderedConversations) -> None:
         """Take the data (UsageError where an epoch has more steps than conversations are left)."""
@@ -79,7 +79,7 @@ class ConversationBatches:
     def _shard(self, step: int, sequences: Sequence[int]) -> BatchShard:
         lengths = [int(self._data.lengths[sequence]) for sequence in sequences]
         budget = self._recipe.trainer.micro_batch_tokens
-        layout = pack(lengths, budget=budget, world_size=self._world_size, cost=self._cost)
+        layout = pack(lengths, budget=budget, world_size=self._world_size, cost=self._flops or float)
         trained = sum(int(self._data.trained[sequence]) for sequence in sequences)
         return BatchShard(
             step=step,
@@ -94,6 +94,7 @@ class ConversationBatches:
                 reward_mean=math.nan,
                 reward_std=math.nan,
                 staleness_mean=math.nan,
+                model_flops=None if self._flops is None else math.fsum(map(self._flops, lengths)),
             ),
         )
 
@@ -152,9 +153,9 @@ def rendered_directory(run_dir: Path) -> Path:
     return run_dir / "sft"
 
 
-def _cost_of(recipe: Recipe) -> Callable[[int], float]:
-    """Return the cost of training on a sequence by the model's sizes; its number of tokens if they are unknown."""
+def _flops_of(recipe: Recipe) -> Callable[[int], float] | None:
+    """Return a function from the tokens of a sequence to its operations; None if the model's sizes are unknown."""
     try:
         return training_cost(load_facts(recipe.model.path))
     except (ValueError, OSError):
-        return float
+        return None

@@ -102,6 +102,18 @@ def test_the_statistics_are_those_of_its_rollouts() -> None:
         assert stats.total_tokens == sum(rollout.tokens for _, rollout in ROLLOUTS)
         assert stats.total_sampled_tokens == sum(rollout.sampled_tokens for _, rollout in ROLLOUTS)
         assert stats.rollouts == {"finished": 5.0}  # a number that is none is not reported
+        assert stats.environments == {"a": [8], "b": [3]}
+        assert stats.environment_numbers() == {8: 0, 3: 1}
+        assert (stats.model_flops, stats.wait_for_policy_s) == (None, None)
+
+
+def test_the_operations_are_those_of_all_sequences() -> None:
+    """Attention costs more than in proportion to length: two branches of ten tokens are cheaper than one of twenty."""
+    branched = msgspec.structs.replace(GROUPS[0].rollouts[0], tokens=20, lengths=[12, 8])
+    groups = [msgspec.structs.replace(GROUPS[0], rollouts=[branched, GROUPS[0].rollouts[1]])]
+    for shard in shards(built(groups, flops=lambda tokens: float(tokens**2), wait_for_policy_s=0.5)):
+        assert shard.stats.model_flops == 12**2 + 8**2 + GROUPS[0].rollouts[1].tokens ** 2
+        assert shard.stats.wait_for_policy_s == 0.5
 
 
 def test_each_rollout_is_in_one_micro_batch_with_its_advantage_and_its_place() -> None:

@@ -1,5 +1,6 @@
 """A batch that ranks of a context-parallel group share: what each of them trains."""
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,11 @@ def cut(batch, rank, ranks, scheme="ulysses"):
 def batch_of(rollouts):
     """With a row of experts that tells the token, known for every third."""
     shard = Rollouts(3, count=rollouts).shard(micro_batches=1)
-    batch = TokenBatch.from_wire(shard.micro_batches[0])
+    micro_batch = shard.micro_batches[0]
+    named = msgspec.structs.replace(micro_batch, rollouts=[(10 + i, 0) for i in range(rollouts)])
+    # the first group is of no environment that the batch knows
+    batch = TokenBatch.from_wire(named, environments={10 + i: i % 2 for i in range(1, rollouts)})
+    assert batch.environments.tolist() == [-1 if i == 0 else i % 2 for i in batch.sequences.tolist()]
     tokens = torch.arange(len(batch.input_ids))
     rows = tokens.int()[:, None, None].expand(-1, 2, 2)
     return batch._replace(routes=ReplayedExperts(rows, tokens % 3 == 0, {0: 0, 1: 1}))
@@ -40,7 +45,15 @@ def test_every_trained_token_belongs_to_one_rank(ranks):
     assert positions[:total].tolist() == batch.attention.positions.tolist()
     # what fills up is a sequence of its own
     assert positions[total:].tolist() == list(range(wanting))
-    for name in ("targets", "engine_logprobs", "advantages", "versions", "context_versions", "sequences"):
+    for name in (
+        "targets",
+        "engine_logprobs",
+        "advantages",
+        "versions",
+        "context_versions",
+        "sequences",
+        "environments",
+    ):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name)), name
     offset = len(tokens) // ranks
     chosen = torch.cat([part.select + rank * offset for rank, part in enumerate(parts) if part.num_trained])

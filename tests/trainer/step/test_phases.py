@@ -145,6 +145,8 @@ def test_a_record_has_what_the_batch_the_tokens_and_the_optimizer_say(clock: Tim
         assert getattr(made, name) == f"the batch's {name}"
     for name in ("staleness_histogram", "teacher_kl", "branches_mean", "branches_max", "prefix_repeated_tokens"):
         assert getattr(made, name) == f"the batch's {name}"
+    for name in ("model_flops", "wait_for_policy_s"):
+        assert getattr(made, name) == f"the batch's {name}"
     assert made.held_out_loss is None
     for name, value in values_of(tokens).items():
         assert getattr(made, name) == value
