@@ -240,7 +240,7 @@ async def _memory(client: SandboxClient, sandbox: Sandbox) -> tuple[bool, str]:
 
 
 async def _node_memory(client: SandboxClient, sandbox: Sandbox) -> tuple[bool, str]:
-    """Let ten sandboxes take memory, each within its own limit: so many must end that the others have their sum."""
+    """Let ten sandboxes take memory, each within its own limit: enough must end, and not all."""
     program = f"data = b'x' * ({_NODE_TAKEN_MIB} << 20); import time; time.sleep({_TIMEOUT_S:g})"
     room = _NODE_BYTES // (_NODE_TAKEN_MIB * MIB)
     many = [await client.start(limits=_LIMITS) for _ in range(_NODE_SANDBOXES)]

@@ -27,7 +27,7 @@ ROOM_S = 600.0
 """Maximum seconds that the start of a container waits for room."""
 _LOOK_S = 0.25
 _SILENT_S = 2.0
-"""A daemon that has written nothing for so many seconds does not end its largest sandbox; others end theirs."""
+"""Seconds without a word of a daemon after which others do not wait for it, and end a sandbox of theirs."""
 _MARGIN = 32
 """This part of the limit is left to the kernel, which would end the largest process and not the largest sandbox."""
 _NUMBERS = "%020d %020d"
@@ -96,7 +96,7 @@ class NodeMemory:
         return {"node_memory": f"{how}, {self.limit / MIB:,.0f} MiB", "evicted": str(self.evicted)}
 
     def is_near(self, used: int) -> bool:
-        """Return whether own sandboxes that use so many bytes have to be looked at one by one."""
+        """Return whether own sandboxes that use this number of bytes have to be measured one by one."""
         return used + sum(each.total for each in self._others()) > self.limit * 3 // 4
 
     def publish(self, total: int, largest: int) -> None:

@@ -1,7 +1,7 @@
 """Looks at the memory of sandboxes, and ends what uses too much.
 
-Where no control group limits a sandbox, all of its processes are looked at. Where one does, only the sum of all
-sandboxes of the node is (`hpcrl.sandboxes.node_memory`).
+Where no control group limits a sandbox, it measures all of its processes. Where one does, it measures the groups, for
+the sum of all sandboxes of the node (`hpcrl.sandboxes.node_memory`).
 
 A sandbox's memory is what its processes do not share with files (``Pss`` less shared memory) and the files in its
 tmpfs. Calls that take memory which shows in neither are refused there (`hpcrl.sandboxes.seccomp`).
@@ -81,7 +81,7 @@ def _used(looked_at: Mapping[str, tuple[int, SandboxLimits, str]], near: Callabl
     Parameters
     ----------
     near:
-        Says whether an upper bound of the sum has to be looked at more closely.
+        Return whether the sum has to be measured exactly, by an upper bound of it.
     """
     firsts = {}
     for name, (pidfd, _, _) in looked_at.items():

@@ -50,7 +50,9 @@ async def test_broken_limits_are_told(host: SandboxClient, monkeypatch: pytest.M
     assert "connected,connected" in found["network"].how
 
 
-async def test_sandboxes_that_share_no_limit_are_told(host: SandboxClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_report_says_where_sandboxes_share_no_limit(
+    host: SandboxClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits_report, "_NODE_S", 1.0)
     name = "memory of all sandboxes"
     found = await limits_report._checked(host, name, limits_report._CHECKS[name])

@@ -168,7 +168,7 @@ tree.remove()
 """
 
 
-def test_what_the_kernel_ends_for_the_sum_is_told_from_what_it_ends_for_one_limit() -> None:
+def test_what_the_kernel_ends_for_the_sum_differs_from_what_it_ends_for_one_limit() -> None:
     """Without the daemon's looks: a process within its group's limit and above the sum, and one above its own."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
