@@ -78,6 +78,11 @@ class RolloutConfig(StrictModel):
     """Memory of the orchestrator for routed experts of rollouts in flight, in GiB, where engines return them. Each
     counts as ``engine.max_model_len`` tokens, three times (as received, as decoded, as written). Where no more fit, no
     rollout begins; one always may. None: a quarter of the memory that is free when the orchestrator starts."""
+    sandboxes_gib: PositiveFloat | None = None
+    """Maximum memory of all sandboxes of a node together, in GiB. Above it the largest sandbox ends, and its rollout
+    has no reward; containers wait for room before they start. Workers of environments with ``memory_gib`` have equal
+    parts. None: what the plan leaves of the node, and at least the limit of one sandbox; no limit where the plan does
+    not know the node's memory, or no limit of a sandbox."""
     adaptive_concurrency: AdaptiveConcurrencyConfig = AdaptiveConcurrencyConfig()
     """A lower limit where engines cannot run ``max_in_flight`` rollouts."""
     max_branches: PositiveInt = 16

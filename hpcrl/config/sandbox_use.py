@@ -61,6 +61,8 @@ class SandboxNode:
         Processors of the node, or the part of them; None: the profile does not say.
     processes, of:
         Processes of each environment on the node, and in the run.
+    parts:
+        Workers on the node that have equal parts of its memory; 1 where all processes share it.
     """
 
     role: Role
@@ -69,6 +71,7 @@ class SandboxNode:
     cpus: int | None
     processes: int = 1
     of: int = 1
+    parts: int = 1
 
 
 def sandbox_uses(recipe: Recipe) -> Iterator[SandboxUse]:
@@ -103,7 +106,8 @@ def sandbox_node(recipe: Recipe, cluster: ClusterProfile) -> SandboxNode:
         node, here = cluster.node_of("env"), min(workers.per_node, workers.count)
         memory = node.memory_gib if workers.memory_gib is None else workers.memory_gib * here
         cpus = node.cpus if workers.cpus is None else workers.cpus * here
-        return SandboxNode(Role.ENV, "a node of environment workers", memory, cpus, here, workers.count)
+        parts = 1 if workers.memory_gib is None else here
+        return SandboxNode(Role.ENV, "a node of environment workers", memory, cpus, here, workers.count, parts)
     if cluster.orchestrator_apart and workers is None:
         node = cluster.node_of("orchestrator")
         return SandboxNode(Role.ORCHESTRATOR, "the orchestrator's node", node.memory_gib, node.cpus)

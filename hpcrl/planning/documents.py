@@ -118,6 +118,7 @@ def _sandboxes_document(found: SandboxMemory, programs: float | None) -> dict[st
         "count": found.count,
         "bytes": found.term.value,
         "left_bytes": found.left,
+        "limit_bytes": found.limit,
         "fits": found.fits,
         "programs": programs,
         "cpus": found.node.cpus,

@@ -10,6 +10,8 @@ RUN_DIR_VARIABLE = "HPCRL_RUN_DIR"
 """The run directory that a guard or a role works for."""
 LAUNCH_DIR_VARIABLE = "HPCRL_LAUNCH_DIR"
 """The same of submitit and the supervisor on this machine, which are not roles."""
+SANDBOX_MEMORY_VARIABLE = "HPCRL_SANDBOX_MEMORY"
+"""Limit of the memory of all sandboxes of a node, ``BYTES:NAME``; daemons of sandboxes with the same name share it."""
 START_WEIGHTS_VARIABLE = "HPCRL_START_WEIGHTS"
 """Set to 1 for engines of a run that only evaluates: they keep the weights that they have started with, and a label of
 these may be given without others."""

@@ -35,7 +35,7 @@ from hpcrl.rollouts.weights.turns import TurnUpdater
 from hpcrl.runs.fleet import WorkerView
 from hpcrl.runs.refusals import gate_of
 from hpcrl.runs.role import RoleContext
-from hpcrl.runs.rollout_failures import EnvironmentFailures, failures_path
+from hpcrl.runs.rollout_failures import EnvironmentFailures, FirstFailure, failures_path
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,10 @@ class Orchestrator:
         self._teacher = Teacher.of(self._recipe)
         rollouts = self._recipe.rollouts
         self._failures = FailureCount(
-            rollouts.failures, max_in_flight=rollouts.max_in_flight, on_failing=self._rollouts_fail
+            rollouts.failures,
+            max_in_flight=rollouts.max_in_flight,
+            on_failing=self._rollouts_fail,
+            on_evicted=self._sandbox_evicted,
         )
         self._tasks = asyncio.TaskGroup()
         loop = asyncio.get_running_loop()
@@ -177,6 +180,9 @@ class Orchestrator:
             what=first.what,
             where=first.where,
         )
+
+    def _sandbox_evicted(self, environment: str, first: FirstFailure) -> None:
+        self._events.emit("sandboxes.evicted", environment=environment, what=first.what)
 
     def _routes_full(self, rollouts: int, limit_gib: float) -> None:
         self._events.emit("rollouts.routes_full", rollouts=rollouts, limit_gib=round(limit_gib, 3))

@@ -30,6 +30,8 @@ class FailureCause(StrEnum):
     """The environment did not answer in time."""
     LOST = "lost"
     """The environment's process died, or was ended because it hung."""
+    EVICTED = "evicted"
+    """Its sandbox was ended, because all sandboxes of the node together used too much memory."""
     NO_ROOM = "no_room"
     """The prompt left no room for an answer."""
     BRANCHES = "branches"
@@ -52,6 +54,7 @@ _WORDS = {
     FailureCause.UNUSABLE: "gave an unusable reward",
     FailureCause.TIMEOUT: "timed out",
     FailureCause.LOST: "lost their process",
+    FailureCause.EVICTED: "lost their sandbox to the memory limit of all sandboxes",
     FailureCause.NO_ROOM: "had no room for an answer",
     FailureCause.BRANCHES: "had too many branches",
     FailureCause.ENGINE: "got no answer of an engine",

@@ -100,6 +100,20 @@ def tmpfs_options(limits: SandboxLimits, work_directory: str) -> dict[str, str]:
     return dict.fromkeys(tmpfs_sizes(limits, work_directory), f"nr_inodes={limits.inodes}")
 
 
+def resource_limits(limits: SandboxLimits) -> dict[str, int]:
+    """Return the resource limits of a program, by the ends of their names."""
+    return {
+        "CPU": max(1, round(limits.cpu_s)),
+        "NOFILE": limits.open_files,
+        "FSIZE": limits.file_bytes,
+        # the first process counts, too
+        "NPROC": limits.processes + 1,
+        "CORE": 0,
+        "MEMLOCK": 64 << 10,
+        "MSGQUEUE": 64 << 10,
+    }
+
+
 def check_paths(work_directory: str, mounts: Mapping[str, str]) -> None:
     """Refuse directories that would hide each other, or that are none.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.bubblewrap import ETC, BubblewrapCommand, bubblewrap_command, check_paths, find_bubblewrap
-from hpcrl.sandboxes.bubblewrap_sandbox import BubblewrapSandbox, SandboxProcesses
+from hpcrl.sandboxes.bubblewrap_sandbox import BubblewrapSandbox
 from hpcrl.sandboxes.cgroups import SandboxCgroup, find_cgroups
 from hpcrl.sandboxes.identities import FIRST_UID, Identities
 from hpcrl.sandboxes.init_program import READY, init_program
@@ -26,10 +26,11 @@ from hpcrl.sandboxes.interface import (
     SandboxStartError,
 )
 from hpcrl.sandboxes.joining import separate_namespaces
+from hpcrl.sandboxes.node_memory import NodeMemory
 from hpcrl.sandboxes.seccomp import seccomp_filter
-from hpcrl.sandboxes.spawner_link import SpawnerLink
+from hpcrl.sandboxes.spawner_link import SandboxProcesses, SpawnerLink
 from hpcrl.sandboxes.trees import TreeStore, records_of_files
-from hpcrl.sandboxes.watcher import watch_memory
+from hpcrl.sandboxes.watcher import watch_groups, watch_memory
 
 _START_S = 60.0
 """Maximum seconds of a start, on a node that is busy with others."""
@@ -47,7 +48,13 @@ class BubblewrapHost:
     """
 
     def __init__(
-        self, directory: Path, lifeline: int, *, on_lost: Callable[[], None], delegated: Path | None = None
+        self,
+        directory: Path,
+        lifeline: int,
+        *,
+        on_lost: Callable[[], None],
+        delegated: Path | None = None,
+        node_memory: NodeMemory | None = None,
     ) -> None:
         """Prepare; no sandbox is started. It must be called in the main thread, in a running event loop.
 
@@ -61,6 +68,8 @@ class BubblewrapHost:
             Called when all sandboxes have ended because their spawner has.
         delegated:
             A control group (version 2) for sandboxes alone; by default one is looked for.
+        node_memory:
+            Limit of all sandboxes of the node together; None: only each one has a limit.
 
         Raises
         ------
@@ -69,7 +78,9 @@ class BubblewrapHost:
         """
         self._program = find_bubblewrap()
         self._identities = Identities()
-        self._cgroups, how = find_cgroups(os.getpid(), delegated=delegated)
+        limit = None if node_memory is None else node_memory.limit
+        self._node_memory = node_memory
+        self._cgroups, how = find_cgroups(os.getpid(), delegated=delegated, memory_bytes=limit)
         self.memory = how if self._cgroups else f"watcher ({how})"
         machine = platform.machine()
         try:
@@ -85,7 +96,11 @@ class BubblewrapHost:
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._link = SpawnerLink(lifeline, on_lost)
-        self._watcher = None if self._cgroups else asyncio.create_task(watch_memory(self._sandboxes))
+        self._watcher: asyncio.Task[None] | None = None
+        if self._cgroups is None:
+            self._watcher = asyncio.create_task(watch_memory(self._sandboxes, node_memory))
+        elif node_memory is not None:
+            self._watcher = asyncio.create_task(watch_groups(self._sandboxes, node_memory, self._cgroups))
 
     async def add_tree(self, source: Path | Mapping[str, bytes | SandboxFile]) -> str:
         """See `SandboxHost.add_tree`."""
@@ -101,7 +116,8 @@ class BubblewrapHost:
         """See `SandboxHost.describe`."""
         version = f"cgroup v{self._cgroups.version}, " if self._cgroups else ""
         uid = FIRST_UID if os.geteuid() == 0 else os.geteuid()
-        return {"memory": self.memory, "processes": f"{version}RLIMIT_NPROC of its user namespace", "uid": str(uid)}
+        found = {"memory": self.memory, "processes": f"{version}RLIMIT_NPROC of its user namespace", "uid": str(uid)}
+        return found if self._node_memory is None else found | self._node_memory.describe(f"{version}watcher")
 
     async def start(
         self,
@@ -142,6 +158,7 @@ class BubblewrapHost:
             work_directory=work_directory,
             env=env or {},
             on_end=lambda: self._release(name, uid, cgroup),
+            node_memory=self._node_memory,
         )
         self._sandboxes[name] = sandbox
         try:
@@ -163,6 +180,8 @@ class BubblewrapHost:
         """Give up what sandboxes used, after `close`."""
         if self._cgroups is not None:
             self._cgroups.remove()
+        if self._node_memory is not None:
+            self._node_memory.close()
         self._identities.close()
         for fd in self._fds.values():
             os.close(fd)

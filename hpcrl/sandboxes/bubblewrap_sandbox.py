@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.processes.thread_resources import acquire_in_thread
 from hpcrl.sandboxes.archive import ABSENT, FILE, ArchiveError, ArchiveRecord
-from hpcrl.sandboxes.bubblewrap import tmpfs_options
+from hpcrl.sandboxes.bubblewrap import resource_limits, tmpfs_options
 from hpcrl.sandboxes.cgroups import SandboxCgroup
 from hpcrl.sandboxes.interface import (
     DEFAULT_MAX_DIFF_BYTES,
@@ -24,14 +24,16 @@ from hpcrl.sandboxes.interface import (
     Patch,
     PatchEntry,
     SandboxError,
+    SandboxEvictedError,
     SandboxFile,
     SandboxLimitError,
     SandboxLimits,
     SandboxLostError,
 )
 from hpcrl.sandboxes.memory_files import archive_file, input_file, read_available, records_of_answer
+from hpcrl.sandboxes.node_memory import NodeMemory
 from hpcrl.sandboxes.program_output import ProgramOutput
-from hpcrl.sandboxes.spawner_link import SpawnerLink
+from hpcrl.sandboxes.spawner_link import SandboxProcesses, SpawnerLink
 from hpcrl.sandboxes.trees import TreeStore, file_of, records_of_files
 
 _FILES_S = 120.0
@@ -42,36 +44,8 @@ _PATHS_BYTES = 64 * MIB
 """Maximum bytes of paths and headers in an answer, besides contents."""
 _DRAIN_BYTES = 4 * MIB
 """Maximum bytes that are read after a program has ended; processes in the background may still write."""
+_log = logging.getLogger(__name__)
 _VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-
-
-@dataclass(slots=True)
-class SandboxProcesses:
-    """Processes and kernel objects of a running sandbox.
-
-    Attributes
-    ----------
-    bubblewrap:
-        Pid of bubblewrap, and a future of its exit code.
-    pidfd:
-        Pidfd of the first process in the sandbox.
-    namespaces:
-        Names of its own namespaces.
-    uid:
-        User id on the node; None for that of the daemon.
-    cgroup:
-        Its control groups, where there are such.
-    seccomp:
-        File with the filter.
-    """
-
-    bubblewrap: int
-    ended: asyncio.Future[int]
-    pidfd: int
-    namespaces: list[str]
-    uid: int | None
-    cgroup: SandboxCgroup | None
-    seccomp: int
 
 
 class BubblewrapSandbox:
@@ -88,6 +62,7 @@ class BubblewrapSandbox:
         work_directory: str,
         env: Mapping[str, str],
         on_end: Callable[[], None],
+        node_memory: NodeMemory | None = None,
     ) -> None:
         """Take over processes that run.
 
@@ -95,12 +70,16 @@ class BubblewrapSandbox:
         ----------
         on_end:
             Called once, when all of its processes have ended.
+        node_memory:
+            Limit of all sandboxes of the node together, where there is one.
         """
         self._name, self._processes, self._link, self._trees = name, processes, link, trees
         self._limits, self._work, self._env = limits, work_directory, {**_VARIABLES, **env}
-        self._on_end = on_end
+        self._on_end, self._node_memory = on_end, node_memory
         self._ended = False
         self._killed = False
+        self._evicted_for = ""
+        self._kernel_kills = 0
         self.memory_kills = 0
         """Number of times that the watcher has ended processes of it."""
         processes.ended.add_done_callback(lambda _: self._finish())
@@ -119,6 +98,16 @@ class BubblewrapSandbox:
     def pidfd(self) -> int:
         """Return the pidfd of its first process; -1 after its end."""
         return -1 if self._ended else self._processes.pidfd
+
+    @property
+    def cgroup(self) -> SandboxCgroup | None:
+        """Its control groups, where there are such."""
+        return self._processes.cgroup
+
+    @property
+    def lives(self) -> bool:
+        """Return whether nothing has begun to end it."""
+        return not self._ended and not self._killed
 
     @property
     def work_directory(self) -> str:
@@ -154,7 +143,7 @@ class BubblewrapSandbox:
                         argv=list(argv),
                         cwd=os.path.join(self._work, cwd or ""),
                         env={**self._env, **(env or {})},
-                        limits=self._resource_limits(),
+                        limits=resource_limits(self._limits),
                     )
             finally:
                 os.close(writing)
@@ -264,8 +253,32 @@ class BubblewrapSandbox:
         with contextlib.suppress(OSError, SandboxLostError):
             await self._request("kill_all", [])
 
+    def evict(self) -> None:
+        """End it because all sandboxes of the node use too much memory; its calls raise `SandboxEvictedError`."""
+        if self._node_memory is None or not self.lives:
+            return
+        self._killed, self._evicted_for = True, self._node_memory.reason
+        self._node_memory.evicted += 1
+        _log.warning("sandbox %s is ended: %s", self._name, self._evicted_for)
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._processes.pidfd, signal.SIGKILL)
+
+    def _notice_kernel(self) -> None:
+        """Evict it where the kernel ended processes of it because of the sum, and not because of its own limit."""
+        cgroup = self._processes.cgroup
+        if self._node_memory is None or cgroup is None or (kills := cgroup.oom_kills()) == self._kernel_kills:
+            return
+        self._kernel_kills = kills
+        # the kernel counts a process that it ends in the group of that process, whichever group has no memory
+        if not cgroup.reached_limit():
+            self.evict()
+
     def _must_live(self) -> None:
-        if self._ended or self._killed:
+        if self.lives:
+            self._notice_kernel()
+        if self._evicted_for:
+            raise SandboxEvictedError(f"sandbox {self._name} was ended: {self._evicted_for}")
+        if not self.lives:
             raise SandboxLostError(f"sandbox {self._name} has ended")
 
     def _finish(self) -> None:
@@ -379,16 +392,3 @@ class BubblewrapSandbox:
         if self._memory_kills() > kills_before:
             return "memory"
         return "cpu" if rc in (-signal.SIGXCPU, 128 + signal.SIGXCPU) else None
-
-    def _resource_limits(self) -> dict[str, int]:
-        limits = self._limits
-        return {
-            "CPU": max(1, round(limits.cpu_s)),
-            "NOFILE": limits.open_files,
-            "FSIZE": limits.file_bytes,
-            # the first process counts, too
-            "NPROC": limits.processes + 1,
-            "CORE": 0,
-            "MEMLOCK": 64 << 10,
-            "MSGQUEUE": 64 << 10,
-        }

@@ -24,7 +24,10 @@ from hpcrl.processes.left_groups import (
 )
 from hpcrl.sandboxes.interface import SandboxLimits
 
+_V2_LIMITS = ("memory.max", "memory.swap.max")
 _V1_LIMITS = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+_LAST_BYTES = 1 << 20
+"""A group that the kernel finds no memory in is at most so far below its limit."""
 _OVERHEAD_PROCESSES = 3
 """Processes of hpcrl in the group of a sandbox: bubblewrap, the first process, and one that enters."""
 
@@ -50,6 +53,19 @@ class SandboxCgroup:
                     if found:
                         return int(found[1])
         return 0
+
+    def reached_limit(self) -> bool:
+        """Return whether the group has once used all memory of its own limit; that of the daemon's group is another."""
+        directory = self.directories[0]
+        if self.version == 2:
+            return _numbers(directory / "memory.events").get("oom", 0) > 0
+        # memory.failcnt stays 0 in some kernels
+        most = max(_number(directory / f"memory.{kind}max_usage_in_bytes") for kind in ("", "memsw."))
+        return most + _LAST_BYTES > _number(directory / _V1_LIMITS[0])
+
+    def used(self) -> int:
+        """Return the bytes of memory in use, see `memory_used`."""
+        return memory_used(self.version, self.directories[0])
 
     def remove(self) -> bool:
         """Remove the groups, which have no processes any more; False where the kernel still refuses."""
@@ -86,11 +102,12 @@ class CgroupTree:
             directory.mkdir(exist_ok=True)
         memory, pids = made.directories[0], made.directories[-1]
         (pids / "pids.max").write_text(processes)
-        limit, swap = ("memory.max", "memory.swap.max") if self.version == 2 else _V1_LIMITS
-        (memory / limit).write_text(str(limits.memory_bytes))
-        with contextlib.suppress(OSError):  # a kernel that does not count swap
-            (memory / swap).write_text("0" if self.version == 2 else str(limits.memory_bytes))
+        _limit_memory(self.version, memory, limits.memory_bytes)
         return made
+
+    def used(self) -> int:
+        """Return the bytes of memory that all sandboxes use, see `memory_used`."""
+        return memory_used(self.version, self.directories[0])
 
     def remove(self) -> None:
         """Remove all groups; those that still have processes after some seconds are left for the next daemon."""
@@ -98,7 +115,9 @@ class CgroupTree:
             remove_group_soon(directory)
 
 
-def find_cgroups(pid: int, *, root: Path = CGROUP_ROOT, delegated: Path | None = None) -> tuple[CgroupTree | None, str]:
+def find_cgroups(
+    pid: int, *, root: Path = CGROUP_ROOT, delegated: Path | None = None, memory_bytes: int | None = None
+) -> tuple[CgroupTree | None, str]:
     """Make the groups of a daemon with a pid, and return them with a sentence about how they were found.
 
     The process must have one thread: it forks. Groups that daemons left which have ended are removed.
@@ -109,6 +128,8 @@ def find_cgroups(pid: int, *, root: Path = CGROUP_ROOT, delegated: Path | None =
         Directory on which control groups are mounted.
     delegated:
         A directory of version 2 that the user may write to and in which no process is.
+    memory_bytes:
+        Limit of all sandboxes together; None: only each one has a limit.
     """
     name = group_name(pid)
     reasons = []
@@ -129,6 +150,8 @@ def find_cgroups(pid: int, *, root: Path = CGROUP_ROOT, delegated: Path | None =
                 if version == 2:
                     _enable(directory)
             tree = CgroupTree(version, tuple(made))
+            if memory_bytes is not None:
+                _limit_memory(version, made[0], memory_bytes)
             trial = tree.make("trial", SandboxLimits())
             _try_to_join(trial)
             trial.remove()
@@ -139,6 +162,38 @@ def find_cgroups(pid: int, *, root: Path = CGROUP_ROOT, delegated: Path | None =
             continue
         return tree, f"cgroup v{version}"
     return None, "; ".join(reasons)
+
+
+def memory_used(version: int, directory: Path) -> int:
+    """Return the bytes that a group uses, without pages of files on disk, which the kernel can give up at any time."""
+    current, prefix = ("memory.current", "") if version == 2 else ("memory.usage_in_bytes", "total_")
+    found = _numbers(directory / "memory.stat")
+    pages = sum(found.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+    return max(0, _number(directory / current) - pages)
+
+
+def _limit_memory(version: int, directory: Path, memory_bytes: int) -> None:
+    limit, swap = _V2_LIMITS if version == 2 else _V1_LIMITS
+    (directory / limit).write_text(str(memory_bytes))
+    with contextlib.suppress(OSError):  # a kernel that does not count swap
+        (directory / swap).write_text("0" if version == 2 else str(memory_bytes))
+
+
+def _number(path: Path) -> int:
+    """Return the number in a file of a group; 0 where there is none, or no group any more."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of a group by name; nothing where there is none."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    return {name: int(value) for name, value in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
 
 
 def _try_to_join(group: SandboxCgroup) -> None:

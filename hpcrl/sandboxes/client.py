@@ -95,6 +95,7 @@ class SandboxDaemon:
         backend: str = "bubblewrap",
         python: str = sys.executable,
         user: int | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start the daemon and wait until it takes clients; this blocks.
 
@@ -110,6 +111,8 @@ class SandboxDaemon:
             Interpreter of the daemon.
         user:
             As root: id of an ordinary user that the daemon becomes.
+        variables:
+            More variables of its environment.
 
         Raises
         ------
@@ -136,6 +139,7 @@ class SandboxDaemon:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 pass_fds=(lifeline,),
+                env={**os.environ, **(variables or {})},
                 user=user,
                 group=user,
                 extra_groups=None if user is None else [],
@@ -174,9 +178,7 @@ class SandboxDaemon:
 
     def _wait_ready(self) -> None:
         assert self._process.stdout is not None
-        said = b""
-        deadline = time.monotonic() + _START_S
-        fd = self._process.stdout.fileno()
+        said, deadline, fd = b"", time.monotonic() + _START_S, self._process.stdout.fileno()
         while b"\n" not in said or not said.startswith(READY_LINE.encode()):
             if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise SandboxStartError(f"the daemon of sandboxes is not ready within {_START_S:g} s")

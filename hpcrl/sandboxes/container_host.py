@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from hpcrl.sandboxes.interface import (
     SandboxLostError,
     SandboxStartError,
 )
+from hpcrl.sandboxes.node_memory import NodeMemory
 from hpcrl.sandboxes.trees import TreeStore, file_of, records_of_files
 
 _COMMAND_S = 120.0
@@ -52,15 +53,17 @@ _TAR_OVERHEAD = 64 * MIB
 class ContainerHost:
     """See `hpcrl.sandboxes.interface.SandboxHost`."""
 
-    def __init__(self, commands: ContainerCommands, directory: Path) -> None:
+    def __init__(self, commands: ContainerCommands, directory: Path, *, node_memory: NodeMemory | None = None) -> None:
         """Prepare; no container is started.
 
         Parameters
         ----------
         directory:
             Private directory for trees.
+        node_memory:
+            Limit of all sandboxes of the node together: the limits of all containers have room in it.
         """
-        self._commands, self._directory = commands, directory
+        self._commands, self._directory, self._node_memory = commands, directory, node_memory
         self._trees = TreeStore(directory / "trees")
         self._numbers = count()
         self._sandboxes: dict[str, ContainerSandbox] = {}
@@ -77,7 +80,9 @@ class ContainerHost:
 
     async def describe(self) -> dict[str, str]:
         """See `SandboxHost.describe`."""
-        return {"memory": self._commands.memory, "processes": "--pids-limit", "uid": str(FIRST_UID)}
+        found = {"memory": self._commands.memory, "processes": "--pids-limit", "uid": str(FIRST_UID)}
+        how = f"sum of {self._commands.memory}"
+        return found if self._node_memory is None else found | self._node_memory.describe(how)
 
     async def start(
         self,
@@ -93,7 +98,9 @@ class ContainerHost:
         if image is None:
             raise SandboxStartError("a container needs an image\n    hint: name one that is on the node already")
         check_paths(work_directory, mounts or {})
-        name = f"hpcrl-sandbox-{os.getpid()}-{next(self._numbers)}"
+        name, limits = f"hpcrl-sandbox-{os.getpid()}-{next(self._numbers)}", limits or SandboxLimits()
+        if self._node_memory is not None:
+            await self._node_memory.reserve(name, limits.memory_bytes)
         source = self._directory / name
         source.mkdir(mode=0o700)
         sandbox = ContainerSandbox(
@@ -101,10 +108,12 @@ class ContainerHost:
             commands=self._commands,
             trees=self._trees,
             source=source,
-            limits=limits or SandboxLimits(),
+            limits=limits,
             work_directory=work_directory,
             env=dict(env or {}),
+            on_end=lambda: self._release(name),
         )
+        self._sandboxes[name] = sandbox
         try:
             await sandbox.begin(image, mounts or {})
             if tree is not None:
@@ -113,15 +122,21 @@ class ContainerHost:
         except BaseException:
             await asyncio.shield(sandbox.kill())
             raise
-        self._sandboxes[name] = sandbox
         return sandbox
 
     async def close(self) -> None:
         """End all containers."""
-        await asyncio.gather(*(each.kill() for each in self._sandboxes.values()), return_exceptions=True)
+        await asyncio.gather(*(each.kill() for each in list(self._sandboxes.values())), return_exceptions=True)
 
     def release(self) -> None:
-        """Do nothing: nothing is left to release."""
+        """Give up what containers used, after `close`."""
+        if self._node_memory is not None:
+            self._node_memory.close()
+
+    def _release(self, name: str) -> None:
+        self._sandboxes.pop(name, None)
+        if self._node_memory is not None:
+            self._node_memory.give_back(name)
 
 
 class ContainerSandbox:
@@ -137,8 +152,10 @@ class ContainerSandbox:
         limits: SandboxLimits,
         work_directory: str,
         env: dict[str, str],
+        on_end: Callable[[], None],
     ) -> None:
-        """Prepare; `begin` starts it."""
+        """Prepare; `begin` starts it, and ``on_end`` is called once when it has ended."""
+        self._on_end = on_end
         self._name, self._commands, self._trees, self._source = name, commands, trees, source
         self._limits, self._work, self._env = limits, work_directory, {"HOME": "/tmp", "LANG": "C.UTF-8", **env}
         self._holder: subprocess.Popen[bytes] | None = None
@@ -273,6 +290,7 @@ class ContainerSandbox:
             self._holder.kill()
             await asyncio.to_thread(self._holder.wait)
         await asyncio.to_thread(shutil.rmtree, self._source, ignore_errors=True)
+        self._on_end()
 
     async def unpack(self, records: Iterable[ArchiveRecord]) -> None:
         """Write records into the work tree."""

@@ -23,6 +23,7 @@ from hpcrl.sandboxes.bubblewrap_host import BubblewrapHost
 from hpcrl.sandboxes.container_commands import ApptainerCommands, DockerCommands
 from hpcrl.sandboxes.container_host import ContainerHost
 from hpcrl.sandboxes.interface import SandboxError, SandboxStartError
+from hpcrl.sandboxes.node_memory import NodeMemory
 from hpcrl.sandboxes.process_trees import kill_descendants
 from hpcrl.sandboxes.server import SandboxServer
 
@@ -75,11 +76,12 @@ async def _serve(given: argparse.Namespace, secret: str) -> None:
     # what the spawner leaves where it is killed
     adopt_orphans()
     host: BubblewrapHost | ContainerHost
+    node_memory = NodeMemory.of(os.environ)
     if given.backend == "bubblewrap":
-        host = BubblewrapHost(directory, lifeline, on_lost=ending.set, delegated=given.cgroup)
+        host = BubblewrapHost(directory, lifeline, on_lost=ending.set, delegated=given.cgroup, node_memory=node_memory)
     else:
         commands = ApptainerCommands() if given.backend == "apptainer" else DockerCommands(given.backend)
-        host = ContainerHost(commands, directory)
+        host = ContainerHost(commands, directory, node_memory=node_memory)
     server = SandboxServer(host, secret)
     try:
         await server.listen(directory / SOCKET_FILE)

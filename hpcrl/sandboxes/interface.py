@@ -13,7 +13,8 @@ encoding with ``surrogateescape``, as in `os.fsdecode`, so that every name that 
     └── SandboxError            the sandbox failed, not the program in it; a rollout must get no reward for this
         ├── SandboxStartError   it could not be started; the message says why and what to do
         ├── SandboxLostError    it has ended, or its daemon has
-        └── SandboxLimitError   files are larger than allowed: programs in the sandbox caused it
+        ├── SandboxLimitError   files are larger than allowed: programs in the sandbox caused it
+        └── SandboxEvictedError it was ended, because all sandboxes of the node together used too much memory
 """
 
 from __future__ import annotations
@@ -57,6 +58,13 @@ class SandboxLostError(SandboxError):
 
 class SandboxLimitError(SandboxError):
     """Files of a sandbox are larger than allowed. Programs in it caused this, and not the node."""
+
+
+class SandboxEvictedError(SandboxError):
+    """A sandbox was ended because all sandboxes of the node together used more memory than they may.
+
+    It was the largest one, and may have been within its own limit. No other sandbox is lost, nor is the daemon.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +297,11 @@ class SandboxHost(Protocol):
         """Give up a tree: it is removed when it was dropped as often as it was added. Sandboxes keep their copies."""
 
     async def describe(self) -> dict[str, str]:
-        """Return by what limits hold here: ``memory``, ``processes``, and ``uid`` (a user id on the node)."""
+        """Return by what limits hold here.
+
+        Keys are ``memory``, ``processes`` and ``uid`` (a user id on the node). Where all sandboxes of the node have a
+        limit together, ``node_memory`` says how it holds, and ``evicted`` how many sandboxes were ended for it.
+        """
 
     async def start(
         self,
@@ -322,7 +334,7 @@ class SandboxHost(Protocol):
         Raises
         ------
         SandboxStartError
-            It does not start; nothing is left of it.
+            It does not start, or a container finds no room within the limit of the node; nothing is left of it.
         """
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.sandboxes.client import SandboxClient, SandboxDaemon
 from hpcrl.sandboxes.interface import (
     DEFAULT_WORK_DIRECTORY,
@@ -23,6 +24,7 @@ from hpcrl.sandboxes.interface import (
     ExecResult,
     Sandbox,
     SandboxError,
+    SandboxEvictedError,
     SandboxLimits,
     SandboxStartError,
 )
@@ -39,6 +41,11 @@ _LIMITS = SandboxLimits(
     cpu_s=1,
     output_bytes=8 * MIB,
 )
+_NODE_BYTES = 320 * MIB
+"""Limit of all sandboxes of the daemon together; it is above that of one."""
+_NODE_SANDBOXES, _NODE_TAKEN_MIB = 10, 48
+_NODE_S = 20.0
+"""Maximum seconds until sandboxes above that limit end, on a busy node."""
 _TIMEOUT_S = 60.0
 _HIDDEN = ("/root", "/home", "/run", "/sys", "/etc/shadow", "/boot")
 _OWN_VARIABLES = {"PATH", "HOME", "LANG", "PWD", "OLDPWD", "SHLVL", "_"}
@@ -187,8 +194,10 @@ async def limits_report(*, user: int | None = None, python: str = sys.executable
     user, python:
         See `hpcrl.sandboxes.client.SandboxDaemon`.
     """
+    # a name of its own: sandboxes of runs on this node do not count
+    variables = {SANDBOX_MEMORY_VARIABLE: f"{_NODE_BYTES}:{secrets.token_hex(16)}"}
     try:
-        daemon = await asyncio.to_thread(lambda: SandboxDaemon(user=user, python=python))
+        daemon = await asyncio.to_thread(lambda: SandboxDaemon(user=user, python=python, variables=variables))
     except SandboxStartError as error:
         return LimitsReport(str(error))
     try:
@@ -228,6 +237,27 @@ async def _memory(client: SandboxClient, sandbox: Sandbox) -> tuple[bool, str]:
     if found.killed_by == "memory" and kept < 6:
         return True, f"{how['memory']}: processes were ended above {_LIMITS.memory_bytes // MIB} MiB in sum"
     return False, f"6 processes with 80 MiB each lived within {_LIMITS.memory_bytes // MIB} MiB ({how['memory']})"
+
+
+async def _node_memory(client: SandboxClient, sandbox: Sandbox) -> tuple[bool, str]:
+    """Let ten sandboxes take memory, each within its own limit: enough must end, and not all."""
+    program = f"data = b'x' * ({_NODE_TAKEN_MIB} << 20); import time; time.sleep({_TIMEOUT_S:g})"
+    room = _NODE_BYTES // (_NODE_TAKEN_MIB * MIB)
+    many = [await client.start(limits=_LIMITS) for _ in range(_NODE_SANDBOXES)]
+    programs = [asyncio.create_task(_run(each, program)) for each in many]
+    try:
+        async with asyncio.timeout(_NODE_S):
+            while sum(each.done() for each in programs) < len(many) - room:
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        pass
+    kept = [each for each in programs if not each.done()]
+    await asyncio.gather(*(each.kill() for each in many))
+    found = await asyncio.gather(*programs, return_exceptions=True)
+    ended = sum(isinstance(each, SandboxEvictedError) for each in found)
+    how = (await client.describe()).get("node_memory", "no limit")
+    how += f": {ended} of {len(many)} sandboxes with {_NODE_TAKEN_MIB} MiB each were ended, {len(kept)} worked on"
+    return ended + len(kept) == len(many) and 0 < len(kept) <= room, how
 
 
 async def _processes(client: SandboxClient, sandbox: Sandbox) -> tuple[bool, str]:
@@ -326,6 +356,7 @@ def _number(found: ExecResult) -> int:
 
 _CHECKS: dict[str, Check] = {
     "memory in sum": _memory,
+    "memory of all sandboxes": _node_memory,
     "processes": _processes,
     "bytes of the work tree": _fill(DEFAULT_WORK_DIRECTORY, _LIMITS.disk_bytes, "size of its tmpfs"),
     "bytes of /tmp": _fill("/tmp", _LIMITS.scratch_bytes, "size of its tmpfs"),

@@ -18,6 +18,7 @@ from hpcrl.sandboxes.interface import (
     Patch,
     PatchEntry,
     SandboxError,
+    SandboxEvictedError,
     SandboxFile,
     SandboxLimitError,
     SandboxLimits,
@@ -158,7 +159,7 @@ class SandboxCall(msgspec.Struct, frozen=True, array_like=True):
     what: AnyCall
 
 
-ErrorKind = Literal["", "error", "start", "lost", "limit"]
+ErrorKind = Literal["", "error", "start", "lost", "limit", "evicted"]
 
 
 class CallAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +180,7 @@ _ERRORS: dict[str, type[SandboxError]] = {
     "start": SandboxStartError,
     "lost": SandboxLostError,
     "limit": SandboxLimitError,
+    "evicted": SandboxEvictedError,
     "error": SandboxError,
 }
 
@@ -212,6 +214,7 @@ def kind_of(error: SandboxError) -> ErrorKind:
         SandboxStartError: "start",
         SandboxLostError: "lost",
         SandboxLimitError: "limit",
+        SandboxEvictedError: "evicted",
     }
     return kinds.get(type(error), "error")
 

@@ -12,14 +12,45 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from hpcrl.processes.interpreter import module_command, with_safe_path
+from hpcrl.sandboxes.cgroups import SandboxCgroup
 from hpcrl.sandboxes.interface import SandboxLostError
 from hpcrl.sandboxes.spawner import MAX_MESSAGE_BYTES
 
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "PYTHONDONTWRITEBYTECODE")
+
+
+@dataclass(slots=True)
+class SandboxProcesses:
+    """Processes and kernel objects of a running sandbox.
+
+    Attributes
+    ----------
+    bubblewrap:
+        Pid of bubblewrap, and a future of its exit code.
+    pidfd:
+        Pidfd of the first process in the sandbox.
+    namespaces:
+        Names of its own namespaces.
+    uid:
+        User id on the node; None for that of the daemon.
+    cgroup:
+        Its control groups, where there are such.
+    seccomp:
+        File with the filter.
+    """
+
+    bubblewrap: int
+    ended: asyncio.Future[int]
+    pidfd: int
+    namespaces: list[str]
+    uid: int | None
+    cgroup: SandboxCgroup | None
+    seccomp: int
 
 
 class SpawnerLink:

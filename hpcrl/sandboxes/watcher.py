@@ -1,4 +1,7 @@
-"""Limits the memory of sandboxes where no control group does: looks at all of their processes, and ends them.
+"""Looks at the memory of sandboxes, and ends what uses too much.
+
+Where no control group limits a sandbox, it measures all of its processes. Where one does, it measures the groups, for
+the sum of all sandboxes of the node (`hpcrl.sandboxes.node_memory`).
 
 A sandbox's memory is what its processes do not share with files (``Pss`` less shared memory) and the files in its
 tmpfs. Calls that take memory which shows in neither are refused there (`hpcrl.sandboxes.seccomp`).
@@ -10,32 +13,76 @@ import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from hpcrl.sandboxes.bubblewrap import tmpfs_sizes
 from hpcrl.sandboxes.bubblewrap_sandbox import BubblewrapSandbox
+from hpcrl.sandboxes.cgroups import CgroupTree
 from hpcrl.sandboxes.interface import SandboxLimits
+from hpcrl.sandboxes.node_memory import NodeMemory
 
 INTERVAL_S = 0.25
 """Seconds between two looks: a program can exceed its limit for as long."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-async def watch_memory(sandboxes: Mapping[str, BubblewrapSandbox]) -> None:
-    """Look at sandboxes until cancelled; end the programs of each that uses more than its limit."""
+async def watch_memory(sandboxes: Mapping[str, BubblewrapSandbox], node_memory: NodeMemory | None = None) -> None:
+    """Look at sandboxes until cancelled; end the programs of each that uses more than its limit.
+
+    Parameters
+    ----------
+    node_memory:
+        Limit of all sandboxes of the node together; above it the largest ones end as a whole.
+    """
     while True:
         await asyncio.sleep(INTERVAL_S)
-        if not sandboxes:
-            continue
         looked_at = {name: (each.pidfd, each.limits, each.work_directory) for name, each in sandboxes.items()}
-        over = await asyncio.to_thread(_over, looked_at)
-        for name in over:
-            if name in sandboxes:
-                await sandboxes[name].end_programs()
+        near = (lambda used: False) if node_memory is None else node_memory.is_near
+        used = await asyncio.to_thread(_used, looked_at, near) if looked_at else {}
+        over = {name for name, size in used.items() if size > looked_at[name][1].memory_bytes}
+        for name in over & sandboxes.keys():
+            await sandboxes[name].end_programs()
+        if node_memory is not None:
+            # programs above their own limit have just ended, so that they must not end another sandbox
+            within = {name: size for name, size in used.items() if name not in over}
+            _evict(sandboxes, node_memory, within)
 
 
-def _over(looked_at: Mapping[str, tuple[int, SandboxLimits, str]]) -> list[str]:
-    """Return the sandboxes that use too much."""
+async def watch_groups(
+    sandboxes: Mapping[str, BubblewrapSandbox], node_memory: NodeMemory, cgroups: CgroupTree
+) -> None:
+    """Look at the control groups of sandboxes until cancelled, and end the largest ones above the limit of the node.
+
+    The kernel limits the sum of this daemon as well. It ends the largest process, and no files in memory.
+    """
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        whole = cgroups.used()
+        if node_memory.is_near(whole):
+            groups = {name: each.cgroup for name, each in sandboxes.items() if each.cgroup is not None}
+            _evict(sandboxes, node_memory, {name: group.used() for name, group in groups.items()})
+        else:
+            node_memory.publish(whole, whole)
+
+
+def _evict(sandboxes: Mapping[str, BubblewrapSandbox], node_memory: NodeMemory, used: Mapping[str, int]) -> None:
+    """End the largest sandboxes above the limit of the node; those that are ending already do not count."""
+    for name in node_memory.choose({name: size for name, size in used.items() if _lives(sandboxes, name)}):
+        sandboxes[name].evict()
+
+
+def _lives(sandboxes: Mapping[str, BubblewrapSandbox], name: str) -> bool:
+    return name in sandboxes and sandboxes[name].lives
+
+
+def _used(looked_at: Mapping[str, tuple[int, SandboxLimits, str]], near: Callable[[int], bool]) -> dict[str, int]:
+    """Return bytes that sandboxes use, by name; an upper bound where that is within all limits.
+
+    Parameters
+    ----------
+    near:
+        Return whether the sum has to be measured exactly, by an upper bound of it.
+    """
     firsts = {}
     for name, (pidfd, _, _) in looked_at.items():
         with contextlib.suppress(OSError, ValueError):
@@ -47,16 +94,14 @@ def _over(looked_at: Mapping[str, tuple[int, SandboxLimits, str]]) -> list[str]:
             with contextlib.suppress(OSError):
                 if owner := spaces.get(os.stat(f"/proc/{entry}/ns/pid").st_ino):
                     processes.setdefault(owner, []).append(int(entry))
-    found = []
+    # resident memory is never less than what counts, and a hundred times cheaper to read
+    directories = {name: tmpfs_sizes(looked_at[name][1], looked_at[name][2]) for name in processes}
+    used = {name: _resident(pids) + _file_bytes(firsts[name], directories[name]) for name, pids in processes.items()}
+    closely = near(sum(used.values()))
     for name, pids in processes.items():
-        _, limits, work = looked_at[name]
-        directories = tmpfs_sizes(limits, work)
-        # resident memory is never less than what counts, and a hundred times cheaper to read
-        if _resident(pids) + sum(directories.values()) > limits.memory_bytes and (
-            sandbox_memory(firsts[name], pids, directories) > limits.memory_bytes
-        ):
-            found.append(name)
-    return found
+        if closely or used[name] > looked_at[name][1].memory_bytes:
+            used[name] = sandbox_memory(firsts[name], pids, directories[name])
+    return used
 
 
 def sandbox_memory(first: int, pids: Iterable[int], directories: Iterable[str]) -> int:
@@ -76,6 +121,12 @@ def sandbox_memory(first: int, pids: Iterable[int], directories: Iterable[str]) 
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as stream:
             sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", stream.read(), re.MULTILINE))
             total += 1024 * (int(sizes["Pss"]) - int(sizes.get("Pss_Shmem", 0)))
+    return total + _file_bytes(first, directories)
+
+
+def _file_bytes(first: int, directories: Iterable[str]) -> int:
+    """Return the bytes of files in writable directories."""
+    total = 0
     for directory in directories:
         with contextlib.suppress(OSError):
             usage = os.statvfs(f"/proc/{first}/root{directory}")

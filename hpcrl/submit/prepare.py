@@ -43,7 +43,7 @@ from hpcrl.jobplan.environment_trial import check_environments
 from hpcrl.jobplan.extension_trial import check_extensions
 from hpcrl.jobplan.packages import check_compiler, check_role_packages
 from hpcrl.jobplan.start_model import ModelReport, report_model
-from hpcrl.planning.memory.sandbox_notes import sandbox_notes
+from hpcrl.planning.memory.sandbox_notes import sandbox_notes, with_sandbox_limit
 from hpcrl.runs.registry import Roots, check_name
 from hpcrl.runs.start.origin import START_MODEL, ModelOrigin, find_source
 from hpcrl.runs.start.privacy import check_root
@@ -366,7 +366,8 @@ def _planned(prepared: PreparedRun) -> tuple[Recipe, Plan]:
     if place.source is not None:
         model = resolved.model.model_copy(update={"path": str(run_dir / START_MODEL)})
         resolved = resolved.model_copy(update={"model": model})
-    return resolved, with_user_notifiers(make_plan(resolved, prepared.profile, name, run_dir))
+    plan = with_user_notifiers(make_plan(resolved, prepared.profile, name, run_dir))
+    return resolved, with_sandbox_limit(plan, prepared.recipe.value, prepared.site.value)
 
 
 class _Problems:

@@ -17,6 +17,7 @@ from hpcrl.config.user_file import with_user_notifiers
 from hpcrl.errors import RunDirError, UsageError
 from hpcrl.jobplan import change_recipe, make_plan
 from hpcrl.network.credentials import TOKEN_FILE
+from hpcrl.planning.memory.sandbox_notes import with_sandbox_limit
 from hpcrl.runs.contents import RunContents
 from hpcrl.runs.copies import original_of
 from hpcrl.runs.record import user_name
@@ -74,6 +75,7 @@ def plan_attempt(run: RunDir, overrides: Sequence[str] = ()) -> NextAttempt:
     site = for_job(loaded, cluster)
     check_rules(loaded, site)
     plan = with_user_notifiers(make_plan(loaded.value, site.value, run.name, run.path))
+    plan = with_sandbox_limit(plan, loaded.value, site.value)
     return NextAttempt(recipe=loaded, site=site, plan=plan, changes=tuple(lines) if overrides else (_RENEWED,))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpcrl.rollouts.environments import Outcome, Policy, Prompt, Split
+from hpcrl.sandboxes import SandboxEvictedError
 
 
 class Mute(Exception):
@@ -84,6 +85,7 @@ def nested(depth: int) -> list[Any]:
 
 
 RAISED: dict[str, Callable[[], BaseException]] = {
+    "evicted": lambda: SandboxEvictedError("sandbox s-1 was ended: all sandboxes of the node together used too much"),
     "mute": Mute,
     "loud": Loud,
     "exit": lambda: SystemExit(3),

@@ -18,8 +18,10 @@ from hpcrl.dock.ledger.entries import Finished, read_entries
 from hpcrl.errors import RolloutsFailedError
 from hpcrl.rollouts.environments.outcomes import CheckedOutcome
 from hpcrl.rollouts.sampling import scheduler
+from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 from hpcrl.runs.rollout_failures import read_failures
 from hpcrl.runs.run_progress import read_evaluations
+from hpcrl.runs.views.failures import failure_lines
 
 HOSTILE = {"name": "shop", "kind": "custom", "factory": "hostile_environment:Hostile"}
 
@@ -60,6 +62,25 @@ async def test_failures_are_written_by_environment_and_cause_and_cost_no_step(tm
     lines = b"".join(path.read_bytes() for path in consumed_dir(run).glob("step-*.jsonl"))
     assert b"null" not in lines
     assert b"NaN" not in lines
+
+
+async def test_sandboxes_that_were_ended_for_all_of_a_node_are_counted_and_reported_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path, environments=[HOSTILE], rollouts={"failures": {"end_share": 0.9}})
+    async with running(run, saying("well", "well", "raise: evicted", "raise: timeout")) as loop:
+        await loop.train(1, 4)
+        (event,) = loop.events("sandboxes.evicted")
+        counters = loop.parts.counters
+        assert 0 < counters.sandboxes_evicted < counters.dropped_environment
+        shown = render_metrics(counters.as_dict(), {}, {})
+    assert re.search(r"^hpcrl_rollouts_sandboxes_evicted_total [1-9]", shown, re.MULTILINE)
+    (found,) = read_failures(run)
+    assert set(found.failed) == {"evicted", "raised"}
+    what = "SandboxEvictedError: sandbox s-1 was ended: all sandboxes of the node together used too much"
+    assert found.first["evicted"].what == what
+    assert event.data == {"environment": "shop", "what": what}
+    assert any(
+        "lost their sandbox to the memory limit of all sandboxes, the first" in line for line in failure_lines([found])
+    )
 
 
 async def test_a_large_share_of_failures_ends_the_run(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ async def test_all_limits_hold_here(who: str, monkeypatch: pytest.MonkeyPatch) -
     assert report.held
     how = {check.limit: check.how for check in report.checks}
     assert how["memory in sum"].startswith("cgroup v" if as_root and who == "root" else ("watcher", "cgroup v2"))
-    assert len(how) == 16
+    assert how["memory of all sandboxes"].startswith(("cgroup v", "watcher, 320 MiB: "))
+    assert len(how) == 17
 
 
 async def test_broken_limits_are_told(host: SandboxClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,16 @@ async def test_broken_limits_are_told(host: SandboxClient, monkeypatch: pytest.M
     assert "6 processes with 80 MiB each lived within 256 MiB" in found["memory in sum"].how
     assert found["open files"].how == "RLIMIT_NOFILE: 509 of 64"
     assert "connected,connected" in found["network"].how
+
+
+async def test_the_report_says_where_sandboxes_share_no_limit(
+    host: SandboxClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits_report, "_NODE_S", 1.0)
+    name = "memory of all sandboxes"
+    found = await limits_report._checked(host, name, limits_report._CHECKS[name])
+    assert not found.held
+    assert found.how == "no limit: 0 of 10 sandboxes with 48 MiB each were ended, 10 worked on"
 
 
 async def test_an_attempt_that_fails_counts_as_broken(host: SandboxClient) -> None:

@@ -20,6 +20,7 @@ from hpcrl.sandboxes import (
 )
 from hpcrl.sandboxes.container_commands import ApptainerCommands, ContainerCommands, DockerCommands
 from hpcrl.sandboxes.container_host import ContainerHost, ContainerSandbox
+from hpcrl.sandboxes.node_memory import NodeMemory
 
 LIMITS = SandboxLimits(
     memory_bytes=1 << 28, processes=33, disk_bytes=1 << 20, scratch_bytes=1 << 19, inodes=77, cpu_s=9
@@ -163,6 +164,23 @@ async def test_the_end(container: ContainerSandbox, tmp_path: Path) -> None:
     with pytest.raises(SandboxLostError):
         await container.snapshot()
     assert [path.name for path in (tmp_path / "trees").iterdir()] == ["trees"]
+
+
+async def test_limits_of_all_containers_have_room_in_that_of_the_node(
+    containers: ContainerHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").mkdir()
+    memory = NodeMemory(LIMITS.memory_bytes * 3 // 2, "a" * 32, base=tmp_path / "memory", room_s=0.2)
+    monkeypatch.setattr(containers, "_node_memory", memory)
+    first = await containers.start(image="image", limits=LIMITS)
+    with pytest.raises(SandboxStartError, match=r"a container with 256 MiB found no room within 0\.2 s: all"):
+        await containers.start(image="image", limits=LIMITS)
+    await first.kill()
+    with pytest.raises(SandboxError, match="no tree"):
+        await containers.start(image="image", tree="0" * 40, limits=LIMITS)
+    # one that has ended and one that did not start have given their room back
+    await containers.start(image="image", limits=LIMITS)
+    assert (await containers.describe())["node_memory"].endswith(", 384 MiB")
 
 
 async def test_starts_that_fail(containers: ContainerHost, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ _WORDS = {
     "router.away": ("fault", "the router does not answer: {why}"),
     "environment.lost": ("fault", "a process of environment {environment} was lost: {why}"),
     "rollouts.failing": ("fault", "rollouts of environment {environment} fail ({cause}): {what}"),
+    "sandboxes.evicted": ("fault", "all sandboxes of a node used too much memory (environment {environment})"),
     "store.segment_lost": ("fault", "the segment {segment} left the KV pool"),
     "trainer.checkpoint_failed": ("fault", "the checkpoint of step {step} failed: {reason}"),
     "trainer.step_skipped": ("fault", "step {step} was skipped: {what}"),

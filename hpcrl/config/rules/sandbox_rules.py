@@ -16,6 +16,8 @@ def _fits_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
     text, memory_gib = node.text, node.memory_gib
     if node.role is Role.ENV and workers is not None and workers.memory_gib is not None:
         text, memory_gib = "a worker of environments", workers.memory_gib
+    if (given := recipe.rollouts.sandboxes_gib) is not None and (memory_gib is None or given / node.parts < memory_gib):
+        text, memory_gib = "rollouts.sandboxes_gib", given / node.parts
     if memory_gib is None:
         return
     for use in sandbox_uses(recipe):
@@ -27,8 +29,9 @@ def _fits_node(recipe: Recipe, cluster: ClusterProfile) -> Conflicts:
 SANDBOX_RULES: tuple[Rule, ...] = (
     Rule(
         "sandbox-fits-node",
-        "The limit of one sandbox is within the memory of its node, or of its worker.",
-        "lower memory_gib of the sandbox, or give environments more memory (environment_workers)",
+        "The limit of one sandbox is within the memory of its node, or of its worker, and of all sandboxes.",
+        "lower memory_gib of the sandbox, or raise rollouts.sandboxes_gib, or give environments more memory "
+        "(environment_workers)",
         _fits_node,
     ),
 )

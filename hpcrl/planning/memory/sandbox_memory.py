@@ -1,8 +1,7 @@
 """Memory that the sandboxes of a node may need together.
 
-``memory_gib`` of a sandbox is a limit and no reservation, so the sum of all limits is shown and not counted. No limit
-holds for the sum: where programs use more than the node has left, the kernel ends processes, those in sandboxes first
-(`hpcrl.sandboxes.spawner` raises their ``oom_score_adj``).
+``memory_gib`` of a sandbox is a limit and no reservation, so the sum of all limits is shown and not counted. All
+sandboxes of a node together are limited to what the plan leaves (`hpcrl.sandboxes.node_memory`).
 """
 
 from __future__ import annotations
@@ -48,12 +47,26 @@ class SandboxMemory:
         Bytes that the terms of the roles on the node leave; None where the profile does not say.
     alone:
         The terms of the roles are not known, and ``left`` is the memory of the node.
+    given_gib:
+        The recipe's own limit of all sandboxes of the node (``rollouts.sandboxes_gib``).
     """
 
     node: SandboxNode
     kinds: tuple[OpenSandboxes, ...]
     left: int | None
     alone: bool = False
+    given_gib: float | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Return the bytes that all sandboxes of the node, or of a worker with memory of its own, may use together.
+
+        By default that is what roles leave, and at least the limit of one sandbox. None: the plan does not know.
+        """
+        if self.given_gib is not None:
+            return round(self.given_gib * GIB) // self.node.parts
+        one = max(round(kind.use.memory_gib * GIB) for kind in self.kinds)
+        return None if self.left is None else max(self.left // self.node.parts, one)
 
     @property
     def count(self) -> int:
@@ -82,10 +95,11 @@ class SandboxMemory:
         each = ", ".join(f"{kind.count:,} of {kind.use.label} x {kind.use.memory_gib:g}" for kind in self.kinds)
         left = max(0, self.left) / GIB
         has = f"which has {left:,.1f} GiB" if self.alone else f"where other roles leave {left:,.1f} GiB"
+        part = "of one worker" if self.node.parts > 1 else "together"
         return (
             f"sandboxes may need {self.term.value / GIB:,.1f} GiB at once ({each} GiB) on {self.node.text}, {has} "
-            f"({left / self.count:.2g} GiB a sandbox). Where programs use more, the kernel ends some, those in "
-            f"sandboxes first. {self._remedy()}"
+            f"({left / self.count:.2g} GiB a sandbox). Where all {part} use more than {(self.limit or 0) / GIB:,.1f} "
+            f"GiB, the largest ends, and its rollout has no reward. {self._remedy()}"
         )
 
     def _remedy(self) -> str:
@@ -126,4 +140,4 @@ def open_sandboxes(
         free -= count
         if count:
             kinds.append(OpenSandboxes(use, count))
-    return SandboxMemory(node, tuple(kinds), left, alone) if kinds else None
+    return SandboxMemory(node, tuple(kinds), left, alone, recipe.rollouts.sandboxes_gib) if kinds else None

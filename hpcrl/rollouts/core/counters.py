@@ -19,6 +19,9 @@ class Counters(msgspec.Struct, kw_only=True):
     dropped_environment:
         The environment raised an error or gave no usable reward, the prompt left no room for an answer, or the teacher
         gave no log-probabilities.
+    sandboxes_evicted:
+        Those of ``dropped_environment`` whose sandbox was ended, because all sandboxes of its node together used too
+        much memory.
     dropped_branches:
         Would have had more sequences than ``rollouts.max_branches``.
     branched:
@@ -78,6 +81,7 @@ class Counters(msgspec.Struct, kw_only=True):
     mixed_versions: int = 0
     dropped_engine: int = 0
     dropped_environment: int = 0
+    sandboxes_evicted: int = 0
     dropped_branches: int = 0
     branched: int = 0
     declared_branches: int = 0

@@ -17,6 +17,7 @@ import msgspec
 
 from hpcrl.config.environments import CustomEnv, HostedEnv
 from hpcrl.errors import ConfigError, Finding
+from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.processes.interpreter import module_command, with_safe_path
 from hpcrl.rollouts.environments import wire
 
@@ -30,8 +31,9 @@ class LostError(Exception):
 
 
 def environment_of_child() -> dict[str, str]:
-    """Return this process's environment without the variables of the run."""
-    return with_safe_path({name: value for name, value in os.environ.items() if not name.startswith(_OWN_PREFIX)})
+    """Return this process's environment without the variables of the run, but with the limit of its sandboxes."""
+    dropped = [name for name in os.environ if name.startswith(_OWN_PREFIX) and name != SANDBOX_MEMORY_VARIABLE]
+    return with_safe_path({name: value for name, value in os.environ.items() if name not in dropped})
 
 
 class ChildProcess:

@@ -21,6 +21,7 @@ from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedE
 from hpcrl.rollouts.environments.outcomes import OutcomeError, plain_text
 from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.runs.rollout_failures import EnvironmentFailures, FailureCause, FirstFailure, RolloutFailures
+from hpcrl.sandboxes import SandboxEvictedError
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +100,9 @@ def describe_failure(error: Exception) -> tuple[FailureCause, FirstFailure]:
         if cause in (FailureCause.RAISED, FailureCause.TIMEOUT) and error.__traceback__ is not None:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}:{frame.lineno} in {frame.name}"
+    if cause is FailureCause.RAISED and SandboxEvictedError.__name__ in what:
+        # by its name: the error was raised in the process of an environment, or of a checker of one
+        cause = FailureCause.EVICTED
     first_line = plain_text(" ".join(what.strip().partition("\n")[0].split()), _WHAT)
     return cause, FirstFailure(time_s=time.time(), what=first_line, where=plain_text(where, _WHAT))
 
@@ -112,6 +116,7 @@ class FailureCount:
         *,
         max_in_flight: int = 0,
         on_failing: Callable[[EnvironmentFailures], None] = lambda failures: None,
+        on_evicted: Callable[[str, FirstFailure], None] = lambda environment, first: None,
     ) -> None:
         """Initialise the counts.
 
@@ -123,11 +128,13 @@ class FailureCount:
             Rollouts that may run at once.
         on_failing:
             Called once for each environment whose share of failed rollouts reaches the share for a warning.
+        on_evicted:
+            Called once for each environment, when it has lost a sandbox to the memory limit of all sandboxes.
         """
         self._end_share = None if config is None else config.end_share
         self._min_rollouts = 0 if config is None else config.min_rollouts
         self._window = max(self._min_rollouts, _WAVES * max_in_flight)
-        self._on_failing = on_failing
+        self._on_failing, self._on_evicted = on_failing, on_evicted
         self._in_a_row = 0
         self._deaths: set[tuple[str, int]] = set()
         self._tallies: dict[str, _Tally] = {}
@@ -167,6 +174,8 @@ class FailureCount:
         cause, first = describe_failure(error)
         tally.failed[cause.value] = tally.failed.get(cause.value, 0) + 1
         tally.first.setdefault(cause.value, first)
+        if cause is FailureCause.EVICTED and tally.failed[cause.value] == 1:
+            self._on_evicted(rollout.environment, first)
         found = tally.of(rollout.environment)
         if found.warns and not tally.warned:
             tally.warned = True

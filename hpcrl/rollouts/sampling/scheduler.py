@@ -25,10 +25,11 @@ from hpcrl.rollouts.ledger.ledger import GroupJournal
 from hpcrl.rollouts.ledger.taken import Pending, TakenStep, TakenSteps
 from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.rollouts.sampling.conversation import Conversation, Sampler
-from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningRollout
+from hpcrl.rollouts.sampling.failures import FailureCount, NoRoomError, RunningRollout, describe_failure
 from hpcrl.rollouts.sampling.policy import GroupAdmission, GroupOutcome
 from hpcrl.rollouts.sampling.policy_wait import PolicyWait
 from hpcrl.rollouts.sampling.routed_experts_budget import RoutedExpertsBudget
+from hpcrl.runs.rollout_failures import FailureCause
 
 _log = logging.getLogger(__name__)
 _TOO_OLD = "too old"
@@ -410,6 +411,7 @@ class Scheduler:
             return None
 
     def _failed(self, error: Exception, counted: RunningRollout) -> None:
+        self._counters.sandboxes_evicted += describe_failure(error)[0] is FailureCause.EVICTED
         self._error = self._failures.failed(error, counted) or self._error
 
     def _finish(self, running: _Running) -> None:

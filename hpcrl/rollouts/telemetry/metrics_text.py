@@ -21,6 +21,7 @@ _COUNTERS = {
     "mixed_versions": "Finished rollouts with tokens of two or more policy versions.",
     "dropped_engine": "Rollouts that were given up after the last retry of a request.",
     "dropped_environment": "Rollouts whose environment or teacher failed, or whose prompt left no room for an answer.",
+    "sandboxes_evicted": "Rollouts whose sandbox was ended for the memory limit of all sandboxes of its node.",
     "dropped_branches": "Rollouts that would have had too many sequences.",
     "branched": "Finished rollouts with more than one sequence.",
     "declared_branches": "How often environments let conversations begin anew, as behind a summary.",

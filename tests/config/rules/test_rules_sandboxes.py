@@ -44,5 +44,16 @@ def test_a_sandbox_larger_than_its_worker_is_refused() -> None:
     assert (key, "a worker of environments has 1" in what) == ("environments.0.memory_gib", True)
 
 
+def test_a_sandbox_larger_than_the_limit_of_all_is_refused() -> None:
+    assert findings(SWE.format(1), "rollouts.sandboxes_gib=1") == []
+    [(key, what)] = findings(SWE.format(1.5), "rollouts.sandboxes_gib=1.25")
+    assert key == "environments.0.memory_gib"
+    assert "one sandbox may use 1.5 GiB, and rollouts.sandboxes_gib has 1.25" in what
+    # workers with memory of their own have equal parts
+    workers = "environment_workers={count: 2, per_node: 2, cpus: 1, memory_gib: 0.9}"
+    [(_, what)] = findings(SWE.format(0.8), workers, "rollouts.sandboxes_gib=1.5")
+    assert "rollouts.sandboxes_gib has 0.75" in what
+
+
 def test_a_probe_has_no_sandboxes() -> None:
     assert findings(SWE.format(2), "job.payload=probe") == []

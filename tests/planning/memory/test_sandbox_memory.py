@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import pytest
 
 from hpcrl.config.cluster import ClusterProfile, SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
-from hpcrl.config.plan import Role
+from hpcrl.config.plan import Plan, Role
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.sandbox_use import sandbox_node
+from hpcrl.jobplan import make_plan
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.calibration_file import load_calibration
 from hpcrl.planning.documents import outlook_document
 from hpcrl.planning.ledger import GIB, explain
 from hpcrl.planning.memory.fit import memory_report
 from hpcrl.planning.memory.sandbox_memory import SandboxMemory, open_sandboxes
-from hpcrl.planning.memory.sandbox_notes import sandbox_notes
+from hpcrl.planning.memory.sandbox_notes import sandbox_notes, with_sandbox_limit
 from hpcrl.planning.report import find_facts, make_outlook
+from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.submit.prepare import prepare
 
 GLM5 = load_facts("GLM-5")
@@ -103,6 +106,68 @@ def test_an_orchestrator_on_its_own_node_has_the_sandboxes_there() -> None:
 def local(*environments: dict[str, Any], memory_gib: float | None = None) -> tuple[Recipe, ClusterProfile]:
     recipe = load_recipe("quickstart", [f"environments={json.dumps(environments)}"]).value
     return recipe, load_cluster("local").value.model_copy(update={"memory_gib": memory_gib})
+
+
+def limit_in(plan: Plan | None, role: Role = Role.ORCHESTRATOR) -> str:
+    """Variable of the role; no other role has it."""
+    assert plan is not None
+    found = {group.role: group.env.get(SANDBOX_MEMORY_VARIABLE, "") for group in plan.groups}
+    assert {each for each, value in found.items() if value} <= {role}
+    return found[role]
+
+
+def submitted(tmp_path: Path, *settings: str) -> Plan | None:
+    return prepare("glm5_swe", "h200-28", settings, environ={}, cwd=tmp_path, name="one", programs=False).outlined()
+
+
+def test_a_run_limits_its_sandboxes_to_what_the_plan_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    limit, _, name = limit_in(submitted(tmp_path)).partition(":")
+    assert int(limit) == planned().limit == planned().left
+    assert re.fullmatch("[0-9a-f]{32}", name)
+    assert f"Where all together use more than {int(limit) / GIB:,.1f} GiB, the largest ends" in planned().warning
+    # a run of another name has its own
+    other = prepare("glm5_swe", "h200-28", (), environ={}, cwd=tmp_path, name="two", programs=False).plan
+    assert limit_in(other).partition(":")[2] != name
+    given = "rollouts.sandboxes_gib=100"
+    assert limit_in(submitted(tmp_path, given)).partition(":")[0] == str(100 * GIB)
+    assert planned(given).limit == 100 * GIB
+    assert (
+        outlook_document(make_outlook(glm5(given), H200, load_calibration(None), find_facts(glm5())))["memory"][
+            "sandboxes"
+        ]["limit_bytes"]
+        == 100 * GIB
+    )
+
+
+def test_workers_have_the_limit_and_equal_parts_of_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole, part = planned("environment_workers={count: 8, per_node: 2}"), planned(PART)
+    assert (whole.node.parts, whole.limit) == (1, whole.left)
+    assert (part.node.parts, part.limit) == (2, (part.left or 0) // 2)
+    assert "Where all of one worker use more than" in part.warning
+    limit = limit_in(submitted(tmp_path, PART), Role.ENV).partition(":")[0]
+    assert int(limit) == part.limit
+    assert planned(PART, "rollouts.sandboxes_gib=40").limit == 20 * GIB
+
+
+def test_a_limit_holds_one_sandbox_and_is_unknown_where_the_memory_is(tmp_path: Path) -> None:
+    swe = {"name": "swe", "kind": "swe", "tasks": "t", "memory_gib": 4.0}
+    for left, limit in ((-GIB, 4 * GIB), (5 * GIB, 5 * GIB), (None, None)):
+        found = open_sandboxes(*local(swe), None, left)
+        assert found is not None
+        assert found.limit == limit
+    plain = {"name": "reverse", "kind": "words", "task": "reverse"}
+    for environment, memory_gib, limit in ((swe, None, ""), (swe, 79.0, str(79 * GIB)), (plain, 79.0, "")):
+        recipe, cluster = local(environment, memory_gib=memory_gib)
+        made = make_plan(recipe, cluster, "one", tmp_path / "one")
+        assert limit_in(with_sandbox_limit(made, recipe, cluster)).partition(":")[0] == limit
+    # a recipe does not tell the sandboxes of an environment of one's own
+    given = recipe.rollouts.model_copy(update={"sandboxes_gib": 3.0})
+    made = with_sandbox_limit(made, recipe.model_copy(update={"rollouts": given}), cluster)
+    assert limit_in(made).partition(":")[0] == str(3 * GIB)
 
 
 def test_the_largest_sandboxes_count_first_and_a_rollout_has_one() -> None:

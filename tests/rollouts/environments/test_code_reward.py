@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,12 +17,15 @@ from patience import patience
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
+from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.rollouts.environments.dataset.environment import DatasetEnvironment
 from hpcrl.rollouts.environments.rewards.code_cases import CodeTestsError
 from hpcrl.rollouts.environments.rewards.code_check import CodeCheck, CodeNotRunError
 from hpcrl.rollouts.environments.rewards.code_tests import program_of, read_code_tests
-from hpcrl.rollouts.environments.rewards.processes import CheckerError
+from hpcrl.rollouts.environments.rewards.processes import CheckerError, CheckerProcesses
 from hpcrl.rollouts.environments.task_check import check_tasks
+from hpcrl.rollouts.sampling.failures import describe_failure
+from hpcrl.runs.rollout_failures import FailureCause
 
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert math.isclose(add(.5, .25), .75)"]}
 SUMS = {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5", "output": "9"}]}
@@ -187,6 +191,17 @@ def test_missing_interpreter_gives_none(row: dict[str, Any]) -> None:
         pytest.raises(CodeNotRunError, match=message),
     ):
         check.score(fenced("import os\nos._exit(0)"), "", row)
+
+
+async def test_a_sandbox_that_is_ended_for_all_of_the_node_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program is within the limit of its own sandbox."""
+    monkeypatch.setenv(SANDBOX_MEMORY_VARIABLE, f"{96 << 20}:{secrets.token_hex(16)}")
+    with closing(CheckerProcesses([made(**SHARE)], limit=1)) as processes:
+        program = "data = b'x' * (120 << 20)\nimport time\ntime.sleep(60)\n"
+        with pytest.raises(CheckerError, match=r"SandboxEvictedError: .* more than 96 MiB") as failed:
+            await processes.score(0, fenced(program), "", SUMS)
+        assert describe_failure(failed.value)[0] is FailureCause.EVICTED
+        assert await processes.score(0, fenced(f"{READ}print(a + b)"), "", SUMS) == 1.0
 
 
 def test_functions_cannot_be_given(share: CodeCheck) -> None:

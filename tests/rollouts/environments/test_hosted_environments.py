@@ -20,6 +20,7 @@ from stub_engine import EOS, StubEngine, encode
 
 import hpcrl
 from hpcrl.errors import ConfigError, EnvironmentFailedError
+from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import (
     Environment,
@@ -33,6 +34,8 @@ from hpcrl.rollouts.environments import (
     prompt_of,
 )
 from hpcrl.rollouts.environments.child import frames_of
+from hpcrl.rollouts.environments.child_process import environment_of_child
+from hpcrl.rollouts.environments.workers.__main__ import own_sandbox_memory
 from hpcrl.runs.cause import from_record
 from hpcrl.runs.role import FailureRecord, RoleContext
 
@@ -205,6 +208,17 @@ async def test_the_process_has_nothing_of_the_run(build: Build, tmp_path: Path, 
     command = Path(f"/proc/{process._child.pid}/cmdline").read_text().split("\0")
     assert "-P" in command
     assert not any(str(tmp_path) in word or "secret" in word for word in command)
+
+
+def test_the_process_has_the_limit_of_all_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCRL_TOKEN", "secret")
+    monkeypatch.setenv(SANDBOX_MEMORY_VARIABLE, "1024:a")
+    found = environment_of_child()
+    ours = {name: value for name, value in found.items() if name.startswith("HPCRL_")}
+    assert ours == {SANDBOX_MEMORY_VARIABLE: "1024:a"}
+    # a worker with memory of its own shares the limit with no other
+    assert own_sandbox_memory(ours, 3) == {SANDBOX_MEMORY_VARIABLE: "1024:a-3"}
+    assert own_sandbox_memory({}, 3) == {}
 
 
 async def test_what_the_code_raises_arrives_with_its_own_frames(build: Build) -> None:

@@ -15,10 +15,12 @@ from hpcrl.reporting.reports import ReportedFile
 from hpcrl.rollouts.engines.client import EngineError
 from hpcrl.rollouts.environments import EnvironmentLostError, EnvironmentRaisedError
 from hpcrl.rollouts.environments.outcomes import OutcomeError
+from hpcrl.rollouts.environments.rewards.processes import CheckerError
 from hpcrl.rollouts.sampling.failures import FailureCount, FailureReport, NoRoomError, describe_failure
 from hpcrl.runs.cause import CauseKind, from_record
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rollout_failures import EnvironmentFailures, FailureCause, RolloutFailures
+from hpcrl.sandboxes import SandboxEvictedError
 
 
 def raised() -> EnvironmentRaisedError:
@@ -64,6 +66,29 @@ def test_counts_are_by_environment_and_cause_with_the_first_of_each() -> None:
     # each environment warns once, and at the beginning most of those that have ended have failed
     assert [each.environment for each in told] == ["shop", "other"]
     assert other.share == 3 / 103
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SandboxEvictedError("sandbox s-1 was ended"),
+        EnvironmentRaisedError("environment 'swe' raised ...", what="SandboxEvictedError: sandbox s-1 was ended"),
+        CheckerError("part 'code' of the reward: SandboxEvictedError: sandbox s-1 was ended"),
+    ],
+    ids=["here", "process of an environment", "process of checkers"],
+)
+def test_an_evicted_sandbox_is_a_cause_of_its_own(error: Exception) -> None:
+    """Wherever it was raised; it is told once for each environment, without a share."""
+    told: list[tuple[str, str]] = []
+    count = FailureCount(on_evicted=lambda environment, first: told.append((environment, first.what)))
+    for environment in ("a", "a", "b"):
+        count.failed(error, count.begin(environment))
+    assert [(each.environment, each.failed) for each in count.report()] == [
+        ("a", {"evicted": 2}),
+        ("b", {"evicted": 1}),
+    ]
+    assert [environment for environment, _ in told] == ["a", "b"]
+    assert all("sandbox s-1 was ended" in what for _, what in told)
 
 
 def test_parts_that_are_left_out_are_counted_by_name() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from hpcrl.errors import EnvironmentFailedError
 from hpcrl.network.connection_limits import raise_descriptor_limit
 from hpcrl.processes.daemon_threads import run_process
+from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.processes.signals import stopped_by_signal
 from hpcrl.reporting.log_thread import log_in_thread
 from hpcrl.rollouts.environments.workers.hosted_kinds import hosted_config
@@ -41,8 +44,16 @@ async def _main(context: RoleContext) -> None:
         _log.info("stopped by a signal")
 
 
+def own_sandbox_memory(environ: Mapping[str, str], replica: int) -> dict[str, str]:
+    """Return the variable with the limit of all sandboxes of a worker that does not share its memory with others."""
+    shared = environ.get(SANDBOX_MEMORY_VARIABLE)
+    return {} if shared is None else {SANDBOX_MEMORY_VARIABLE: f"{shared}-{replica}"}
+
+
 async def _serve(context: RoleContext) -> None:
     recipe = await asyncio.to_thread(context.run.recipe)
+    if recipe.environment_workers is not None and recipe.environment_workers.memory_gib is not None:
+        os.environ.update(own_sandbox_memory(os.environ, context.replica))
     endpoints = await asyncio.to_thread(context.endpoints)
     address = urlsplit(endpoints.urls[context.role][context.replica])
     hosts = {config.name: EnvironmentHost(hosted_config(config)) for config in recipe.environments}
