@@ -192,6 +192,17 @@ def shared_engine(host: str, protocol: str) -> TransferEngine:
         return _engines[host, protocol]
 
 
+def forget_engine(engine: TransferEngine) -> None:
+    """Let `shared_engine` start another one in place of ``engine``, which ends when it is no longer used.
+
+    An engine remembers the ports of a peer for as long as it lives. Where a new process has the name of an old one, and
+    other ports, each read of it fails.
+    """
+    with _starting:
+        for key in [key for key, known in _engines.items() if known is engine]:
+            del _engines[key]
+
+
 def program_of_master() -> str:
     """Return the path of Mooncake's master in this environment (MissingExtraError if there is none)."""
     beside = Path(sys.executable).with_name("mooncake_master")

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hpcrl.errors import HandoffError, HpcrlError
-from hpcrl.mooncake import TransferEngine, shared_engine
+from hpcrl.mooncake import TransferEngine, forget_engine, shared_engine
 from hpcrl.network.interfaces import address_towards
 from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.weights.format.fabric_record import (
@@ -250,16 +250,20 @@ class FabricReader:
                 raise HandoffError(f"a part lies outside of the memory of rank {rank}")
             engine = _engine_towards(peer.endpoint, record.protocol)
             buffer.register(engine)
-            self._check_header(engine, record, rank, buffer)
             joined = _joined(pieces)
-            engine.read(
-                peer.endpoint,
-                [buffer.address + PAGE_BYTES + piece.offset - segment.offset for piece in joined],
-                [peer.address + PAGE_BYTES + piece.at for piece in joined],
-                [piece.bytes for piece in joined],
-            )
-            # the writer takes the header away before it changes data: the data was whole when it was read
-            self._check_header(engine, record, rank, buffer)
+            try:
+                self._check_header(engine, record, rank, buffer)
+                engine.read(
+                    peer.endpoint,
+                    [buffer.address + PAGE_BYTES + piece.offset - segment.offset for piece in joined],
+                    [peer.address + PAGE_BYTES + piece.at for piece in joined],
+                    [piece.bytes for piece in joined],
+                )
+                # the writer takes the header away before it changes data: the data was whole when it was read
+                self._check_header(engine, record, rank, buffer)
+            except OSError:
+                forget_engine(engine)
+                raise
 
     def _check_header(self, engine: TransferEngine, record: FabricRecord, rank: int, buffer: PullBuffer) -> None:
         peer = record.peers[rank]

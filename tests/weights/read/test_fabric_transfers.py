@@ -153,6 +153,28 @@ def writer(root: Path) -> Iterator[FabricWriter]:
         ring.close()
 
 
+def test_a_peer_with_the_name_of_an_old_one_is_looked_up_again(
+    writer: FabricWriter, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an engine has remembered of a name is wrong once another process has it, and stays wrong."""
+    old = shared_engine("127.0.0.1", "tcp")
+
+    def refuse(endpoint: str, *_: object) -> None:
+        raise OSError(f"{endpoint} did not give it")
+
+    monkeypatch.setattr(old, "read", refuse)
+    with Subscriber(root, "r", SETTINGS) as reader:
+        with reader.reading(1) as reading:
+            assert check_content(reading) == DATA
+        assert reader.fabric.failures >= 1
+        assert shared_engine("127.0.0.1", "tcp") is not old
+        before = reader.fabric.bytes_read
+        writer.publish(2, **SHAPE)
+        with reader.reading(2) as reading:
+            assert check_content(reading) == DATA
+        assert reader.fabric.bytes_read >= before + DATA
+
+
 def test_others_cannot_write_into_what_is_pulled_over_tcp(writer: FabricWriter, root: Path) -> None:
     stranger, room = TransferEngine("127.0.0.1", "tcp"), mmap.mmap(-1, 1 << 16)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
