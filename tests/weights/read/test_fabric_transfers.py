@@ -215,7 +215,9 @@ def take_all(buffers: PullBuffers) -> list[PullBuffer]:
     return taken
 
 
-def test_a_pull_waits_for_a_buffer_of_another_one(writer: FabricWriter, root: Path) -> None:
+def test_a_pull_waits_for_a_buffer_of_another_one(
+    writer: FabricWriter, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Subscriber(root, "r", SETTINGS) as reader:
         buffers, waits = reader.fabric.buffers, threading.Event()
         wait_for = buffers._changed.wait_for
@@ -225,7 +227,7 @@ def test_a_pull_waits_for_a_buffer_of_another_one(writer: FabricWriter, root: Pa
             return wait_for(*arguments)
 
         taken = take_all(buffers)
-        buffers._changed.wait_for = announced_wait  # type: ignore[method-assign]
+        monkeypatch.setattr(buffers._changed, "wait_for", announced_wait)
         with reader.reading(1) as reading, ThreadPoolExecutor(1) as pool:
             read = pool.submit(check_content, reading)
             assert waits.wait(60)
@@ -310,7 +312,7 @@ def test_registered_buffers_are_compared_behind_a_copy(
         assert reader.share.bytes_read > 0
 
 
-def test_a_full_cache_is_no_failure_of_the_fabric(
+def test_a_full_cache_does_not_end_the_fabric(
     writer: FabricWriter, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> int:
