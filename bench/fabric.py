@@ -1,11 +1,13 @@
 """Seconds from a published version to the last engine that has it: by the share, by fan-out, and over the fabric.
 
-A process writes a version and serves it over Mooncake's transfer engine on TCP. Readers, one process
-for each, stand for nodes: they have caches of their own. Each way is measured in the same call, in turn, several rounds
-of them; the files are dropped from the page cache of this machine before each round where the kernel lets us, but the
-share is a local directory: a shared filesystem is slower. Beside it, the bare rate of loopback between two processes.
+A process writes two versions and serves them over Mooncake's transfer engine on TCP. Readers, one process for each,
+stand for nodes: they have caches of their own, in memory as in a run. In the way "fabric, no cache" each reader is the
+only process of its node. The second version is measured: libraries are loaded then, and memory was used before. Each
+way is measured in the same call, in turn, several rounds of them; the files are dropped from the page cache of this
+machine before each round where the kernel lets us, but the share is a local directory: a shared filesystem is slower.
+The bare rate of loopback between two processes is measured in each round as well.
 
-    python bench/fabric.py --gib 0.25 --readers 2 --output bench/results/fabric.json
+    python bench/fabric.py --gib 0.25 --readers 1 2 --output bench/results/fabric.json
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from hpcrl.weights.read.share import Pace
 from hpcrl.weights.read.subscriber import ReaderSettings, Subscriber
 
 SPAWN = multiprocessing.get_context("spawn")
-WAYS = ("share", "fan-out", "fabric", "fabric and fan-out")
+WAYS = ("share", "fan-out", "fabric", "fabric, no cache", "fabric and fan-out")
 _TENSOR_BYTES = 8 << 20
 
 
@@ -43,10 +45,11 @@ def main() -> None:
     """Measure all ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=0.25, help="size of a version in GiB")
-    parser.add_argument("--readers", type=int, default=2, help="engines, each on a node of its own")
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 2], help="engines, each on a node of its own")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the trainer that serve it")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each way")
     parser.add_argument("--segment-mib", type=int, default=16, help="size of a segment in MiB")
+    parser.add_argument("--cache", type=Path, default=Path("/dev/shm"), help="directory of the nodes' caches")
     parser.add_argument("--output", type=Path, help="write the results to this file")
     arguments = parser.parse_args()
     results = measure(arguments)
@@ -58,30 +61,44 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the medians of each way, and of bare loopback."""
     directory = Path(tempfile.mkdtemp(prefix="hpcrl-fabric-"))
+    caches = Path(tempfile.mkdtemp(prefix="hpcrl-fabric-", dir=arguments.cache))
     try:
         root, tensors = directory / "weights", max(2, round(arguments.gib * (1 << 30) / _TENSOR_BYTES))
         size = tensors * _TENSOR_BYTES
         shape = {"tensors": tensors, "words": _TENSOR_BYTES // 8}
-        settings = {"ranks": arguments.ranks, "piece": 4 << 20, "slot_bytes": size, "timeout_s": 120.0}
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        slot_bytes = size // arguments.ranks + 3 * _TENSOR_BYTES
+        settings = {
+            "ranks": arguments.ranks,
+            "slots": 2,
+            "piece": 4 << 20,
+            "slot_bytes": slot_bytes,
+            "timeout_s": 120.0,
+        }
+        found: dict[tuple[int, str], list[dict[str, float]]] = {
+            (readers, way): [] for readers in arguments.readers for way in WAYS if readers > 1 or "fan-out" not in way
+        }
         raw = []
-        with writer_process(root, {1: shape}, **settings):
+        with writer_process(root, {1: shape, 2: shape}, **settings):
             for _ in range(arguments.rounds):
                 raw.append(raw_loopback(min(size, 1 << 29)))
-                for way in WAYS:
-                    found[way].append(one_round(root, directory, way, arguments))
+                for (readers, way), rounds in found.items():
+                    rounds.append(one_round(root, caches, way, readers, arguments))
         rate = statistics.median(raw)
         return {
             "version_bytes": size,
-            "readers": arguments.readers,
             "ranks": arguments.ranks,
             "rounds": arguments.rounds,
             "cpus": os.cpu_count(),
             "loopback_bytes_per_s": rate,
-            "ways": {way: summary(rounds, size, rate) for way, rounds in found.items()},
+            "load_average": round(os.getloadavg()[0], 1),
+            "ways": {
+                f"{way}, {readers} reader{'s' if readers > 1 else ''}": summary(rounds, size, rate)
+                for (readers, way), rounds in found.items()
+            },
         }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(caches, ignore_errors=True)
 
 
 def summary(rounds: list[dict[str, float]], size: int, rate: float) -> dict[str, float]:
@@ -100,20 +117,20 @@ def summary(rounds: list[dict[str, float]], size: int, rate: float) -> dict[str,
     }
 
 
-def one_round(root: Path, directory: Path, way: str, arguments: argparse.Namespace) -> dict[str, float]:
+def one_round(root: Path, caches: Path, way: str, readers: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Let all readers read the version at once; return seconds to the last one, CPU seconds, and bytes by their way."""
-    for path in HandoffStore(root).open(1).shards:
+    for path in HandoffStore(root).open(2).shards:
         with path.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     processes, ends = [], []
-    for number in range(arguments.readers):
+    for number in range(readers):
         here, there = SPAWN.Pipe()
-        cache = directory / f"node-{number}"
+        cache = caches / f"node-{number}"
         shutil.rmtree(cache, ignore_errors=True)
         settings = ReaderSettings(
             segment_bytes=arguments.segment_mib << 20,
             pace=Pace(300.0),
-            cache_dir=cache,
+            cache_dir=None if "no cache" in way else cache,
             fanout_host="127.0.0.1" if "fan-out" in way else None,
             fabric="fabric" in way,
         )
@@ -138,28 +155,31 @@ def one_round(root: Path, directory: Path, way: str, arguments: argparse.Namespa
 
 
 def reader(end: Connection, root: Path, number: int, settings: ReaderSettings) -> None:
-    """Read the version once, report, and then compare every byte."""
+    """Read a version, then the measured one; report, and then compare every byte."""
     with Subscriber(root, f"reader-{number}", settings, node=f"node-{number}") as subscriber:
-        with subscriber.reading(1):
-            pass  # serves others from now on
+        with subscriber.reading(1) as reading:
+            for _ in reading.tensors():
+                pass
+        before = subscriber._sources()
+        subscriber._urls = (0.0, {})  # the other readers serve by now
         end.send("ready")
         end.recv()
         cpu = time.process_time()
-        with subscriber.reading(1) as reading:
+        with subscriber.reading(2) as reading:
             for _ in reading.tensors():
                 pass
         cpu, counts = time.process_time() - cpu, subscriber._sources()
         end.send(
             {
                 "cpu_s": cpu,
-                "share_bytes": counts.share_bytes,
-                "node_bytes": counts.node_bytes,
-                "fabric_bytes": counts.fabric_bytes,
+                "share_bytes": counts.share_bytes - before.share_bytes,
+                "node_bytes": counts.node_bytes - before.node_bytes,
+                "fabric_bytes": counts.fabric_bytes - before.fabric_bytes,
                 "failures": counts.fabric_failures,
             }
         )
         end.recv()
-        with subscriber.reading(1) as reading:
+        with subscriber.reading(2) as reading:
             check_content(reading)  # not measured
     os._exit(0)  # threads of the engine would be waited for
 

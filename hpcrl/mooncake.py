@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,24 @@ once, then it is dropped.
 """
 _PROMPT_S = 1.0
 """Maximum seconds after which a read that failed is tried again."""
+_ANSWER_S = 30.0
+"""Maximum seconds of a read of no bytes; more are allowed for its bytes, at `_SLOWEST_BYTES_PER_S`."""
+_SLOWEST_BYTES_PER_S = 1 << 30
+_FAILED = -1
+_ENDED = (1, _FAILED)
+"""States of a transfer that is over, and that the engine has forgotten. One whose time is up (-2) may still write."""
+_SHORTEST_LOOK_S = 5e-5
+_LONGEST_LOOK_S = 4e-3
+"""Maximum seconds between two looks at a transfer: the pause is an eighth of the time it has taken so far."""
+
+
+class PendingTransferError(OSError):
+    """Raised where a read takes too long. The engine may still write into the memory that was given for it."""
+
+    def __init__(self, message: str, is_pending: Callable[[], bool]) -> None:
+        """Keep ``is_pending``: whether the engine may still write; one thread at a time calls it."""
+        super().__init__(message)
+        self.is_pending = is_pending
 
 
 class TransferEngine:
@@ -98,7 +116,8 @@ class TransferEngine:
     def read(self, endpoint: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> None:
         """Read stretches of registered memory of another process; returns when all are there.
 
-        A peer that does not answer is waited for half a minute.
+        This process need not have registered its own memory over TCP. A peer that does not answer is waited for half a
+        minute.
 
         Parameters
         ----------
@@ -109,16 +128,56 @@ class TransferEngine:
 
         Raises
         ------
+        PendingTransferError
+            It takes too long, and the engine may still write into the memory here.
         OSError
-            The other process is away, or has registered no such memory.
+            The other process is away, or has registered no such memory. Nothing is written any more.
         """
         began_s = time.monotonic()
         for _ in range(_TRIES):
-            code = self._engine.batch_transfer_sync_read(endpoint, list(local), list(remote), list(sizes))
-            if code == 0 or time.monotonic() - began_s > _PROMPT_S:
+            done = self._read_once(endpoint, local, remote, sizes)
+            if done or time.monotonic() - began_s > _PROMPT_S:
                 break
-        if code != 0:
-            raise OSError(f"{endpoint} did not give {sum(sizes):,} bytes: code {code}")
+        if not done:
+            raise OSError(f"{endpoint} did not give {sum(sizes):,} bytes")
+
+    def _read_once(self, endpoint: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Return whether all is there; no transfer is under way then (see `read` for errors).
+
+        The engine's own call for several stretches waits without a pause: each thread that waits takes a processor from
+        those that transfer.
+        """
+        began_s, transfers, failed, lost = time.monotonic(), [], False, False
+        limit_s = _ANSWER_S + sum(sizes) / _SLOWEST_BYTES_PER_S
+        for stretch in zip(local, remote, sizes, strict=True):
+            own, other, size = ([number] for number in stretch)
+            if transfer := self._engine.batch_transfer_async_read(endpoint, own, other, size):
+                transfers.append(transfer)
+            elif self._engine.batch_transfer_sync_read(endpoint, own, other, size):
+                # it could not begin; this call, unlike the other one, also forgets what the engine knew of the peer
+                failed, lost = True, time.monotonic() - began_s > _ANSWER_S
+                break
+        while True:
+            states = [(transfer, self._engine.transfer_check_status(transfer)) for transfer in transfers]
+            failed = failed or any(state == _FAILED for _, state in states)
+            transfers = [transfer for transfer, state in states if state not in _ENDED]
+            spent_s = time.monotonic() - began_s
+            if not transfers and not lost:
+                return not failed
+            if spent_s > limit_s or lost:
+                # of a transfer that the engine's own call has given up nothing is known any more
+                pending = (lambda: True) if lost else self._watch(transfers)
+                raise PendingTransferError(f"{endpoint} did not give {sum(sizes):,} bytes in {limit_s:.0f} s", pending)
+            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, spent_s / 8)))
+
+    def _watch(self, transfers: list[int]) -> Callable[[], bool]:
+        """Return a function that returns whether one of ``transfers`` is still under way."""
+
+        def is_pending() -> bool:
+            transfers[:] = [each for each in transfers if self._engine.transfer_check_status(each) not in _ENDED]
+            return bool(transfers)
+
+        return is_pending
 
 
 _engines: dict[tuple[str, str], TransferEngine] = {}
@@ -131,6 +190,17 @@ def shared_engine(host: str, protocol: str) -> TransferEngine:
         if (host, protocol) not in _engines:
             _engines[host, protocol] = TransferEngine(host, protocol)
         return _engines[host, protocol]
+
+
+def forget_engine(engine: TransferEngine) -> None:
+    """Let `shared_engine` start another one in place of ``engine``, which ends when it is no longer used.
+
+    An engine remembers the ports of a peer for as long as it lives. Where a new process has the name of an old one, and
+    other ports, each read of it fails.
+    """
+    with _starting:
+        for key in [key for key, known in _engines.items() if known is engine]:
+            del _engines[key]
 
 
 def program_of_master() -> str:

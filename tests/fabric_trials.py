@@ -48,12 +48,14 @@ class FaultyReads:
             return self._read(endpoint, local, remote, sizes)
         thread = threading.Thread(target=self._do_fault)
         if self._when == "behind":
-            self._read(endpoint, local, remote, sizes)
+            try:
+                return self._read(endpoint, local, remote, sizes)
+            finally:
+                self._do_fault()
         thread.start()
         if self._when == "before":
             thread.join()
-        if self._when != "behind":
-            self._read(endpoint, local, remote, sizes)
+        self._read(endpoint, local, remote, sizes)
         thread.join()
         return None
 

@@ -8,10 +8,8 @@ this version and this process; the next version is pulled again. A version that 
 
 from __future__ import annotations
 
-import ctypes
 import hmac
 import logging
-import mmap
 import os
 import threading
 import time
@@ -21,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from hpcrl.errors import HandoffError, HpcrlError
-from hpcrl.mooncake import TransferEngine, shared_engine
+from hpcrl.mooncake import TransferEngine, forget_engine, shared_engine
 from hpcrl.network.interfaces import address_towards
 from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.weights.format.fabric_record import (
@@ -36,6 +34,8 @@ from hpcrl.weights.format.fabric_record import (
     seal_header,
 )
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
+from hpcrl.weights.read.pull_buffers import PullBuffer, PullBuffers
+from hpcrl.weights.read.segment_memory import OwnMemory, SegmentMemory
 from hpcrl.weights.read.share import read_small
 
 _log = logging.getLogger(__name__)
@@ -44,24 +44,6 @@ _LOOK_S = 1.0
 """Seconds after which a version without a record is looked for again."""
 _KEPT = 8
 """Maximum versions whose records are remembered."""
-
-
-class _Buffer:
-    """Registered memory of this process: a page for a header, and room for a segment."""
-
-    def __init__(self, size: int) -> None:
-        self.memory = mmap.mmap(-1, PAGE_BYTES + size)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.size = size
-        self.registered: set[TransferEngine] = set()
-
-    def register(self, engine: TransferEngine) -> None:
-        if engine not in self.registered:
-            engine.register(self.address, PAGE_BYTES + self.size)
-            self.registered.add(engine)
-
-    def data(self, size: int) -> memoryview:
-        return memoryview(self.memory)[PAGE_BYTES : PAGE_BYTES + size]
 
 
 class FabricReader:
@@ -75,6 +57,8 @@ class FabricReader:
         Pulls that failed.
     problem:
         Reason of the last failure; empty without one.
+    buffers:
+        Memory that segments are pulled into.
     """
 
     def __init__(self, root: Path, *, secret: Callable[[], str], streams: int, segment_bytes: int) -> None:
@@ -87,18 +71,16 @@ class FabricReader:
         secret:
             Returns the token of the run.
         streams:
-            Maximum pulls at one time. As many buffers of the size of a segment are allocated and registered.
+            Maximum pulls at one time. As many buffers of the size of a segment are allocated, and over RDMA registered.
         segment_bytes:
             Usual size of a segment.
         """
-        self._root, self._secret, self._streams, self._segment_bytes = root, secret, streams, segment_bytes
+        self._root, self._secret = root, secret
         self._lock = threading.Lock()
         self._records: dict[str, tuple[float, FabricRecord | None]] = {}
         self._layouts: dict[str, FabricLayout] = {}
         self._failed: dict[str, str] = {}
-        self._free: list[_Buffer] = []
-        self._buffers = 0
-        self._closed = False
+        self.buffers = PullBuffers(streams=streams, segment_bytes=segment_bytes)
         self._pool = DaemonExecutor(streams, thread_name_prefix="fabric")
         self.bytes_read = 0
         self.seconds = 0.0
@@ -108,10 +90,7 @@ class FabricReader:
     def close(self) -> None:
         """Stop pulling. Memory of a pull that is under way is given back when it ends."""
         self._pool.shutdown(wait=False)
-        with self._lock:
-            self._closed = True
-            while self._free:
-                self._drop(self._free.pop())
+        self.buffers.close()
 
     def protocol(self, segments: SegmentMap) -> str | None:
         """Return the protocol over which a version can be pulled; None where it has to be read in another way."""
@@ -124,51 +103,76 @@ class FabricReader:
             self._failed.pop(segments.digest, None)
             self._records.pop(segments.digest, None)
 
-    def fetch(self, segments: SegmentMap, segment: Segment, into: memoryview) -> bool:
-        """Fill ``into`` with a segment, verified; return False where it has to be read in another way."""
+    def fetch(self, segments: SegmentMap, segment: Segment, into: SegmentMemory) -> bool:
+        """Fill ``into`` with a segment, verified; return False where it has to be read in another way.
+
+        Raises
+        ------
+        OSError
+            ``into`` has no space.
+        """
         record, started = self._record(segments), time.monotonic()
         if record is None:
             return False
         try:
-            if not self._fill(record, segment, into):
-                return False
+            buffer = self._pulled(record, segment)
         except (OSError, HpcrlError) as error:
             self._fail(record, f"{segment.file} segment {segment.part}: {error}")
+            return False
+        if buffer is None:
+            return False
+        if buffer.is_private and isinstance(into, OwnMemory):
+            into.keep(self.buffers.lend(buffer, segment.bytes))
+        else:
+            try:
+                into.put(buffer.data(segment.bytes))
+            finally:
+                self.buffers.give_back(buffer)
+        # compared behind the copy: where others can write into the buffer, what was compared is what is used
+        if not buffer.is_private and (wrong := first_wrong_byte(segment, into.room())) is not None:
+            self._fail(record, f"{segment.file} segment {segment.part}: {_other_content(wrong)}")
             return False
         with self._lock:
             self.bytes_read += segment.bytes
             self.seconds += time.monotonic() - started
         return True
 
-    def _fill(self, record: FabricRecord, segment: Segment, into: memoryview) -> bool:
-        """Pull a segment; False where all buffers belong to pulls that hang, or this reader is closed.
+    def _pulled(self, record: FabricRecord, segment: Segment) -> PullBuffer | None:
+        """Return a buffer with a segment, verified where no other process can write into it; the caller gives it back.
+
+        None: no buffer is free in time, the version has failed meanwhile, or this reader is closed.
 
         Raises
         ------
         OSError, HpcrlError
             It cannot be had, in time, or is another one.
         """
-        buffer = self._take(segment.bytes)
+        buffer = self.buffers.take(segment.bytes, record.protocol, timeout_s=record.timeout_s)
         if buffer is None:
-            return False
+            return None
+        with self._lock:
+            failed = record.digest in self._failed  # while this one waited for the buffer
+        if failed:
+            self.buffers.give_back(buffer)
+            return None
         try:
             pulled = self._pool.submit(self._pull, record, segment, buffer)
         except RuntimeError:  # closed meanwhile
-            self._give_back(buffer)
-            return False
+            self.buffers.give_back(buffer)
+            return None
         try:
             pulled.result(record.timeout_s)
-            # compared behind the copy: where others can write into the buffer, what was compared is what is used
-            with buffer.data(segment.bytes) as data:
-                into[: segment.bytes] = data
-        except FutureTimeoutError:
-            raise HandoffError(f"it did not come within {record.timeout_s:g} s") from None
-        finally:
+            wrong = first_wrong_byte(segment, buffer.data(segment.bytes)) if buffer.is_private else None
+            if wrong is not None:
+                raise HandoffError(_other_content(wrong))
+        except BaseException as error:
             # a transfer that is not over may still write into it: its thread gives it back at the end
-            pulled.add_done_callback(lambda _: self._give_back(buffer))
-        if (wrong := first_wrong_byte(segment, into)) is not None:
-            raise HandoffError(f"it has other content than the manifest says (at byte {wrong})")
-        return True
+            self.buffers.give_up(buffer)
+            pulled.add_done_callback(lambda done: self.buffers.give_back(buffer, done.exception()))
+            if isinstance(error, FutureTimeoutError):
+                raise HandoffError(f"it did not come within {record.timeout_s:g} s") from None
+            raise
+        return buffer
 
     # -- records
 
@@ -229,7 +233,7 @@ class FabricReader:
 
     # -- pulling
 
-    def _pull(self, record: FabricRecord, segment: Segment, buffer: _Buffer) -> None:
+    def _pull(self, record: FabricRecord, segment: Segment, buffer: PullBuffer) -> None:
         """Fill a buffer with a segment (OSError, HpcrlError where it cannot be had, or is not this version's)."""
         with self._lock:
             layout = self._layouts.get(record.layout)
@@ -246,17 +250,22 @@ class FabricReader:
                 raise HandoffError(f"a part lies outside of the memory of rank {rank}")
             engine = _engine_towards(peer.endpoint, record.protocol)
             buffer.register(engine)
-            self._check_header(engine, record, rank, buffer)
-            engine.read(
-                peer.endpoint,
-                [buffer.address + PAGE_BYTES + piece.offset - segment.offset for piece in pieces],
-                [peer.address + PAGE_BYTES + piece.at for piece in pieces],
-                [piece.bytes for piece in pieces],
-            )
-            # the writer takes the header away before it changes data: the data was whole when it was read
-            self._check_header(engine, record, rank, buffer)
+            joined = _joined(pieces)
+            try:
+                self._check_header(engine, record, rank, buffer)
+                engine.read(
+                    peer.endpoint,
+                    [buffer.address + PAGE_BYTES + piece.offset - segment.offset for piece in joined],
+                    [peer.address + PAGE_BYTES + piece.at for piece in joined],
+                    [piece.bytes for piece in joined],
+                )
+                # the writer takes the header away before it changes data: the data was whole when it was read
+                self._check_header(engine, record, rank, buffer)
+            except OSError:
+                forget_engine(engine)
+                raise
 
-    def _check_header(self, engine: TransferEngine, record: FabricRecord, rank: int, buffer: _Buffer) -> None:
+    def _check_header(self, engine: TransferEngine, record: FabricRecord, rank: int, buffer: PullBuffer) -> None:
         peer = record.peers[rank]
         engine.read(peer.endpoint, [buffer.address], [peer.address], [HEADER_BYTES])
         expected = seal_header(
@@ -271,34 +280,21 @@ class FabricReader:
         if not hmac.compare_digest(buffer.memory[:HEADER_BYTES], expected):
             raise HandoffError(f"rank {rank} at {peer.endpoint} does not serve version {record.version} any more")
 
-    # -- buffers
 
-    def _take(self, size: int) -> _Buffer | None:
-        """Return a buffer of at least ``size`` bytes; None where all are in use (OSError without memory)."""
-        with self._lock:
-            if self._free:
-                buffer = self._free.pop()
-                if buffer.size >= size:
-                    return buffer
-                self._drop(buffer)
-            elif self._buffers >= self._streams:
-                return None
-            buffer = _Buffer(max(size, self._segment_bytes))
-            self._buffers += 1
-            return buffer
+def _other_content(wrong: int) -> str:
+    return f"it has other content than the manifest says (at byte {wrong})"
 
-    def _give_back(self, buffer: _Buffer) -> None:
-        with self._lock:
-            if self._closed:
-                self._drop(buffer)
-            else:
-                self._free.append(buffer)
 
-    def _drop(self, buffer: _Buffer) -> None:
-        self._buffers -= 1
-        # before its memory is freed: the engine refuses other memory at the same address otherwise
-        for engine in buffer.registered:
-            engine.unregister(buffer.address)
+def _joined(pieces: list[Stretch]) -> list[Stretch]:
+    """Join pieces of one rank that follow each other in the file and in its memory: each read has its own cost."""
+    result: list[Stretch] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if last is not None and (last.offset + last.bytes, last.at + last.bytes) == (piece.offset, piece.at):
+            result[-1] = last._replace(bytes=last.bytes + piece.bytes)
+        else:
+            result.append(piece)
+    return result
 
 
 def _engine_towards(endpoint: str, protocol: str) -> TransferEngine:

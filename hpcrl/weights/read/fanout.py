@@ -27,6 +27,7 @@ from hpcrl.network.auth import Gate
 from hpcrl.network.http_server import listen, make_runner, stop_serving
 from hpcrl.processes.daemon_threads import DaemonExecutor
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
+from hpcrl.weights.read.segment_memory import SegmentMemory
 from hpcrl.weights.read.share import Pace
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Peers:
         self.bytes_read = 0
         self.failures = 0
 
-    def fetch(self, segments: SegmentMap, segment: Segment, into: memoryview, via: Sequence[str]) -> bool:
+    def fetch(self, segments: SegmentMap, segment: Segment, into: SegmentMemory, via: Sequence[str]) -> bool:
         """Fill ``into`` from the node above this one; False where the share must be read."""
         urls = self._urls()
         number = segments.number(segment)
@@ -114,8 +115,9 @@ class Peers:
         with self._lock:
             if self._shunned.get(parent, 0.0) > time.monotonic():
                 return False
+        room = into.room()
         try:
-            self._request(urls[parent], segments.key, segment, into, [*via, self.node])
+            self._request(urls[parent], segments.key, segment, room, [*via, self.node])
         except _NotThereError:
             return False
         except (OSError, http.client.HTTPException, HandoffError) as error:

@@ -39,6 +39,7 @@ from hpcrl.storage.trusted_paths import NotOursError, check_parent, check_privat
 from hpcrl.weights.format.segments import Segment, SegmentMap, first_wrong_byte
 from hpcrl.weights.read.cache_room import LONGEST_POLL_S, READING, SEEN, CacheRoom, remove, remove_if_deserted
 from hpcrl.weights.read.ownership import OwnerLock, current_owner, live_owners
+from hpcrl.weights.read.segment_memory import FileMemory, OwnMemory, SegmentMemory
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _PREFIX = "hpcrl-weights"
 _KEY_DIGITS = 32
 _POLL_S = 0.002
 
-Load = Callable[[memoryview], None]
+Load = Callable[[SegmentMemory], None]
 """Fills a segment and verifies it."""
 
 
@@ -185,11 +186,11 @@ class NodeCache:
                     raise CancelledError
                 time.sleep(pause)
                 pause = min(LONGEST_POLL_S, 2 * pause)
-        buffer = memoryview(bytearray(segment.bytes))
-        load(buffer)
+        memory = OwnMemory(segment.bytes)
+        load(memory)
         with self._lock:
             self.private_bytes += segment.bytes
-        return buffer
+        return memory.room()
 
     def file_of(self, segments: SegmentMap, segment: Segment, load: Load) -> Path | None:
         """Return the file that holds a segment, loaded if missing; None where the cache cannot take it."""
@@ -229,10 +230,8 @@ class NodeCache:
         temporary.unlink(missing_ok=True)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, max(1, segment.bytes))  # a full memory filesystem is an error here, not a SIGBUS
-            pages = mmap.mmap(fd, max(1, segment.bytes))
-            with pages, memoryview(pages) as view, view[: segment.bytes] as data:
-                load(data)
+            load(FileMemory(fd, segment.bytes))
+            os.ftruncate(fd, max(1, segment.bytes))  # an empty file cannot be mapped
             os.fchmod(fd, 0o400)
             os.rename(temporary, path)
             self._note(path, fd)

@@ -16,10 +16,11 @@ from hpcrl.weights.format.manifest import OpenedVersion
 from hpcrl.weights.format.segments import SEGMENT_BYTES, Segment, SegmentMap
 from hpcrl.weights.read.assemble import ServedVersion, StoredTensor, assemble
 from hpcrl.weights.read.nodecache import NodeCache
+from hpcrl.weights.read.segment_memory import OwnMemory, SegmentMemory
 from hpcrl.weights.read.share import Pace
 
 _T = TypeVar("_T")
-Load = Callable[[SegmentMap, Segment, memoryview], None]
+Load = Callable[[SegmentMap, Segment, SegmentMemory], None]
 
 
 class SkippedVersion(NamedTuple):
@@ -105,7 +106,7 @@ class Reading:
         settings, pool, cache:
             Parts of the reader.
         load:
-            Fills a buffer with a segment, verified.
+            Fills memory with a segment, verified.
         keep:
             Holds a version until it is acknowledged.
         """
@@ -234,11 +235,11 @@ class Reading:
         return wanted[begin : begin + 1 + self._settings.streams]
 
     def _load(self, segments: SegmentMap, segment: Segment) -> memoryview:
-        def load(into: memoryview) -> None:
+        def load(into: SegmentMemory) -> None:
             self._load_segment(segments, segment, into)
 
         if self._cache is not None:
             return self._cache.get(segments, segment, load, stopped=lambda: self._closed)
-        buffer = memoryview(bytearray(segment.bytes))
-        load(buffer)
-        return buffer
+        memory = OwnMemory(segment.bytes)
+        load(memory)
+        return memory.room()

@@ -30,6 +30,7 @@ from hpcrl.weights.read.fanout import FanoutServer, Peers
 from hpcrl.weights.read.nodecache import NodeCache
 from hpcrl.weights.read.ownership import OwnerLock
 from hpcrl.weights.read.reading import LoadedVersion, ReaderSettings, Reading, SkippedVersion
+from hpcrl.weights.read.segment_memory import SegmentMemory
 from hpcrl.weights.read.share import ShareReader, read_small
 from hpcrl.weights.store import HandoffStore
 from hpcrl.weights.visibility import missing_names
@@ -287,7 +288,9 @@ class Subscriber:
         if self.registration is not None:
             self.registration.acknowledge(version)
 
-    def load_segment(self, segments: SegmentMap, segment: Segment, into: memoryview, via: Sequence[str] = ()) -> None:
+    def load_segment(
+        self, segments: SegmentMap, segment: Segment, into: SegmentMemory, via: Sequence[str] = ()
+    ) -> None:
         """Fill ``into`` from another node, over the fabric, or from the share, verified.
 
         A version that is announced is on the share once it is durable, with the same content.
@@ -312,7 +315,7 @@ class Subscriber:
                 self.registration.want(segments.handoff.version)
             why = self.fabric.problem or "its memory has another use now"
             raise HandoffError(f"version {segments.handoff.version} is not durable, and cannot be pulled: {why}")
-        self.share.read(segments.handoff.path, segment, into, verify=self._settings.verify or announced)
+        self.share.read(segments.handoff.path, segment, into.room(), verify=self._settings.verify or announced)
 
     def _sources(self) -> ReadSources:
         fabric = self.fabric

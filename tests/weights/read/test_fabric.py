@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 from fabric_lab import FabricWriter, writer_process
 from handoff_lab import check_content, model_directory, publish, publish_delta
+from patience import wait_for
 
 from hpcrl.errors import HandoffError
 from hpcrl.mooncake import TransferEngine
@@ -283,18 +283,17 @@ def test_a_writer_that_hangs_costs_one_time_limit(root: Path) -> None:
             assert check_content(reading) == DATA
         assert "did not come within" in reader.fabric.problem
         # buffers that may still be written to are not used again
-        taken = [reader.fabric._take(1 << 14) for _ in range(SETTINGS.streams)]
+        buffers = reader.fabric.buffers
+        hanging = set(buffers._overdue)
+        assert hanging
+        taken = [buffers.take(1 << 14, "tcp") for _ in range(SETTINGS.streams)]
         assert None in taken
+        assert not hanging & set(taken)
         os.kill(process.pid, signal.SIGCONT)
         for buffer in taken:
             if buffer is not None:
-                reader.fabric._give_back(buffer)
-        deadline = threading.Event()
-        for _ in range(600):
-            if len(reader.fabric._free) == reader.fabric._buffers:
-                break
-            deadline.wait(0.1)
-        assert len(reader.fabric._free) == reader.fabric._buffers
+                buffers.give_back(buffer)
+        wait_for(lambda: not buffers.in_use, 60.0, "return of all buffers")
         with reader.reading(2) as reading:
             assert check_content(reading) == DATA
         assert reader.fabric.bytes_read >= DATA

@@ -16,6 +16,7 @@ from hpcrl.weights import HandoffStore
 from hpcrl.weights.format.segments import Segment, SegmentMap
 from hpcrl.weights.read.nodecache import NodeCache
 from hpcrl.weights.read.ownership import OwnerLock, current_owner
+from hpcrl.weights.read.segment_memory import SegmentMemory
 
 
 class Lab:
@@ -42,14 +43,14 @@ class Lab:
             **how,
         )
 
-    def load(self, segment: Segment, segments: SegmentMap | None = None) -> Callable[[memoryview], None]:
+    def load(self, segment: Segment, segments: SegmentMap | None = None) -> Callable[[SegmentMemory], None]:
         segments = segments or self.segments
 
-        def load(into: memoryview) -> None:
+        def load(into: SegmentMemory) -> None:
             self.loaded.append(segments.number(segment) - 1)
             with (segments.handoff.path / segment.file).open("rb") as stream:
                 stream.seek(segment.offset)
-                assert stream.readinto(into) == segment.bytes
+                assert stream.readinto(into.room()) == segment.bytes
 
         return load
 
@@ -156,8 +157,8 @@ def test_a_segment_that_is_larger_than_the_cache_is_read_by_each(lab: Lab, monke
 def test_an_error_of_loading_is_raised_and_leaves_nothing(lab: Lab, cache: NodeCache) -> None:
     segment = lab.tensors[2]
 
-    def fails(into: memoryview) -> None:
-        into[:4] = b"half"
+    def fails(into: SegmentMemory) -> None:
+        into.room()[:4] = b"half"
         raise ValueError("torn")
 
     with pytest.raises(ValueError, match="torn"):
