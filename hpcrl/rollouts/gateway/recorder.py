@@ -28,8 +28,6 @@ from hpcrl.rollouts.gateway.messages import (
     MessageReader,
     TokenRequest,
     TokenSampling,
-    chat_tools,
-    digests,
     unfollowed,
 )
 from hpcrl.rollouts.gateway.tree import TokenTree, TreeNode
@@ -101,9 +99,9 @@ class RolloutRecorder:
         GatewayError
             It cannot be answered.
         """
-        read, tools = self._reader.read(request.messages), chat_tools(request.tools)
+        offered = self._reader.tools(request.tools)
+        (messages, known), tools = self._reader.read(request.messages, offered), offered.tools
         self._note_unfollowed(request)
-        messages, known = [each.message for each in read], digests(read, tools)
         node = self._tree.find(messages, known)
         try:
             sequence, thought = await self._place(messages, tools, node)

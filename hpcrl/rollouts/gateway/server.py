@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import logging
 import secrets
@@ -23,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 import msgspec
+import xxhash
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
@@ -185,10 +185,10 @@ class Gateway:
         recorder, body = self._recorder(http), await _body(http)
         request: ChatCompletionRequest = read_request(body, ChatCompletionRequest)
         model = request.model or MODEL
+        if not request.stream:
+            return _json((await self._answer(http, recorder, body, lambda: recorder.chat(request))).body(model))
         asked = asyncio.ensure_future(self._answer(http, recorder, body, lambda: recorder.chat(request)))
         try:
-            if not request.stream:
-                return _json((await asked).body(model))
             options = request.stream_options
             return await _stream(http, asked, model, include_usage=bool(options and options.include_usage))
         finally:
@@ -198,10 +198,11 @@ class Gateway:
         dialect = _DIALECTS[http.path.rpartition("/")[2]]
         recorder, body = self._recorder(http), await _body(http)
         request = dialect.request(body)
+        if not request.chat.stream:
+            answer = await self._answer(http, recorder, body, lambda: recorder.chat(request.chat))
+            return _json(dialect.body(answer, request.said))
         asked = asyncio.ensure_future(self._answer(http, recorder, body, lambda: recorder.chat(request.chat)))
         try:
-            if not request.chat.stream:
-                return _json(dialect.body(await asked, request.said))
             response = await _begin_stream(http, asked)
             try:
                 for event in dialect.events(asked.result(), request.said):
@@ -229,7 +230,8 @@ class Gateway:
         body: bytes,
         work: Callable[[], Any],
     ) -> Any:
-        key = hashlib.blake2b(http.path.encode() + b"\0" + body, digest_size=16).digest()
+        # a program that makes two requests with one digest deceives itself alone: calls are those of its rollout
+        key = xxhash.xxh3_128_digest(body) + http.path.encode()
         repeats = http.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
         return await recorder.calls.answer(key, work, repeats=repeats)
 
@@ -258,6 +260,8 @@ async def _key_as_bearer(request: web.Request, handler: Handler) -> web.StreamRe
 
 async def _body(http: web.Request) -> bytes:
     """Return the body of a request (GatewayError, 408, where it does not arrive in time)."""
+    if http.content.is_eof():  # most have arrived with their headers, and need no timer
+        return await http.read()
     try:
         async with asyncio.timeout(_BODY_S):
             return await http.read()
