@@ -40,6 +40,7 @@ from hpcrl.rollouts.gateway.errors import GatewayError, bad_request
 from hpcrl.rollouts.gateway.messages import ChatCompletionRequest, TokenRequest, read_request
 from hpcrl.rollouts.gateway.recorder import RolloutRecorder
 from hpcrl.rollouts.gateway.responses_dialect import ResponsesDialect
+from hpcrl.rollouts.gateway.work_queue import WorkQueue
 from hpcrl.rollouts.sampling.turn_sampler import TurnSampler
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Gateway:
             Address of this machine at which it listens. By default only programs of this machine reach it.
         """
         self._host = host
-        self._counters, self._gate = counters, _RolloutGate(report=report)
+        self._counters, self._gate, self._queue = counters, _RolloutGate(report=report), WorkQueue()
         self._recorders: dict[str, RolloutRecorder] = {}
         self._lengths: dict[str, int] = {}
         self._runner: web.AppRunner | None = None
@@ -121,7 +122,7 @@ class Gateway:
         """
         await self._start()
         rollout, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
-        recorder = RolloutRecorder(turns, self._counters, on_unfollowed=self._note)
+        recorder = RolloutRecorder(turns, self._counters, queue=self._queue, on_unfollowed=self._note)
         self._gate.secrets[rollout] = secret
         self._recorders[rollout] = recorder
         self._lengths[rollout] = turns.sampler.max_model_len
@@ -131,6 +132,15 @@ class Gateway:
         finally:
             del self._gate.secrets[rollout], self._recorders[rollout], self._lengths[rollout]
             await recorder.close()
+
+    def gauges(self) -> dict[str, float]:
+        """Return the length of the queue for the processor, and what calls have waited in it."""
+        found = self._queue.summary()
+        return {
+            "gateway_waiting": found.waiting,
+            "gateway_wait_p99_ms": 1e3 * found.p99_s,
+            "gateway_waited_s": found.waited_s,
+        }
 
     async def aclose(self) -> None:
         """End the server."""
