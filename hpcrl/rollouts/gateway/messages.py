@@ -223,9 +223,8 @@ class MessageReader:
                 continue
             if xxhash.xxh3_128_digest(data[: head.length]) != head.digest:
                 continue
-            rest = bytes(data[head.length : -1]).strip(_WHITE_SPACE)
-            if not rest or rest.startswith(b","):
-                return head.history, b"[" + rest[1:] + b"]"
+            # a message ends there: in JSON a comma or the end of the list follows
+            return head.history, b"[" + bytes(data[head.length : -1]).strip(_WHITE_SPACE)[1:] + b"]"
         return ReadHistory([], [tools.digest]), data
 
     def _make_room(self) -> None:

@@ -76,13 +76,9 @@ class WorkQueue:
             self._waits.append(0.0)
             return
         lane = self._ending if ends_call else self._beginning
-        waiter = asyncio.get_running_loop().create_future(), time.monotonic()
-        lane.append(owner, waiter)
-        try:
-            await waiter[0]
-        except asyncio.CancelledError:
-            lane.discard(owner, waiter)
-            raise
+        done = asyncio.get_running_loop().create_future()
+        lane.append(owner, (done, time.monotonic()))
+        await done
 
     def summary(self) -> QueueSummary:
         """Return length and waits."""
@@ -103,7 +99,7 @@ class WorkQueue:
         while self._left and len(self):
             done, since_s = (self._ending if self._ending.length else self._beginning).pop()
             if done.done():
-                continue  # its call was cancelled, and has not run since
+                continue  # its call was cancelled
             done.set_result(None)
             self._waits.append(now - since_s)
             self._waited_s += now - since_s
@@ -137,13 +133,3 @@ class _Lane:
             self._owners[owner] = pieces
         self.length -= 1
         return waiter
-
-    def discard(self, owner: Hashable, waiter: _Waiter) -> None:
-        """Remove a piece that is not done any more; no effect where `pop` has returned it."""
-        pieces = self._owners.get(owner)
-        if pieces is None or waiter not in pieces:
-            return
-        pieces.remove(waiter)
-        self.length -= 1
-        if not pieces:
-            del self._owners[owner]

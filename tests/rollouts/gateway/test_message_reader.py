@@ -12,6 +12,7 @@ import pytest
 from hpcrl.rollouts.gateway import messages
 from hpcrl.rollouts.gateway.errors import GatewayError
 from hpcrl.rollouts.gateway.messages import MessageReader, ReadHistory
+from hpcrl.storage.msgspec_types import decode_json
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}
 
@@ -73,9 +74,8 @@ def test_only_the_new_messages_of_a_request_are_read(monkeypatch: pytest.MonkeyP
 
     def decode(data: Any, *kind: Any) -> Any:
         sizes.append(len(data))
-        return original(data, *kind)
+        return decode_json(data, *kind)
 
-    original = messages.decode_json
     monkeypatch.setattr(messages, "decode_json", decode)
     whole, reader = history(200), made()
     read(reader, whole[:-1], [TOOL])
@@ -95,7 +95,12 @@ def test_conversations_that_alternate_are_both_known(monkeypatch: pytest.MonkeyP
         read(reader, conversation)
     sizes: list[int] = []
     pieces = messages._pieces
-    monkeypatch.setattr(messages, "_pieces", lambda rest: sizes.append(len(rest)) or pieces(rest))
+
+    def noted(rest: Any) -> list[msgspec.Raw]:
+        sizes.append(len(rest))
+        return pieces(rest)
+
+    monkeypatch.setattr(messages, "_pieces", noted)
     for conversation in (one, two):
         assert len(read(reader, conversation).messages) == len(conversation)
     assert max(sizes) < 500

@@ -90,7 +90,8 @@ async def test_a_cancelled_piece_takes_no_place() -> None:
     assert len(queue) == 4
     tasks[1].cancel()
     tasks[3].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*tasks, return_exceptions=True)
     assert (order, len(queue)) == ([0, 2, 4], 0)
     # and nothing of them is left
     assert (await begun(queue, "b"))[0][0] == "b"
