@@ -153,7 +153,7 @@ def build_parts(
         attempt=context.attempt,
         choose=None if recipe.rollouts.order == "arrival" else scheduler.choose_version,
     )
-    own_gauges = partial(gauges, scheduler, base.lag, ledger, updater.sources)
+    own_gauges = partial(gauges, scheduler, base.lag, ledger, updater.sources, gateway.gauges)
     warehouse = WarehouseProcess(context, ledger.warehouse, spawn=base.tasks.create_task)
     return OrchestratorParts(
         restored=restored,

@@ -47,10 +47,18 @@ class Dialect(Protocol):
         ...
 
 
-def chat_request(messages: Sequence[Mapping[str, Any]], **fields: Any) -> ChatCompletionRequest:
-    """Return the request for messages in the form of chat completions."""
-    raw = [msgspec.Raw(msgspec.json.encode(message)) for message in messages]
-    return ChatCompletionRequest(messages=raw, **fields)
+def chat_request(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], **fields: Any
+) -> ChatCompletionRequest:
+    """Return the request for messages and tools in the form of chat completions.
+
+    GatewayError, 400, where one has a number beyond 64 bits, or is nested too deeply.
+    """
+    try:
+        given, offered = (msgspec.Raw(msgspec.json.encode(each)) for each in (messages, tools))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise bad_request(f"a message or a tool is not plain data: {error}") from error
+    return ChatCompletionRequest(messages=given, tools=offered, **fields)
 
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:

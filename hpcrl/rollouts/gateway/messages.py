@@ -8,7 +8,8 @@ nor thinking, which programs drop or write anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ _MAX_CALLS = 256
 """Maximum number of tool calls of one message."""
 _MAX_KNOWN_BYTES = 32 << 20
 """Bytes of messages that one rollout may have read before all are read anew: a program may send others each time."""
+_HEADS = 4
+"""Number of latest requests of a rollout of which the next one may be a continuation: conversations may alternate."""
+_WHITE_SPACE = b" \t\r\n"
 
 
 class _StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,11 +36,14 @@ class _StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of ``/v1/chat/completions``. Fields that are not named here have no effect."""
+    """The body of ``/v1/chat/completions``. Fields that are not named here have no effect.
 
-    messages: list[msgspec.Raw]
+    Messages and tools are read by `MessageReader`, which knows most of them from the request before.
+    """
+
+    messages: msgspec.Raw
     model: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
     n: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -120,8 +127,42 @@ class ReadMessage(NamedTuple):
     digest: bytes
 
 
+class ReadTools(NamedTuple):
+    """Tools of a request as plain data, which must not be changed, and their digest."""
+
+    tools: list[dict[str, Any]]
+    digest: bytes
+
+
+class ReadHistory(NamedTuple):
+    """Messages of a request. Neither list must be changed.
+
+    Attributes
+    ----------
+    messages:
+        As the chat template may read them.
+    digests:
+        Digests of all beginnings of the conversation: of its tools alone, with the first message, and so on.
+    """
+
+    messages: list[dict[str, Any]]
+    digests: list[bytes]
+
+
+class _Head(NamedTuple):
+    """The messages of a request as text up to the end of the last one: length in bytes, digest, and what it says."""
+
+    length: int
+    digest: bytes
+    history: ReadHistory
+
+
 class MessageReader:
-    """Reads the messages of one rollout, each once: a program sends its whole history with every request."""
+    """Reads tools and messages of one rollout, each once: a program sends its whole history with every request.
+
+    The text of a request usually begins with that of the one before. That is found by one hash of the beginning, and
+    only the rest is read.
+    """
 
     def __init__(self, *, knows_developer: Callable[[], bool]) -> None:
         """Begin.
@@ -133,28 +174,65 @@ class MessageReader:
         """
         self._knows_developer = knows_developer
         self._known: dict[bytes, ReadMessage] = {}
+        self._known_tools: dict[bytes, ReadTools] = {}
+        self._heads: deque[_Head] = deque(maxlen=_HEADS)
         self._names: dict[str, str] = {}
         self._known_bytes = 0
 
-    def read(self, given: Sequence[msgspec.Raw]) -> list[ReadMessage]:
+    def tools(self, given: msgspec.Raw) -> ReadTools:
+        """Return tools (GatewayError, 400, where one is none); ``given`` may be empty."""
+        data = memoryview(given)
+        key = xxhash.xxh3_128_digest(data)
+        known = self._known_tools.get(key)
+        if known is None:
+            self._make_room()
+            known = self._known_tools[key] = _tools_of(data)
+            self._known_bytes += len(data)
+        return known
+
+    def read(self, given: msgspec.Raw, tools: ReadTools) -> ReadHistory:
         """Return messages (GatewayError, 400, where there is none, or one is not a message of text)."""
-        if not given:
+        self._make_room()
+        data = memoryview(given)
+        before, rest = self._known_beginning(data, tools)
+        pieces = _pieces(rest)
+        if not pieces and not before.messages:
             raise bad_request("messages must not be empty", "messages")
-        if self._known_bytes > _MAX_KNOWN_BYTES:
-            # names, too: those of calls that are still in the history are read again with it
-            self._known.clear()
-            self._names.clear()
-            self._known_bytes = 0
-        found = []
-        for number, raw in enumerate(given):
-            data = memoryview(raw)
-            key = xxhash.xxh3_128_digest(data)
+        messages, digests = [*before.messages], [*before.digests]
+        for number, raw in enumerate(pieces, len(messages)):
+            piece = memoryview(raw)
+            key = xxhash.xxh3_128_digest(piece)
             known = self._known.get(key)
             if known is None:
-                known = self._known[key] = self._read(data, f"messages[{number}]")
-                self._known_bytes += len(data)
-            found.append(known)
-        return found
+                known = self._known[key] = self._read(piece, f"messages[{number}]")
+                self._known_bytes += len(piece)
+            messages.append(known.message)
+            digests.append(xxhash.xxh3_128_digest(digests[-1] + known.digest))
+        history = ReadHistory(messages, digests)
+        # without the bracket that closes the list: the next request has a comma there
+        length = len(data) - 1
+        while data[length - 1] in _WHITE_SPACE:
+            length -= 1
+        self._heads.append(_Head(length, xxhash.xxh3_128_digest(data[:length]), history))
+        return history
+
+    def _known_beginning(self, data: memoryview, tools: ReadTools) -> tuple[ReadHistory, memoryview | bytes]:
+        """Return what is known of a list of messages, and the text of the list of the others."""
+        for head in reversed(self._heads):
+            if len(data) <= head.length or head.history.digests[0] != tools.digest:
+                continue
+            if xxhash.xxh3_128_digest(data[: head.length]) != head.digest:
+                continue
+            # a message ends there: in JSON a comma or the end of the list follows
+            return head.history, b"[" + bytes(data[head.length : -1]).strip(_WHITE_SPACE)[1:] + b"]"
+        return ReadHistory([], [tools.digest]), data
+
+    def _make_room(self) -> None:
+        if self._known_bytes > _MAX_KNOWN_BYTES:
+            # names, too: those of calls that are still in the history are read again with it
+            for known in (self._known, self._known_tools, self._heads, self._names):
+                known.clear()
+            self._known_bytes = 0
 
     def _read(self, data: memoryview, where: str) -> ReadMessage:
         try:
@@ -173,12 +251,21 @@ class MessageReader:
         return ReadMessage(plain, _digest(plain))
 
 
-def chat_tools(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return tools as plain data (GatewayError, 400, where one is none)."""
+def _tools_of(data: memoryview) -> ReadTools:
     try:
-        return plain_tools(given or ())
-    except (TypeError, ValueError) as error:
-        raise bad_request(str(error), "tools") from error
+        given: list[dict[str, Any]] | None = decode_json(data, list[dict[str, Any]] | None) if data else None
+        tools = plain_tools(given or ())
+    except (TypeError, ValueError) as error:  # of JSON, too
+        raise bad_request(f"tools: {error}", "tools") from error
+    return ReadTools(tools, xxhash.xxh3_128_digest(_encoder.encode(tools)))
+
+
+def _pieces(data: memoryview | bytes) -> list[msgspec.Raw]:
+    """Return the texts of the messages in a list."""
+    try:
+        return decode_json(data, list[msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise bad_request(f"messages: {error}", "messages") from error
 
 
 def _message(message: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
@@ -247,14 +334,6 @@ def arguments_of(given: Any) -> dict[str, Any]:
     except msgspec.DecodeError:
         found = given
     return found if isinstance(found, dict) else {"arguments": found}
-
-
-def digests(messages: Sequence[ReadMessage], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return a digest of each beginning of a conversation: of none of its messages, of the first one, and so on."""
-    found = [xxhash.xxh3_128_digest(_encoder.encode(list(tools)))]
-    for message in messages:
-        found.append(xxhash.xxh3_128_digest(found[-1] + message.digest))
-    return found
 
 
 def extended_digest(before: bytes, message: Mapping[str, Any]) -> bytes:

@@ -28,11 +28,10 @@ from hpcrl.rollouts.gateway.messages import (
     MessageReader,
     TokenRequest,
     TokenSampling,
-    chat_tools,
-    digests,
     unfollowed,
 )
 from hpcrl.rollouts.gateway.tree import TokenTree, TreeNode
+from hpcrl.rollouts.gateway.work_queue import WorkQueue
 from hpcrl.rollouts.rendering import Parsed
 from hpcrl.rollouts.sampling.branches import TooManyBranchesError
 from hpcrl.rollouts.sampling.sampler import Sampler
@@ -66,6 +65,7 @@ class RolloutRecorder:
         turns: TurnSampler,
         counters: Counters,
         *,
+        queue: WorkQueue,
         on_unfollowed: Callable[[str, Any], None],
     ) -> None:
         """Begin.
@@ -76,10 +76,13 @@ class RolloutRecorder:
             Turns of the rollout.
         counters:
             Requests are counted there.
+        queue:
+            Requests wait there before they use the processor for long.
         on_unfollowed:
             Called with a field of a request that the recipe overrides, and its value.
         """
         self._turns, self._counters, self._on_unfollowed = turns, counters, on_unfollowed
+        self._queue = queue
         self._renderer, self._tree = turns.sampler.renderer, TokenTree()
         self._recipe = _recipe_of(turns.sampler)
         # neither refers back to this object: a cycle would keep tokens and messages of an ended rollout until a full
@@ -101,9 +104,10 @@ class RolloutRecorder:
         GatewayError
             It cannot be answered.
         """
-        read, tools = self._reader.read(request.messages), chat_tools(request.tools)
+        await self._queue.wait(self)
+        offered = self._reader.tools(request.tools)
+        (messages, known), tools = self._reader.read(request.messages, offered), offered.tools
         self._note_unfollowed(request)
-        messages, known = [each.message for each in read], digests(read, tools)
         node = self._tree.find(messages, known)
         try:
             sequence, thought = await self._place(messages, tools, node)
@@ -113,6 +117,7 @@ class RolloutRecorder:
 
         async def parse(turn: SampledTurn) -> None:
             nonlocal parsed
+            await self._queue.wait(self, ends_call=True)
             parsed = await beside_loop(partial(self._turns.parse, turn, tools), turn.turn.token_ids.nbytes)
 
         # a client may hang up while a long turn is parsed: a turn that it never gets is not trained on
@@ -142,10 +147,11 @@ class RolloutRecorder:
         GatewayError
             It cannot be answered.
         """
+        await self._queue.wait(self)
         prompt = _token_ids(request.token_ids, self._renderer.vocab_size)
         self._note_unfollowed(request.sampling_params)
         self._check()
-        return TokenAnswer(await self._sample(self._begin(prompt)))
+        return TokenAnswer(await self._sample(self._begin(prompt), before=self._may_answer))
 
     async def close(self) -> None:
         """End what runs."""
@@ -235,6 +241,9 @@ class RolloutRecorder:
             raise rollout_failed(error) from error
 
     # -- turns
+
+    async def _may_answer(self, turn: SampledTurn) -> None:
+        await self._queue.wait(self, ends_call=True)
 
     async def _sample(
         self, sequence: int, *, before: Callable[[SampledTurn], Awaitable[None]] | None = None

@@ -63,7 +63,7 @@ class TokenTree:
         Parameters
         ----------
         digests:
-            Digests of all beginnings of ``messages`` (`hpcrl.rollouts.gateway.messages.digests`).
+            Digests of all beginnings of ``messages`` (`hpcrl.rollouts.gateway.messages.ReadHistory`).
         """
         for count in range(len(messages) - 1, 0, -1):
             if found := self._nodes.get(digests[count]):

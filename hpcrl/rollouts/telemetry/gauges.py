@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hpcrl.rollouts.ledger.ledger import RolloutLedger
 from hpcrl.rollouts.sampling.scheduler import Scheduler
@@ -12,12 +12,17 @@ from hpcrl.rollouts.weights.update_sources import UpdateSources
 
 
 def gauges(
-    scheduler: Scheduler, lag_monitor: LagMonitor, ledger: RolloutLedger, sources: UpdateSources | None = None
+    scheduler: Scheduler,
+    lag_monitor: LagMonitor,
+    ledger: RolloutLedger,
+    sources: UpdateSources | None = None,
+    calls: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, float]:
-    """Return the gauges by name; with ``sources``, also by which way engines have got the bytes of versions.
+    """Return the gauges by name.
 
     They are rollouts in flight and in the queue, with their staleness; groups; the served version; event loop delays;
-    CPU time; and the warehouse's size.
+    CPU time; and the warehouse's size. With ``sources``, also by which way engines have got the bytes of versions; with
+    ``calls``, also what that returns about calls of programs.
     """
     warehouse = ledger.warehouse
     account, lag, cpu = scheduler.account, lag_monitor.summary(), os.times()
@@ -29,6 +34,7 @@ def gauges(
     return {
         **held,
         **({} if sources is None else sources.gauges()),
+        **calls(),
         "columns_not_removed": ledger.not_removed,
         "in_flight": scheduler.in_flight,
         "in_flight_limit": scheduler.places,
