@@ -33,7 +33,8 @@
       checkpoints/step-000010/                joint checkpoints
       sft/                                    conversations of a supervised run as tokens; written by trainer rank 0
       rollouts/                               consumed rollouts, for people
-      rollouts/ledger/  rollouts/payload/     outcome of each finished rollout, and its arrays
+      rollouts/ledger/  rollouts/payload/     outcome of each finished rollout, and its arrays; files of outcomes that
+                                              have ended are compressed (hpcrl.dock.ledger.sealer)
       rollouts/ratios/                        log-ratios of tokens of a few rollouts; written by trainer rank 0
 """
 
