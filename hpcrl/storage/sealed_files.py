@@ -16,7 +16,7 @@ import os
 import stat
 import uuid
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -36,6 +36,10 @@ _MAX_BYTES = (1 << 32) - 1
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """Error numbers of a file that another process has removed; NFS gives the second one."""
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+class SealedFileError(OSError):
+    """A compressed file is damaged."""
 
 
 def sealed_path(path: Path) -> Path:
@@ -121,7 +125,7 @@ def lines_of_file(path: Path) -> Generator[bytes]:
     ------
     OSError
         The file cannot be read; FileNotFoundError where it exists in neither form.
-    ValueError
+    SealedFileError
         The compressed form is damaged.
     """
     at = 0
@@ -135,14 +139,44 @@ def lines_of_file(path: Path) -> Generator[bytes]:
         if error.errno not in _GONE:
             raise
         gone = error
+    with _reading(path, gone), _open_sealed(sealed_path(path)) as stream:
+        stream.seek(at)
+        yield from stream
+
+
+def content_from(path: Path, offset: int = 0, size: int = -1) -> bytes:
+    """Return at most ``size`` bytes (-1: all) of a file from a position on, by its plain path, sealed or not.
+
+    Raises
+    ------
+    OSError, SealedFileError
+        As for `lines_of_file`.
+    """
     try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(size)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        gone = error
+    with _reading(path, gone):
+        if offset and offset >= content_bytes(path):
+            return b""  # of a file that was read to its end nothing is decompressed
         with _open_sealed(sealed_path(path)) as stream:
-            stream.seek(at)
-            yield from stream
+            stream.seek(offset)
+            return stream.read(size)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, gone: OSError) -> Iterator[None]:
+    """Name the errors of a compressed form."""
+    try:
+        yield
     except FileNotFoundError:
         raise gone from None
     except _DAMAGE as error:
-        raise ValueError(f"{sealed_path(path)} is damaged: {error}") from error
+        raise SealedFileError(errno.EIO, f"it is damaged: {error}", str(sealed_path(path))) from error
 
 
 def _open_sealed(path: Path) -> BinaryIO:
@@ -164,10 +198,7 @@ def content_bytes(path: Path) -> int:
         if error.errno not in _GONE:
             raise
         gone = error
-    try:
-        with sealed_path(path).open("rb") as stream:
-            # the last four bytes of a compressed file
-            stream.seek(-4, os.SEEK_END)
-            return int.from_bytes(stream.read(4), "little")
-    except FileNotFoundError:
-        raise gone from None
+    with _reading(path, gone), sealed_path(path).open("rb") as stream:
+        # the last four bytes of a compressed file
+        stream.seek(-4, os.SEEK_END)
+        return int.from_bytes(stream.read(4), "little")

@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from hpcrl.storage.sealed_files import SUFFIX, content_bytes, lines_of_file
+from hpcrl.storage.sealed_files import SUFFIX, SealedFileError, content_bytes, lines_of_file, sealed_path
 
 FORMAT_VERSION = 2
 """Format of a file that others come before: they may be sealed, and it may continue one of them."""
@@ -283,7 +283,7 @@ def _entries_of(path: Path, end: int | None) -> Iterator[tuple[Entry, int]]:
     The file is read line by line: the ledger of a long run has gigabytes.
     """
     at = 0
-    for number, line in enumerate(lines_of_file(path), 1):
+    for number, line in enumerate(_lines(path), 1):
         if end is not None and at >= end:
             return
         if end is None and not line.endswith(b"\n"):
@@ -300,9 +300,16 @@ def _entries_of(path: Path, end: int | None) -> Iterator[tuple[Entry, int]]:
         raise ValueError(f"{path} ends at byte {at:,} of the {end:,} that a later file names: the rest of it is lost")
 
 
+def _lines(path: Path) -> Generator[bytes]:
+    try:
+        yield from lines_of_file(path)
+    except SealedFileError as error:
+        raise ValueError(f"{sealed_path(path)} is damaged: {error}") from error
+
+
 def _begin(path: Path) -> Begin | None:
     """Return the first entry of a file; None where its writer was killed before that was complete."""
-    lines = lines_of_file(path)
+    lines = _lines(path)
     try:
         entry = _decoder.decode(next(lines, b""))
     except msgspec.DecodeError:

@@ -43,7 +43,7 @@ from hpcrl.storage.retry import retry_transient
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
-FILE_BYTES = 8 << 20
+FILE_BYTES = 4 << 20
 """Size of a file of entries in bytes from which on a further one continues it: the newest is not compressed."""
 _encoder = msgspec.json.Encoder()
 

@@ -195,6 +195,21 @@ def test_a_file_that_grows_meanwhile_stays(several: RolloutLog, monkeypatch: pyt
     assert not sealed_path(path).exists()
 
 
+def test_a_compressed_form_with_other_bytes_replaces_no_file(
+    several: RolloutLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Faulty(gzip.GzipFile):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(len(data)))
+
+    before = sorted(os.listdir(several.ledger_dir))
+    with monkeypatch.context() as patch:
+        patch.setattr(gzip, "GzipFile", Faulty)
+        with pytest.raises(OSError, match="its compressed form has other bytes"):
+            seal(several)
+    assert sorted(os.listdir(several.ledger_dir)) == before
+
+
 def test_only_the_newest_process_seals(several: RolloutLog) -> None:
     new = short_log(several.ledger_dir.parent, attempt=2)
     assert seal(several) == []
