@@ -23,7 +23,7 @@ from hpcrl.storage.sealed_files import SUFFIX, content_bytes, content_from, seal
 
 _log = logging.getLogger(__name__)
 _PART = re.compile(r"(\d{4,})(?:-(\d{4,}))?\.jsonl")
-_PART_BYTES = 1 << 20
+PART_BYTES = 1 << 20
 """Size of a part in bytes from which on the next one continues it: some hundred steps."""
 _MAX_READ = 16 << 20
 """Maximum bytes that are read of a part at once."""
@@ -79,7 +79,7 @@ class MetricsLines:
         self._run, self._attempt, self._on_caught_up = run, attempt, on_caught_up
         self._part_bytes = part_bytes
         if part_bytes is None and _may_have_parts(run):
-            self._part_bytes = _PART_BYTES
+            self._part_bytes = PART_BYTES
         self._part, self._bytes = self._newest_part()
         self._lines = self._open()
 

@@ -125,7 +125,7 @@ def test_the_newest_step_is_found_in_a_sealed_part(run: RunDir) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_only_runs_whose_record_says_so_have_parts(number: int, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier versions look for one file: they refuse a run of format 2, and find all steps of one of format 1."""
-    monkeypatch.setattr(metrics_files, "_PART_BYTES", 1)
+    monkeypatch.setattr(metrics_files, "PART_BYTES", 1)
     record = RunRecord.read(run)
     assert record.format_version == 2  # that of new runs
     msgspec.structs.replace(record, format_version=number).write(run)

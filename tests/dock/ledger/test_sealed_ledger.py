@@ -7,6 +7,8 @@ import gzip
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from ledger_entries import finished
 from ledger_logs import keep
 from patience import wait_for
 
-from hpcrl.dock.ledger import entries
+from hpcrl.dock.ledger import entries, sealer
 from hpcrl.dock.ledger import log as logs
 from hpcrl.dock.ledger.entries import (
     Begin,
@@ -37,10 +39,10 @@ from hpcrl.dock.ledger.sealer import seal_ended_files
 from hpcrl.storage.sealed_files import remove_remains, sealed_path
 
 
-def short_log(path: Path, *, attempt: int = 1, restored: int = 0, sealer: bool = False) -> RolloutLog:
+def short_log(path: Path, *, attempt: int = 1, restored: int = 0, thread: bool = False) -> RolloutLog:
     """A log that needs a further file after some entries."""
     log = RolloutLog(path, attempt=attempt, restored=restored, limit_s=0.5, file_bytes=800)
-    if not sealer:
+    if not thread:
         log._sealer.close()
     return log
 
@@ -88,7 +90,7 @@ def test_a_long_file_is_continued_and_nothing_is_restored(tmp_path: Path) -> Non
 
 
 def test_the_thread_of_the_writer_seals_what_has_ended(tmp_path: Path) -> None:
-    log = short_log(tmp_path, sealer=True)
+    log = short_log(tmp_path, thread=True)
     fill(log, range(12))
     plain = log.ledger_dir / "000004.jsonl"
     ended = {f"00000{number}.jsonl.gz" for number in (1, 2, 3)}
@@ -98,6 +100,27 @@ def test_the_thread_of_the_writer_seals_what_has_ended(tmp_path: Path) -> None:
     fill(log, range(12, 14))
     log.close()
     assert groups_in(log.ledger_dir) == list(range(14))
+
+
+def test_a_look_that_fails_is_repeated_after_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, real = list[str](), sealer.seal_file
+
+    def refuse(path: Path, **_: Any) -> bool:
+        refused.append(path.name)
+        raise OSError(errno.EDQUOT, "no room")
+
+    log = short_log(tmp_path, thread=True)
+    monkeypatch.setattr(sealer, "seal_file", refuse)
+    fill(log, range(4))
+    wait_for(lambda: "are not compressed now: [Errno 122] no room" in caplog.text, 20.0, "message")
+    assert (log.ledger_dir / refused[0]).is_file()
+    monkeypatch.setattr(sealer, "seal_file", real)
+    fill(log, range(4, 8))
+    wait_for(lambda: not (log.ledger_dir / "000001.jsonl").exists(), 20.0, "a sealed file")
+    log.close()
+    assert groups_in(log.ledger_dir) == list(range(8))
 
 
 def test_the_next_process_continues_from_sealed_files(several: RolloutLog) -> None:
@@ -169,6 +192,40 @@ def test_a_process_may_be_killed_before_each_operation(
     operations = ["fchmod", "fsync", "replace", "fsync", "unlink"]
     assert [name for name in done if name != "unlink"] == 3 * operations[:-1]
     assert seen == {(True, False), (True, True), (False, True)}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from hpcrl.dock.ledger import sealer
+from hpcrl.dock.ledger.entries import Kept
+from hpcrl.dock.ledger.log import RolloutLog
+
+sealer._SETTLE_S = 0.0
+attempt = int(sys.argv[2])
+log = RolloutLog(Path(sys.argv[1]), attempt=attempt, restored=0, limit_s=1.0, file_bytes=800)
+for number in range(10_000_000):
+    log.append(Kept(group=attempt * 10_000_000 + number)).result(60.0)
+    print(attempt * 10_000_000 + number, flush=True)
+"""
+
+
+def test_what_was_durable_is_found_after_kills_of_real_processes(tmp_path: Path) -> None:
+    """Each is killed at another moment, between entries, further files and compressed forms."""
+    promised: list[int] = []
+    for attempt, enough in enumerate((1, 150, 333, 617), start=1):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(attempt)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            lines = list(itertools.islice(writer.stdout, enough))
+            writer.kill()
+            lines += [line for line in writer.stdout if line.endswith("\n")]
+        promised += map(int, lines)
+        found = [entry.group for entry in read_entries(tmp_path / "ledger") if isinstance(entry, Kept)]
+        assert len(found) == len(set(found))
+        assert set(promised) <= set(found)
+    sealed = [path for path in (tmp_path / "ledger").iterdir() if path.suffix == ".gz"]
+    assert len(sealed) > 20
 
 
 def test_bytes_of_a_late_writer_keep_a_file_as_it_is(several: RolloutLog) -> None:
