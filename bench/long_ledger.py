@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ def main() -> None:
             row["longer_than_s"] = arguments.limit_s
         print(row, flush=True)
         rows.append(row)
-        (directory / "ledger/000001.jsonl").unlink()
+        shutil.rmtree(directory)
     record("long_ledger", {"rollouts_per_step": GROUPS * MEMBERS, "starts": rows})
 
 

@@ -4,9 +4,9 @@
 that hangs in its first call. ``DIR`` is its start model (``hpcrl warmup``).
 
 - *Files* are grouped; those of ``--steps`` steps have what the first half of the run has, and for each further step
-  what its second half added for one. Rollouts for people are compressed but for the newest hundred steps. Checkpoints,
-  hand-offs and arrays of rollouts are left out: they are kept by number, not by step. The ledger of rollouts, which a
-  resume needs, stands next to the sum of what is there for people and sinks.
+  what its second half added for one. Rollouts for people are compressed but for the newest hundred steps; records and
+  the ledger of rollouts but for one file of full size. Packed bytes are those of the run's own files as they are
+  compressed. Checkpoints, hand-offs and arrays of rollouts are left out: they are kept by number, not by step.
 - *Writing* is the time that a process is held up by one record, event or look for requests, with the run's own records,
   times the number of them in a step, as a share of the median step.
 - *Reading* is the median of five calls of a command, and their mean CPU seconds, which a busy machine changes little:
@@ -31,13 +31,17 @@ from typing import Any
 import msgspec
 from harness import ROOT, RunResult, record, scratch
 
+from hpcrl.dock.ledger.entries import ledger_files
+from hpcrl.dock.ledger.log import FILE_BYTES
 from hpcrl.reporting import reports
 from hpcrl.runs.consumed import STEPS_A_FILE, pack_lines
 from hpcrl.runs.events import EventWriter, read_events
 from hpcrl.runs.metrics import MetricsWriter, read_metrics
+from hpcrl.runs.metrics_files import PART_BYTES, metrics_parts, part_path
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.role import RoleContext
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.sealed_files import content_from, seal_file, sealed_path
 from hpcrl.trainer.state.attempt_requests import RequestReader
 
 _LEDGER = "ledger of rollouts"
@@ -112,7 +116,25 @@ def files(run: RunDir, first: dict[str, int], half: int, wanted: int) -> dict[st
     packed = packed_step(run)
     total = packed * (wanted - newest) + found[people]["bytes a step"] * newest
     found[people] |= {"packed bytes a step": round(packed), "megabytes": round(total / 1e6, 1)}
+    for name, parts, file_bytes in (
+        ("metrics", metrics_parts(run), PART_BYTES),
+        (_LEDGER, ledger_files(run.rollouts_dir / "ledger"), FILE_BYTES),
+    ):
+        packed = sealed_bytes(parts) / steps
+        total = packed * wanted + file_bytes  # at most: the newest file is just full
+        found[name] |= {"packed bytes a step": round(packed), "megabytes": round(total / 1e6, 1)}
     return found
+
+
+def sealed_bytes(paths: list[Path]) -> int:
+    """Bytes of copies of files after they were sealed."""
+    root, total = scratch("sinks-sealed"), 0
+    for path in paths:
+        copy = root / path.name
+        copy.write_bytes(content_from(path))
+        assert seal_file(copy, size=copy.stat().st_size)
+        total += sealed_path(copy).stat().st_size
+    return total
 
 
 def packed_step(run: RunDir) -> float:
@@ -164,15 +186,21 @@ def long_copy(run: RunDir, root: Path, name: str, steps: int) -> RunDir:
     for path in (copy.record_path, copy.plan_path):
         path.write_text(path.read_text().replace(str(run.path), str(copy.path)).replace(run.name, name))
     msgspec.structs.replace(RunRecord.read(copy), name=name).write(copy)
-    source = copy.metrics_dir / "0001.jsonl"
+    source = part_path(copy, 1)
     lines = [msgspec.json.decode(line) for line in source.read_bytes().splitlines()]
     span_s = lines[-1]["time_s"] - lines[0]["time_s"] + 1.0
     rounds = -(-steps // len(lines))
-    with source.open("wb") as stream:
-        for number in range(steps):
-            line = lines[number % len(lines)]
-            late_s = (number // len(lines) - rounds + 1) * span_s
-            stream.write(msgspec.json.encode({**line, "step": number + 1, "time_s": line["time_s"] + late_s}) + b"\n")
+    part, records = 1, bytearray()
+    for number in range(steps):
+        line = lines[number % len(lines)]
+        late_s = (number // len(lines) - rounds + 1) * span_s
+        records += msgspec.json.encode({**line, "step": number + 1, "time_s": line["time_s"] + late_s}) + b"\n"
+        if len(records) >= PART_BYTES or number == steps - 1:
+            path = part_path(copy, 1, part)
+            path.write_bytes(records)
+            if number < steps - 1:
+                seal_file(path, size=len(records))
+            part, records = part + 1, bytearray()
     for path in copy.events_dir.glob("*.jsonl"):
         if "supervisor" not in path.name:
             path.write_bytes(path.read_bytes() * rounds)
@@ -245,7 +273,7 @@ def main() -> None:
         "with a sink that hangs": lag(hung),
     }
     sizes = {name: each["megabytes"] for name, each in figures["files"].items()}
-    figures["megabytes without the ledger"] = round(sum(sizes.values()) - sizes[_LEDGER], 1)
+    figures["megabytes"] = round(sum(sizes.values()), 1)
     cost = writing(plain, scratch("sinks-writing"))
     step_s = figures["without a sink"]["step_s"]
     shares = {f"{name}_share": round(cost[f"{name}_s"] / step_s, 5) for name in ("trainer", "orchestrator")}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hpcrl.analysis.series import Line, interval_of_sums
-from hpcrl.dock.ledger.entries import ledger_files
+from hpcrl.dock.ledger.entries import ledger_bytes
 from hpcrl.dock.ledger.replay import Held, State
 from hpcrl.errors import HpcrlError
 from hpcrl.runs.outlets.derived import nearest_quantile
@@ -54,7 +54,7 @@ def read_finished(run: RunDir, most_bytes: int = MOST_LEDGER_BYTES) -> FinishedR
         Maximum size of a ledger that is read.
     """
     try:
-        size = sum(path.stat().st_size for path in ledger_files(run.rollouts_dir / "ledger"))
+        size = ledger_bytes(run.rollouts_dir / "ledger")
         if size > most_bytes:
             return FinishedRollouts({}, f"its ledger of rollouts has {size >> 20:,} MiB, and is not read for a page")
         rollouts = read_ledger(run).rollouts

@@ -16,7 +16,7 @@ from hpcrl.analysis.page.page_values import script_json
 from hpcrl.board.board_state import MOST_LEDGER_BYTES, Board, BoardAnswer, clock, view_stamp
 from hpcrl.board.file_stamps import ledger_stamp
 from hpcrl.board.run_page import run_head
-from hpcrl.dock.ledger.entries import ledger_files
+from hpcrl.dock.ledger.entries import ledger_bytes
 from hpcrl.dock.ledger.replay import Replay, State
 from hpcrl.errors import UsageError
 from hpcrl.runs.observe import observe
@@ -118,7 +118,7 @@ def rollout_page(board: Board, key: str, run: RunDir, name: str, seen: str) -> B
 
 
 def _replay(board: Board, run: RunDir) -> Replay:
-    size = sum(path.stat().st_size for path in ledger_files(run.rollouts_dir / "ledger"))
+    size = ledger_bytes(run.rollouts_dir / "ledger")
     if size > MOST_LEDGER_BYTES:
         raise UsageError(
             f"the ledger of {run.name} has {size >> 20:,} MiB, more than a board keeps in memory\n"

@@ -111,6 +111,12 @@ class ReportedLines(Report):
             self._bytes += len(line)
             self._bound()
 
+    @property
+    def is_written(self) -> bool:
+        """Return whether no line waits to be written."""
+        with writer.lock:
+            return not self._waits and not self._in_hand
+
     def close(self) -> None:
         """Let go of the file once all is written; a later `append` opens it again."""
         with writer.changing(self):

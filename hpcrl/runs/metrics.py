@@ -1,8 +1,8 @@
 """Metrics of a run, one record per optimizer step: the source of ``status``, the live table, the report and benches.
 
-``metrics/NNNN.jsonl`` has one line a step. The line of a step that saves a checkpoint is written before the save, so
-that a resume from that checkpoint finds the step on record; the final durations of that step's phases are a line in
-``metrics/saved/NNNN.jsonl``.
+``metrics/NNNN.jsonl`` and files that continue it (`hpcrl.runs.metrics_files`) have one line a step. The line of a step
+that saves a checkpoint is written before the save, so that a resume from that checkpoint finds the step on record; the
+final durations of that step's phases are a line in ``metrics/saved/NNNN.jsonl``.
 
 Records are plain values, which cannot form cycles. Python's collector of cycles therefore does not look at them
 (``gc=False``): with those of a long run it would take a third of the time of reading.
@@ -10,7 +10,6 @@ Records are plain values, which cannot form cycles. Python's collector of cycles
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -20,9 +19,11 @@ import msgspec
 from hpcrl.reporting import reports
 from hpcrl.reporting.reports import Outage, ReportedFile, ReportedLines
 from hpcrl.runs.lenient import decode_lenient
+from hpcrl.runs.metrics_files import MetricsLines, metrics_parts
 from hpcrl.runs.past import Past, Start, read_past
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.token_ratios import RolloutRatios, StepRatios, ratios_path
+from hpcrl.storage.sealed_files import content_bytes, content_from
 
 _CLOSE_S = 10.0
 _RATIOS_CLOSE_S = 2.0
@@ -206,10 +207,19 @@ class MetricsWriter:
     ----------
     on_caught_up:
         Called when records could be written again after an outage.
+    part_bytes:
+        As for `hpcrl.runs.metrics_files.MetricsLines`.
     """
 
-    def __init__(self, run: RunDir, attempt: int, *, on_caught_up: Callable[[Outage], None] | None = None) -> None:
-        self._lines = ReportedLines(run.metrics_dir / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        *,
+        on_caught_up: Callable[[Outage], None] | None = None,
+        part_bytes: int | None = None,
+    ) -> None:
+        self._lines = MetricsLines(run, attempt, on_caught_up=on_caught_up, part_bytes=part_bytes)
         self._saved = ReportedLines(_saved_dir(run) / f"{attempt:04d}.jsonl", on_caught_up=on_caught_up)
         self._run, self._attempt, self._ratios = run, attempt, dict[Path, ReportedFile]()
 
@@ -280,14 +290,11 @@ def read_metrics(run: RunDir) -> list[StepRecord]:
 def read_newest(run: RunDir) -> StepRecord | None:
     """Return the newest step record, as `read_metrics` has it; read only the end of one file where possible."""
     attempts = run.attempts()
-    if attempts and (path := run.metrics_dir / f"{attempts[-1]:04d}.jsonl").is_file():
-        with path.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - _TAIL_BYTES))
-            for line in reversed(stream.read().split(b"\n")):
-                # None: torn, or cut by where the tail begins
-                if (record := decode_lenient(line, StepRecord)) is not None:
-                    return record
+    for path in reversed(metrics_parts(run, attempts[-1]) if attempts else []):
+        for line in reversed(_tail(path).split(b"\n")):
+            # None: torn, or cut by where the tail begins
+            if (record := decode_lenient(line, StepRecord)) is not None:
+                return record
     metrics = read_metrics(run)
     return metrics[-1] if metrics else None
 
@@ -295,11 +302,15 @@ def read_newest(run: RunDir) -> StepRecord | None:
 def _files(run: RunDir) -> list[Path]:
     """Return the files of all attempts, after the one file of a run of an earlier version."""
     old = [run.metrics_path] if run.metrics_path.is_file() else []
-    return old + (sorted(run.metrics_dir.glob("*.jsonl")) if run.metrics_dir.is_dir() else [])
+    return old + metrics_parts(run)
+
+
+def _tail(path: Path) -> bytes:
+    return content_from(path, max(0, content_bytes(path) - _TAIL_BYTES))
 
 
 def _read_file(path: Path, kind: type[_Line]) -> Iterator[_Line]:
-    for line in path.read_bytes().split(b"\n"):
+    for line in content_from(path).split(b"\n"):
         # None: empty, or the torn last line of a writer that was killed
         if line and (record := decode_lenient(line, kind)) is not None:
             yield record

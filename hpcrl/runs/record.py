@@ -24,7 +24,11 @@ from hpcrl.storage.files import write_json
 from hpcrl.storage.msgspec_types import decode_json
 from hpcrl.storage.trusted_paths import files_as
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Format of runs whose records of steps may be in several files, of which some are compressed. The record of a run
+keeps its format: programs of the version that began the run may still read it."""
+_ONE_FILE = 1
+"""Format of runs of earlier versions, which look for one file an attempt."""
 _RUN_ID_BYTES = 16
 """Size of a run id: with 128 bits, a job with the comment of a future run cannot be prepared."""
 
@@ -194,7 +198,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     tags: list[str] = []
     sweep: SweepMember | None = None
     withdrawn: Withdrawal | None = None
-    format_version: int = FORMAT_VERSION
+    format_version: int = _ONE_FILE
 
     @classmethod
     def new(
@@ -225,12 +229,18 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             run_dir="" if run_dir is None else os.path.realpath(run_dir),
             tags=[] if labels is None else list(labels.tags),
             sweep=None if labels is None else labels.sweep,
+            format_version=FORMAT_VERSION,
         )
 
     @staticmethod
     def new_id() -> str:
         """Return an unused run id."""
         return secrets.token_hex(_RUN_ID_BYTES)
+
+    @property
+    def allows_parts(self) -> bool:
+        """Return whether records of steps may be in several files (`hpcrl.runs.metrics_files`)."""
+        return self.format_version > _ONE_FILE
 
     def write(self, run: RunDir) -> None:
         """Replace ``run.json``."""
@@ -252,9 +262,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
             raise RunDirError(f"{run.path} is not a run directory: it has no {run.record_path.name}") from error
         except msgspec.DecodeError as error:
             raise RunDirError(f"{run.record_path} cannot be read: {error}") from error
-        if record.format_version != FORMAT_VERSION:
+        if record.format_version not in (_ONE_FILE, FORMAT_VERSION):
+            known = f"{_ONE_FILE} and {FORMAT_VERSION}"
             raise RunDirError(
-                f"{run.record_path} has format {record.format_version}, this hpcrl reads {FORMAT_VERSION}\n"
+                f"{run.record_path} has format {record.format_version}, this hpcrl reads {known}\n"
                 "    hint: use the version of hpcrl that submitted the run"
             )
         return record

@@ -10,7 +10,8 @@
       snapshots/0001/                         hpcrl, Python, packages and environment modules at each submit and resume
       restart.json                            where the next attempts begin; written by resume
       status.json                             state of the run and its roles; written by the supervisor
-      metrics/<attempt>.jsonl                 one line an optimizer step; written by trainer rank 0
+      metrics/<attempt>.jsonl                 one line an optimizer step; written by trainer rank 0, continued in
+                                              <attempt>-0002.jsonl and so on (hpcrl.runs.metrics_files)
       events/<attempt>-<writer>.jsonl         events; one file per writer, merged by readers
       attempts/0001/endpoints.json            ports of this attempt
       attempts/0001/restore.json              the checkpoint it begins with; written by the trainer
@@ -33,7 +34,8 @@
       checkpoints/step-000010/                joint checkpoints
       sft/                                    conversations of a supervised run as tokens; written by trainer rank 0
       rollouts/                               consumed rollouts, for people
-      rollouts/ledger/  rollouts/payload/     outcome of each finished rollout, and its arrays
+      rollouts/ledger/  rollouts/payload/     outcome of each finished rollout, and its arrays; files of outcomes that
+                                              have ended are compressed (hpcrl.dock.ledger.sealer)
       rollouts/ratios/                        log-ratios of tokens of a few rollouts; written by trainer rank 0
 """
 

@@ -18,6 +18,7 @@ from hpcrl.dock.ledger.entries import read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 from hpcrl.dock.ledger.payload import read_payload
 from hpcrl.dock.ledger.replay import Replay
+from hpcrl.dock.ledger.sealer import seal_ended_files
 from hpcrl.errors import CheckpointError, FencedError, HandoffError
 from hpcrl.storage.quarantine import list_asides
 from hpcrl.weights import Handoff, HandoffStore, VersionCommitter
@@ -231,6 +232,7 @@ def judge_rollouts(root: Path, cut: Cut, other: Path) -> Iterator[str]:
         if reader == "first":
             log = RolloutLog(directory, attempt=9, restored=replay.step, limit_s=1.0)
             keep_rollout(log, 90, 0).result(10.0)
+            seal_ended_files(log.ledger_dir, newest=f"{log.number:06d}.jsonl")
             log.close()
             promised.add((90, 0))
 

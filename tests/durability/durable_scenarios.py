@@ -20,8 +20,9 @@ from recording import mark, name_sync_sites
 
 from hpcrl.checkpoints import CheckpointLedger, CheckpointWriter
 from hpcrl.checkpoints.pins import pin
-from hpcrl.dock.ledger.entries import Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved
+from hpcrl.dock.ledger.entries import Entry, Finished, Kept, PayloadPlace, Taken, TurnSaved, ledger_files
 from hpcrl.dock.ledger.log import RolloutLog
+from hpcrl.dock.ledger.sealer import seal_ended_files
 from hpcrl.storage.quarantine import list_asides
 from hpcrl.weights import HandoffStore, VersionCommitter
 from hpcrl.weights.format.layout import PublishedTensor, layout_shards
@@ -260,11 +261,14 @@ def rollouts(root: Path, other: Path) -> None:
     """Two orchestrators, one behind the other, of which each keeps rollouts and makes batches of them.
 
     One rollout of each is in progress to the end; of another the turns are replaced by the whole of it. A third one
-    begins after a second one that was killed between a write and its sync.
+    begins after a second one that was killed between a write and its sync. Files of entries are short, so that each
+    process continues in further ones, and those that have ended are sealed.
     """
     del other
+    directory = root / "rollouts"
     for attempt in (1, 2):
-        log = RolloutLog(root / "rollouts", attempt=attempt, restored=attempt - 1, limit_s=1.0)
+        log = RolloutLog(directory, attempt=attempt, restored=attempt - 1, limit_s=1.0, file_bytes=1500)
+        log._sealer.close()  # a thread would seal at other times in each recording
         log._payload._file_bytes = 4000
         for group in range(10 * attempt, 10 * attempt + 6):
             if group == 10 * attempt + 1:
@@ -278,12 +282,17 @@ def rollouts(root: Path, other: Path) -> None:
                 mark(["finished", group, member])
         log.append(Taken(step=attempt, groups=[(10 * attempt, [0, 1])])).result(10.0)
         mark(["taken", attempt])
+        assert len(seal_ended_files(log.ledger_dir, newest=f"{log.number:06d}.jsonl")) > attempt
         log.close()
-    with (root / "rollouts/ledger/000002.jsonl").open("ab") as stream:
+    with ledger_files(log.ledger_dir)[-1].open("ab") as stream:
         stream.write(msgspec.json.encode(Kept(group=22)) + b"\n")
-    log = RolloutLog(root / "rollouts", attempt=3, restored=2, limit_s=1.0)
+    log = RolloutLog(directory, attempt=3, restored=2, limit_s=1.0)
+    log._sealer.close()
     keep_rollout(log, 30, 0).result(10.0)
     mark(["finished", 30, 0])
+    seal_ended_files(log.ledger_dir, newest=f"{log.number:06d}.jsonl")
+    keep_rollout(log, 30, 1).result(10.0)
+    mark(["finished", 30, 1])
     log.close()
 
 

@@ -49,10 +49,12 @@ NEEDED = {
         "dock.ledger.entries._durable_bytes: #.jsonl",
         "dock.ledger.log.__init__: root",
         "dock.ledger.log.__init__: rollouts",
-        "dock.ledger.log._append: #.jsonl",
         "dock.ledger.log._make_file: ledger",
+        "dock.ledger.log._write_at: #.jsonl",
         "dock.ledger.payload.write: #-#.columns",
         "dock.ledger.payload.write: payload",
+        "storage.sealed_files.seal_file: #.jsonl.gz",
+        "storage.sealed_files.seal_file: ledger",
     ),
     ("put_aside", "posix"): ("storage.fence._settle: checkpoints",),
     ("run_files", "posix"): (

@@ -1,7 +1,8 @@
 """The one writer of a ledger: entries in order, rollouts durable before they count.
 
 A thread writes, so that an event loop never waits for a filesystem. What came while it wrote is written together: one
-sync for the columns and one for the entries, however many rollouts finish at a time.
+sync for the columns and one for the entries, however many rollouts finish at a time. A file that has become long is
+continued in a further one, and sealed (`hpcrl.dock.ledger.sealer`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,28 @@ import msgspec
 from numpy.typing import NDArray
 
 from hpcrl.dock.columns import encode_columns
-from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Finished, PayloadPlace, ledger_files, trusted_prefix_bytes
+from hpcrl.dock.ledger.entries import (
+    FIRST_FORMAT,
+    FORMAT_VERSION,
+    Begin,
+    Dropped,
+    Entry,
+    Finished,
+    PayloadPlace,
+    file_number,
+    ledger_files,
+    trusted_prefix_bytes,
+)
 from hpcrl.dock.ledger.payload import PayloadWriter
+from hpcrl.dock.ledger.sealer import LedgerSealer
 from hpcrl.processes.uncancellable_future import promise
 from hpcrl.storage.files import fsync_dir, make_directory
 from hpcrl.storage.retry import retry_transient
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+FILE_BYTES = 4 << 20
+"""Size of a file of entries in bytes from which on a further one continues it: the newest is not compressed."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -57,11 +72,18 @@ class RolloutLog:
     ledger_dir, payload_dir:
         Directories of entries and columns.
     number:
-        Number of the file of this writer.
+        Number of the file that is written.
     """
 
     def __init__(
-        self, rollouts_dir: Path, *, attempt: int, restored: int, limit_s: float, warehouse: ColumnsCopies | None = None
+        self,
+        rollouts_dir: Path,
+        *,
+        attempt: int,
+        restored: int,
+        limit_s: float,
+        warehouse: ColumnsCopies | None = None,
+        file_bytes: int = FILE_BYTES,
     ) -> None:
         """Begin a file after the existing ones.
 
@@ -77,6 +99,8 @@ class RolloutLog:
             Maximum seconds of retries of a filesystem that refuses temporarily (full, stale).
         warehouse:
             Gets a copy of the columns of finished rollouts, if there is room.
+        file_bytes:
+            Size of a file of entries from which on a further one continues it.
 
         Raises
         ------
@@ -84,32 +108,81 @@ class RolloutLog:
             The filesystem refused.
         """
         self.ledger_dir, self.payload_dir = rollouts_dir / "ledger", rollouts_dir / "payload"
+        self._attempt, self._restored = attempt, restored
         self._limit_s, self._warehouse = limit_s, warehouse
         for directory in (self.ledger_dir, self.payload_dir):
             make_directory(directory)
         self.number, self._fd = self._make_file()
-        self._end = 0
+        self._end, self._file_bytes, self._full_at = 0, file_bytes, file_bytes
         self._payload = PayloadWriter(self.payload_dir, self.number)
         self._unsettled = self._payload.file
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._lock, self._closed = threading.Lock(), False
-        own = f"{self.number:06d}.jsonl"
-        believed = trusted_prefix_bytes(self.ledger_dir, but=own)
-        begin = Begin(attempt=attempt, restored=restored, time_s=time.time(), believed=believed)
+        begin = self._begin(trusted_prefix_bytes(self.ledger_dir, but=self._file))
         self._write([_Job(begin, None, promise())])
+        self._sealer = LedgerSealer(self.ledger_dir, lambda: self._file)
         self._thread = threading.Thread(target=self._run, name="rollout-log", daemon=True)
         self._thread.start()
+
+    @property
+    def _file(self) -> str:
+        return f"{self.number:06d}.jsonl"
+
+    def _begin(self, believed: dict[str, int], continues: int = 0) -> Begin:
+        return Begin(
+            attempt=self._attempt,
+            restored=self._restored,
+            time_s=time.time(),
+            believed=believed,
+            # earlier versions would not find a file that is sealed, and would restore where one is continued
+            format_version=FORMAT_VERSION if believed else FIRST_FORMAT,
+            continues=continues,
+        )
 
     def _make_file(self) -> tuple[int, int]:
         """Make a file with the next number; two writers that start at the same time get different files."""
         while True:
-            number = max((int(path.stem) for path in ledger_files(self.ledger_dir)), default=0) + 1
-            with contextlib.suppress(FileExistsError):
-                path = self.ledger_dir / f"{number:06d}.jsonl"
+            number = max((file_number(path.name) for path in ledger_files(self.ledger_dir)), default=0) + 1
+            path = self.ledger_dir / f"{number:06d}.jsonl"
+            try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            except FileExistsError:
+                continue
+            try:
                 fsync_dir(self.ledger_dir)
-                return number, fd
+            except OSError:
+                os.close(fd)
+                raise
+            return number, fd
+
+    def _continue_in_next_file(self) -> None:
+        """Begin a further file behind this one, all entries of which are durable.
+
+        Raises
+        ------
+        OSError
+            The first entry of the further file was not written, or whether it is durable is unknown. No entry may
+            follow in either file: where it is durable, later entries of this one are not believed.
+        """
+        try:
+            number, fd = self._make_file()
+        except OSError as error:
+            # an empty file does not count: this one is continued, and the next look is after as many bytes
+            _log.warning("the ledger of rollouts stays in one file for now: %s", error)
+            self._full_at = self._end + self._file_bytes
+            return
+        line = _encoder.encode(self._begin({self._file: self._end}, continues=self.number)) + b"\n"
+        try:
+            self._write_lines(fd, line, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        before, self._fd = self._fd, fd
+        self.number, self._end, self._full_at = number, len(line), self._file_bytes
+        with contextlib.suppress(OSError):  # all of it is durable
+            os.close(before)
+        self._sealer.look()
 
     def append(self, entry: Entry) -> Future[Entry]:
         """Write an entry; the future is done when it is durable (OSError where it cannot be written)."""
@@ -137,6 +210,7 @@ class RolloutLog:
         with self._lock:
             self._closed = True
             self._queue.put(None)
+        self._sealer.close()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("the ledger of rollouts was not closed: the filesystem did not answer for %g s", _CLOSE_S)
@@ -183,6 +257,8 @@ class RolloutLog:
         return jobs, True
 
     def _write(self, jobs: Sequence[_Job]) -> None:
+        if self._end >= self._full_at:
+            self._continue_in_next_file()
         blocks = [job.pieces for job in jobs if job.pieces is not None]
         places: list[PayloadPlace] = []
         if blocks:
@@ -196,7 +272,7 @@ class RolloutLog:
             else:
                 entries.append(job.entry)
         lines = b"".join(_encoder.encode(entry) + b"\n" for entry in entries)
-        retry_transient(lambda: self._append(lines), limit_s=self._limit_s, what="the ledger of rollouts")
+        self._write_lines(self._fd, lines, self._end)
         self._end += len(lines)
         for job, entry in zip(jobs, entries, strict=True):
             job.done.set_result(entry)
@@ -204,6 +280,10 @@ class RolloutLog:
         # last, because it may hang: a durable rollout has finished, and another one takes its place. A batch gets it
         # only after its entry behind this one is written
         self._keep_in_memory(jobs, entries)
+
+    def _write_lines(self, fd: int, lines: bytes, offset: int) -> None:
+        what = "the ledger of rollouts"
+        retry_transient(lambda: _write_at(fd, lines, offset), limit_s=self._limit_s, what=what)
 
     def _keep_in_memory(self, jobs: Sequence[_Job], entries: Sequence[Entry]) -> None:
         if self._warehouse is None:
@@ -215,10 +295,11 @@ class RolloutLog:
             if isinstance(entry, Finished) and job.pieces is not None and (entry.group, entry.member) not in dropped:
                 self._warehouse.put(entry.payload, job.pieces)
 
-    def _append(self, lines: bytes) -> None:
-        """Write ``lines`` at the recorded end, so that a second try leaves no partial line between two lines."""
-        view, offset = memoryview(lines), self._end
-        while view:
-            written = os.pwrite(self._fd, view, offset)
-            view, offset = view[written:], offset + written
-        os.fsync(self._fd)
+
+def _write_at(fd: int, lines: bytes, offset: int) -> None:
+    """Write ``lines`` durably at a known end, so that a second try leaves no partial line between two lines."""
+    view = memoryview(lines)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+    os.fsync(fd)

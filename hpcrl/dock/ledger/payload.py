@@ -1,6 +1,7 @@
 """Columns of finished rollouts on disk: blocks one behind the other in files of limited size.
 
-``rollouts/payload/000001-000003.columns`` is the third file of the writer of ``rollouts/ledger/000001.jsonl``.
+``rollouts/payload/000001-000003.columns`` is the third file of the writer that began with
+``rollouts/ledger/000001.jsonl``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class PayloadWriter:
     """
 
     def __init__(self, directory: Path, writer: int, *, file_bytes: int = _FILE_BYTES) -> None:
-        """Begin; no file is made yet. ``writer`` is the number of the ledger's file."""
+        """Begin; no file is made yet. ``writer`` is the number of its first file of entries."""
         self._directory, self._writer, self._file_bytes = directory, writer, file_bytes
         self._number, self._fd, self._end, self._made = 0, -1, 0, False
 

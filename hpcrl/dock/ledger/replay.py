@@ -197,8 +197,9 @@ class Replay:
             self.next_index = max(self.next_index, entry.group + 1)
         match entry:
             case Begin():
-                self.attempts += 1
-                self._undo(entry.restored)
+                if not entry.continues:
+                    self.attempts += 1
+                    self._undo(entry.restored)
             case Finished():
                 self._finish(entry)
             case TurnSaved():

@@ -25,6 +25,7 @@ from hpcrl.reporting.log_format import start_logging
 from hpcrl.runs.event_tail import EventTail
 from hpcrl.runs.lenient import decode_lenient
 from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.metrics_files import MetricsTail
 from hpcrl.runs.outlets.derived import DerivedMetrics
 from hpcrl.runs.outlets.flat import flat_evaluation, flat_metrics
 from hpcrl.runs.outlets.interface import MetricSink, RunInfo
@@ -76,7 +77,7 @@ class SinkFeed:
         """
         self._run, self._attempt, self._sink = run, attempt, sink
         self._position = position_path(run, name)
-        self._file, self._offset = run.metrics_dir / f"{attempt:04d}.jsonl", 0
+        self._tail = MetricsTail(run, attempt)
         self._given = SinkPosition(0)
         if self._position.is_file():
             # written without a sync: the end of a node may leave an empty one
@@ -103,16 +104,8 @@ class SinkFeed:
 
     def poll(self) -> None:
         """Give the sink the steps that were written since the last call."""
-        try:
-            with self._file.open("rb") as stream:
-                stream.seek(self._offset)
-                data = stream.read()
-        except FileNotFoundError:
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = (decode_lenient(line, StepRecord) for line in whole.split(b"\n") if line)
-        self._give([record for record in lines if record is not None])
+        records = (decode_lenient(line, StepRecord) for line in self._tail.lines())
+        self._give([record for record in records if record is not None])
         if time.monotonic() - self._looked_s > _EVALUATIONS_S:
             self._give_evaluations()
 

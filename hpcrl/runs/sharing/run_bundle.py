@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from hpcrl import __version__
 from hpcrl.errors import HpcrlError, UsageError
+from hpcrl.runs.metrics_files import metrics_parts
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.sharing.secret_scan import SecretScan
 from hpcrl.runs.views.diagnosis import diagnose, diagnosis_document
 from hpcrl.storage import lost_replies
+from hpcrl.storage.sealed_files import content_from, sealed_path
 
 BUNDLE_SCHEMA = "hpcrl.bundle/1"
 _FIRST = ("recipe.yaml", "cluster.yaml", "plan.json", "run.json", "status.json", "restart.json", "job.sbatch")
@@ -144,8 +146,10 @@ def _contents(run: RunDir, scan: SecretScan, rollouts: int, more: Mapping[str, b
 
 def _parts(run: RunDir, rollouts: int) -> Iterator[_Part]:
     yield from (_Part(run.path / name) for name in _FIRST)
-    for directory in (run.snapshots_dir, run.metrics_dir, run.events_dir):
-        yield from (_Part(path) for path in _files(directory))
+    # a bundle has the lines of sealed files, by their plain names
+    sealed = [path for path in metrics_parts(run) if not path.exists() and _is_regular(sealed_path(path))]
+    metrics = sorted([*_files(run.metrics_dir), *sealed])
+    yield from (_Part(path) for path in [*_files(run.snapshots_dir), *metrics, *_files(run.events_dir)])
     if rollouts:
         # a hundred that shares a file is older than all that have one of their own
         files = sorted(run.rollouts_dir.glob("step-*.jsonl"))[-rollouts:]
@@ -161,13 +165,19 @@ def _parts(run: RunDir, rollouts: int) -> Iterator[_Part]:
 def _files(directory: Path) -> list[Path]:
     """Return the regular files below a directory that are text for people or programs."""
     found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    return sorted(path for path in found if path.suffix in _SUFFIXES and path.is_file() and not path.is_symlink())
+    return sorted(path for path in found if path.suffix in _SUFFIXES and _is_regular(path))
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _read(part: _Part, scan: SecretScan) -> bytes:
+    if not part.limit:
+        return content_from(part.path)
     with part.path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
-        if not part.limit or size <= part.limit:
+        if size <= part.limit:
             return stream.read()
         if not part.tail:
             data = stream.read(part.limit)

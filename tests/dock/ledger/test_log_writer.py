@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ledger_entries import begin, finished
+from ledger_entries import finished
 
 from hpcrl.dock.ledger import log as logs
-from hpcrl.dock.ledger.entries import Dropped, Entry, Kept, PayloadPlace, Taken, TurnSaved, read_entries
+from hpcrl.dock.ledger.entries import Begin, Dropped, Entry, Kept, PayloadPlace, Taken, TurnSaved, read_entries
 from hpcrl.dock.ledger.log import RolloutLog
 
 
@@ -45,9 +45,8 @@ def test_a_ledger_begins_with_who_writes_it(tmp_path: Path, monkeypatch: pytest.
         log.close()
         size = (log.ledger_dir / "000001.jsonl").stat().st_size
         *_, entry = read_entries(log.ledger_dir)
-        assert entry == begin(7, attempt).__class__(
-            attempt=attempt, restored=7, time_s=2e9, believed={} if attempt == 3 else {"000001.jsonl": size}
-        )
+        believed, number = ({}, 1) if attempt == 3 else ({"000001.jsonl": size}, 2)
+        assert entry == Begin(attempt=attempt, restored=7, time_s=2e9, believed=believed, format_version=number)
 
 
 def test_each_writer_has_a_file_of_its_own(tmp_path: Path) -> None:

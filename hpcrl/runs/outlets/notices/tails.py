@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpcrl.runs.events import Event
 from hpcrl.runs.lenient import decode_lenient
+from hpcrl.runs.metrics_files import MetricsTail
 from hpcrl.runs.outlets.notices.run_facts import StepCounts
 from hpcrl.runs.rundir import RunDir
 
@@ -27,6 +28,7 @@ class RunTail:
         """Begin with the first attempt."""
         self._run = run
         self._offsets: dict[Path, int] = {}
+        self._metrics = MetricsTail(run)
 
     def events(self) -> list[Event]:
         """Return the events that were written since the last call."""
@@ -36,8 +38,7 @@ class RunTail:
 
     def steps(self) -> list[StepCounts]:
         """Return the steps that were written since the last call."""
-        files = sorted(self._run.metrics_dir.glob("*.jsonl"))
-        found = [decode_lenient(line, StepCounts) for path in files for line in self._lines(path)]
+        found = [decode_lenient(line, StepCounts) for line in self._metrics.lines()]
         return [each for each in found if each is not None]
 
     def _lines(self, path: Path) -> Iterator[bytes]:
