@@ -26,6 +26,7 @@ from planning.memory import FAMILIES
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.check import Check, Row, Session
+from gpu_checks.compiled import CompileCounter
 from hpcrl.config.load import load_recipe
 from hpcrl.config.recipe import Recipe
 from hpcrl.models.arch import ModelArch, arch_from_config
@@ -139,6 +140,7 @@ def speed(session: Session, stack: Stack, settings: tuple[str, ...] = ()) -> Ite
     """Seconds of a step, its share of the card's arithmetic, and memory beside what is planned."""
     device, lengths = session.device, stack.tokens(session.tiny)
     with apart(session, stack, settings) as (policy, recipe):
+        programs = CompileCounter()
         passes, updates = list[float](), list[float]()
         for step in range(1, 6):
             if device.type == "cuda" and step == 3:
@@ -150,6 +152,7 @@ def speed(session: Session, stack: Stack, settings: tuple[str, ...] = ()) -> Ite
             middle = time.perf_counter()
             policy.optimizer_step(step)
             synchronize(device)
+            programs.end_step()
             # the first two compile programs and take memory
             if step > 2:
                 passes.append(middle - begun)
@@ -167,6 +170,7 @@ def speed(session: Session, stack: Stack, settings: tuple[str, ...] = ()) -> Ite
             "tflops": wanted / seconds / 1e12,
             "mfu": wanted / seconds / 1e12 / PEAK_TFLOPS,
         }
+        yield programs.summary()
         yield from memory(policy, recipe, device)
         if device.type == "cuda":
             yield {"host_waits": host_waits(policy, lengths)}
@@ -213,10 +217,13 @@ def fragments(session: Session, stack: Stack, settings: tuple[str, ...]) -> Iter
     device, draw = session.device, torch.Generator().manual_seed(0)
     most = sum(stack.tokens(session.tiny))
     with apart(session, stack, settings) as (policy, _):
+        programs = CompileCounter()
         for step in range(1, 4 if session.tiny else 16):
             cuts = torch.randint(most // 8, most // 3, (3,), generator=draw).tolist()
             step_of(policy, tuple(int(n) for n in cuts), step)
             policy.optimizer_step(step)
+            yield {"step": step, "tokens": sum(cuts), **programs.end_step()}
+        yield programs.summary()
         synchronize(device)
         if device.type == "cuda":
             held, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -273,5 +280,14 @@ WHOLE = (
     Check("whole.kernels, qwen3", partial(kernels, stack=QWEN, settings=(FULL, PIECES)), 60, _EXPANDABLE),
     Check("whole.kernels, glm5", partial(kernels, stack=GLM5, settings=(FULL, PIECES)), 60, _EXPANDABLE),
     Check("whole.lengths", partial(fragments, stack=QWEN, settings=(FULL, PIECES)), 60),
+    # graphs and programs of a layer must not be compiled anew for other lengths
+    Check("whole.lengths, FP8", partial(fragments, stack=QWEN, settings=(FULL, PIECES, FP8)), 60, _EXPANDABLE),
+    Check("whole.lengths, glm5", partial(fragments, stack=GLM5, settings=(FULL, PIECES)), 60, _EXPANDABLE),
+    Check(
+        "whole.lengths, compiled",
+        partial(fragments, stack=QWEN, settings=(FULL, PIECES, "trainer.memory.compile=true")),
+        90,
+        _EXPANDABLE,
+    ),
     Check("whole.lengths, expandable", partial(fragments, stack=QWEN, settings=(FULL, PIECES)), 60, _EXPANDABLE),
 )

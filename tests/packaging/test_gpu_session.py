@@ -95,6 +95,10 @@ def test_checks_of_all_parts_run_small_on_a_processor(tmp_path: Path) -> None:
     assert rows["correctness.machine"][0]["device"] == "cpu"
     assert all(row["product"] == 0 for row in rows["correctness.products"][:-1])
     assert rows["whole.glm5"][0]["tokens"] == 128
+    counted = {"compiled_first_step": 0, "compiled_second_step": 0, "compiled_later": 0}
+    # nothing is compiled on a processor, unless layers are
+    assert rows["whole.glm5"][1] == rows["whole.lengths"][3] == counted
+    assert [row["step"] for row in rows["whole.lengths"][:3]] == [1, 2, 3]
     assert float(str(rows["whole.glm5"][0]["mfu"])) > 0
     assert [row["version"] for row in rows["whole.publish fp8"][:-1]] == [0, 1, 2]
 
@@ -153,6 +157,67 @@ print(*called)
     why, called = ran.stdout.splitlines()[-2:]
     assert "one-gpu FAILED; why: the trainer ran out of memory" in why
     assert called == "warmup submit wait why cancel"
+
+
+#: the arguments of `triton.compile`'s listener: triton/compiler/compiler.py
+COUNTED = """
+import os, sys
+from importlib.util import find_spec
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+
+seen = []
+knobs = None
+if find_spec("triton") is not None:
+    from triton import knobs
+    knobs.compilation.listener = lambda **of: seen.append(of["cache_hit"])
+
+from gpu_checks.compiled import CompileCounter
+
+programs = CompileCounter()
+
+def triton_makes(cache_hit):
+    if knobs is not None:
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=cache_hit)
+
+@torch.compile(backend="eager", dynamic=False)
+def layer(x):
+    return x * 2
+
+layer(torch.ones(3))
+triton_makes(False)
+triton_makes(True)
+print(programs.end_step())
+layer(torch.ones(3))
+print(programs.end_step())
+# another length: a graph, and a product of DeepGEMM
+layer(torch.ones(4))
+(Path(os.environ["DG_JIT_CACHE_DIR"]) / "cache/kernel.gemm.0123").mkdir(parents=True)
+print(programs.end_step())
+print(programs.summary())
+print(seen)
+"""
+
+
+@pytest.mark.parametrize("triton", [False, True], ids=["without Triton", "with Triton"])
+def test_programs_are_counted_by_step(triton: bool, tmp_path: Path) -> None:
+    own = ROOT / ".triton"
+    if triton and not (own / "hpcrl-bootstrap").is_file():
+        pytest.skip("triton is not installed: python3 tools/bootstrap.py --triton")
+    paths = [str(ROOT), *([str(own)] if triton else [])]
+    env = {**ENV, "PYTHONPATH": os.pathsep.join(paths), "DG_JIT_CACHE_DIR": str(tmp_path / "deep_gemm")}
+    command = [sys.executable, "-c", COUNTED, str(ROOT / "bench")]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    first, second, third, summary, seen = ran.stdout.splitlines()[-5:]
+    made = int(triton)
+    assert first == f"{{'graphs': 1, 'triton': {made}, 'triton_from_disk': {made}, 'deep_gemm': 0}}"
+    assert second == "{'graphs': 0, 'triton': 0, 'triton_from_disk': 0, 'deep_gemm': 0}"
+    assert third == "{'graphs': 1, 'triton': 0, 'triton_from_disk': 0, 'deep_gemm': 1}"
+    assert summary == f"{{'compiled_first_step': {1 + made}, 'compiled_second_step': 0, 'compiled_later': 2}}"
+    # who listened before still does
+    assert seen == ("[False, True]" if triton else "[]")
 
 
 def test_wheels_and_the_image_have_what_hpcrl_requires() -> None:

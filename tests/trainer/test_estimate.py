@@ -15,7 +15,8 @@ from hpcrl.config.recipe import TrainerMemoryConfig
 from hpcrl.modeling.spec import SPECS
 from hpcrl.models.arch import GatedDeltaArch, GlmMoeDsaArch, MinimaxM2Arch, ModelArch, Qwen3Arch
 from hpcrl.models.known import find_config
-from hpcrl.models.layers import Layer, Moe
+from hpcrl.planning.memory.activations import saved_bytes
+from hpcrl.planning.memory.layer_backward import backward_stages
 from hpcrl.planning.memory.real_model import measure_pass
 from hpcrl.planning.memory.settings import RealPass, TrainerMemory
 from hpcrl.planning.memory.trainer import _Trainer, trainer_moments, trainer_peak
@@ -81,7 +82,6 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "plain queries, biases": ({"q_lora_rank": None, "attention_bias": True}, (480,) * 2),
 }
 KEPT = ("activations", "final norm and selection", "logits", "rotary tables")
-BACKWARD = ("activations", "rotary tables", "recomputed layer", "gradients of activations", "indexer")
 FAMILIES = pytest.mark.parametrize("family", [spec.arch for spec in SPECS], ids=lambda arch: arch.MODEL_TYPES[0])
 
 
@@ -118,28 +118,16 @@ def by_formulas(arch: ModelArch, lengths: tuple[int, ...], dtype: str, **tools: 
     memory = replace(settings(lengths, dtype), **tools)
     (head,) = (ledger for ledger in trainer_moments(arch.facts, memory) if ledger.name == "logits")
     planner = _Trainer(arch.facts, memory)
+    kept, working = planner.activations
     backward = 0
     for number, layer in enumerate(planner.layers):
-        terms = {term.name: term.value for term in planner._backward(number) if term and term.name in BACKWARD}
-        kept = sum(value for name, value in terms.items() if name not in {"gradients of activations", "indexer"})
-        backward = max(backward, sum(terms.values()), kept + at_the_last_matrix(layer, memory))
-    return sum(term.value for term in head.terms if term.name in KEPT), backward
-
-
-def at_the_last_matrix(layer: Layer, memory: TrainerMemory) -> int:
-    """What the backward pass of a feed-forward block holds where the gradient of its last matrix is made.
-
-    The real model has that gradient among what it counts; the planner has it in a term of its own, of all matrices of
-    the layer. Beside it are the gradient of its input, and that of the residual; what lay behind it is free.
-    """
-    b, t, mlp = memory.element_bytes, memory.tokens, layer.mlp
-    if mlp is None:
-        return 0
-    if isinstance(mlp, Moe):
-        rows, width, experts = t * mlp.num_experts_per_tok, mlp.moe_intermediate_size, mlp.num_experts
-        # rows of outputs were kept twice: of each expert, and in the order of tokens
-        return b * (rows * (width - mlp.expert_width) + t * mlp.hidden_size + experts * width * mlp.expert_width)
-    return b * (t * mlp.intermediate_size + t * mlp.hidden_size + mlp.intermediate_size * mlp.hidden_size)
+        whole = sum(kept[: number + 1]) + working[number]
+        for stage in backward_stages(layer, planner.shape, planner.sizes.gathered[number]):
+            # here gradients of matrices are free as soon as they are made
+            alone = replace(stage, ready=0.0).total(memory.element_bytes)
+            backward = max(backward, round(whole - saved_bytes(layer, planner.shape) + alone))
+    tables = [term.value for term in head.terms if term.name == "rotary tables"]
+    return sum(term.value for term in head.terms if term.name in KEPT), backward + sum(tables)
 
 
 @FAMILIES
@@ -159,8 +147,7 @@ def test_formulas_and_the_real_model_agree(family: type[ModelArch], change: str)
     piece = 16 << 20 if "index_topk" in {field.name for field in fields(family)} else 0
     # the last state of each sequence goes nowhere, and what the delta rule made it of is not kept
     assert head == pytest.approx(real.head, rel=0.01 if delta else 0.005, abs=piece)
-    # less is known of a layer than of the head
-    assert max(head, backward) == pytest.approx(real.whole, rel=0.06 if head > backward else 0.1, abs=piece)
+    assert max(head, backward) == pytest.approx(real.whole, rel=0.01, abs=piece)
     assert real.parameters == pytest.approx(getattr(torch, dtype).itemsize * arch.num_parameters(), rel=0.001)
 
 
@@ -187,7 +174,11 @@ def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
         wide = {"moe_intermediate_size": 4096}
     arch = sizes_of(family, vocab_size=64, **wide)
     real = estimate_pass(arch, (240,) * 4, dtype=torch.float32)
-    assert max(by_formulas(arch, (240,) * 4, "float32")) == pytest.approx(real.whole, rel=0.07)
+    # the gradient of the last matrix of squares is freed later than that of others; sparse attention works in pieces
+    rough = 0.04 if arch.facts.layers[-1].mlp is None or "index_topk" in {f.name for f in fields(family)} else 0.005
+    head, backward = by_formulas(arch, (240,) * 4, "float32")
+    assert backward == pytest.approx(real.whole, rel=rough)
+    assert backward > head
     assert real.whole > real.head
 
 
@@ -203,14 +194,18 @@ def test_where_logits_are_small_a_layer_binds(family: type[ModelArch]) -> None:
     ids=lambda tools: " ".join(map(str, tools.values())),
 )
 def test_formulas_of_checkpointing_and_the_real_model_agree(family: type[ModelArch], tools: dict[str, Any]) -> None:
-    """What is kept to 0.5 %; the layer that is computed again, of which one is held at a time, within a fifth."""
+    """What is kept to 0.5 %, and the layer that is computed again, of which one is held at a time, to 1 %.
+
+    Sparse attention works in pieces of 64 MiB, larger than this model, of which a quarter may be missing.
+    """
     lengths, memory = (240,) * 4, TrainerMemoryConfig(**tools)
+    piece = 16 << 20 if family is GlmMoeDsaArch else 0
     arch = sizes_of(family, num_hidden_layers=4, vocab_size=8192)
     real = estimate_pass(arch, lengths, dtype=torch.float32, memory=memory)
     assert by_formulas(arch, lengths, "float32", **tools)[0] == pytest.approx(real.head, rel=0.005)
     arch = replace(arch, vocab_size=64)
     real = estimate_pass(arch, lengths, dtype=torch.float32, memory=memory)
-    assert by_formulas(arch, lengths, "float32", **tools)[1] == pytest.approx(real.whole, rel=0.2)
+    assert by_formulas(arch, lengths, "float32", **tools)[1] == pytest.approx(real.whole, rel=0.01, abs=piece)
 
 
 @pytest.mark.campaign

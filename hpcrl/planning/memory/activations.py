@@ -10,15 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcrl.models.layers import DenseMlp, GatedDeltaNet, Gqa, Layer, Mamba2, Mixer, Mla, Moe
-from hpcrl.planning.memory.flash_attention import WIDEST, accumulator_bytes, backward_bytes, head_width
-
-_SCORES_BYTES = 1 << 30
-"""Scores of an indexer that exist at a time: whole they are queries times the context in float32, 17 GB at 131,072
-tokens over four ranks, so that a trainer cuts the queries into pieces."""
-_CHUNK_BYTES = 64 << 20
-"""Maximum bytes of a piece of the queries in the trainer's own sparse attention (`hpcrl.modeling.attention.sparse`)."""
-_BLOCK = 128
-"""Channels of an activation that share a float32 scale in FP8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +30,8 @@ class ActivationShape:
         Ranks whose latents latent attention gathers; 0: it keeps keys and values of heads.
     head_ranks:
         Ranks that share the heads of attention, each with the tokens of all of them.
+    ring:
+        Whether keys and values travel around the context-parallel ranks.
     deterministic:
         Whether backward passes add in a fixed order.
     """
@@ -49,13 +42,19 @@ class ActivationShape:
     imbalance: float = 1.0
     gathers_from: int = 0
     head_ranks: int = 1
+    ring: bool = False
     deterministic: bool = False
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Return whether ranks exchange tokens for heads before attention, and back behind it."""
+        return self.head_ranks > 1 and not self.gathers_from
 
 
 def saved_bytes(layer: Layer, shape: ActivationShape) -> int:
     """Return the bytes that are kept of a layer without activation checkpointing."""
     total = 0.0
-    hidden = _hidden(layer)
+    hidden = hidden_size_of(layer)
     if layer.mixer is not None:
         total += _norm(hidden, shape) + _mixer(layer.mixer, shape)
     if layer.mlp is not None:
@@ -74,7 +73,7 @@ def saved_op_output_bytes(layer: Layer, shape: ActivationShape, *, ep: int = 1, 
         # queries, keys and values of all tokens and some heads; and the way back
         heads = layer.mixer.num_attention_heads + layer.mixer.num_key_value_heads
         total += 2 * b * t * heads * layer.mixer.head_dim
-    total += _gathered_latents(layer.mixer, shape)
+    total += gathered_latents_bytes(layer.mixer, shape)
     if isinstance(mlp, Moe):
         routed = t * mlp.num_experts_per_tok
         total += b * routed * shape.imbalance * ((2 if mlp.gated else 1) * mlp.moe_intermediate_size + mlp.expert_width)
@@ -93,7 +92,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
         if isinstance(mixer, Mla) and mixer.topk is not None:
             # in latents, normalisers in float32, and the choice
             return shape.tokens * (heads * (mixer.kv_lora_rank * shape.element_bytes + 4) + 4 * mixer.topk)
-        if _gathered_latents(mixer, shape):
+        if gathered_latents_bytes(mixer, shape):
             assert isinstance(mixer, Mla)
             return shape.tokens * heads * (mixer.v_head_dim * shape.element_bytes + 4)
         wide = mixer.head_dim if isinstance(mixer, Gqa) else mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
@@ -101,154 +100,7 @@ def attention_output_bytes(layer: Layer, shape: ActivationShape) -> int:
     return shape.tokens * mixer.inner_size * shape.element_bytes
 
 
-def gradient_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Return the bytes of the largest coexisting gradients of activations: around the experts, and the residual's."""
-    b, t, d = shape.element_bytes, shape.tokens, _hidden(layer)
-    mlp = layer.mlp
-    # of a gated block those of gate and up take the memory of these
-    widths = 1 if mlp is not None and mlp.gated and not _clamped(mlp) else 3
-    if isinstance(mlp, Moe):
-        routed = t * mlp.num_experts_per_tok * shape.imbalance
-        return round(b * (routed * (widths * mlp.moe_intermediate_size + mlp.expert_width) + 2 * t * d))
-    width = mlp.intermediate_size if mlp is not None else 2 * d
-    return round(b * t * (widths * width + 2 * d))
-
-
-def fp8_copies_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Return the bytes of FP8 copies of the matrix product that needs most.
-
-    The product copies its input and the gradient of its output in FP8, each once with the scales of its rows (for the
-    product itself) and once with those of its columns (for the gradient of the weights).
-    """
-    mlp = layer.mlp
-    each = 1 + 4 / _BLOCK
-    if isinstance(mlp, Moe):
-        rows = shape.tokens * mlp.num_experts_per_tok * shape.imbalance
-        widest = mlp.expert_width + (2 if mlp.gated else 1) * mlp.moe_intermediate_size
-        return round(2 * each * rows * widest)
-    hidden = _hidden(layer)
-    widest = hidden + (0 if mlp is None else (2 if mlp.gated else 1) * mlp.intermediate_size)
-    return round(2 * each * shape.tokens * widest)
-
-
-def indexer_bytes(layer: Layer, shape: ActivationShape, context: int) -> int:
-    """Return the bytes that the indexer of sparse attention holds while it chooses.
-
-    These are the queries of all its heads, the keys of the whole ``context``, a piece of the scores, and the choice
-    itself. None of it is kept, because the indexer has no gradient.
-    """
-    indexer = layer.mixer.indexer if isinstance(layer.mixer, Mla) else None
-    if indexer is None:
-        return 0
-    b, t = shape.element_bytes, shape.tokens
-    if not shape.on_gpu and isinstance(layer.mixer, Mla) and layer.mixer.topk is not None:
-        # rows that queries chose and their gradients (in float32 once more), weights and theirs, a piece of the queries
-        # at a time
-        heads, row = layer.mixer.num_attention_heads, layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim
-        pairs = min(_CHUNK_BYTES / (12 * (row + heads)), t * layer.mixer.topk)
-        return _beyond_mlp(round(pairs * (row * (4 + 2 * b) + heads * (12 + b))), layer, shape)
-    queries, keys = b * t * indexer.n_heads * indexer.head_dim, b * context * indexer.head_dim
-    return queries + keys + min(_SCORES_BYTES, 4 * t * context)
-
-
-def ring_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Return the bytes that the backward pass of ring attention holds (`hpcrl.modeling.attention.ring`).
-
-    These are the local keys and values, the received ones, and the copies that kernels need of the latter; the
-    gradients of keys and values that are sent and received, and that of queries, in float32. The memory of the layer's
-    experts is free by then.
-    """
-    b, t, mixer = shape.element_bytes, shape.tokens, layer.mixer
-    if isinstance(mixer, Gqa):
-        travelling = 2 * mixer.num_key_value_heads * mixer.head_dim
-        queries = mixer.num_attention_heads * mixer.head_dim
-    elif isinstance(mixer, Mla) and mixer.topk is None:
-        queries = mixer.num_attention_heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
-        travelling = queries + mixer.num_attention_heads * mixer.v_head_dim
-    else:
-        return 0
-    held = t * (travelling * (3 * b + 2 * 4) + 4 * queries)
-    return _beyond_mlp(held + _flash_accumulators(mixer, shape), layer, shape)
-
-
-def expansion_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Return the bytes that the backward pass of gathered latents holds (`hpcrl.modeling.attention.latent_gather`).
-
-    For a rank's share of the heads over all tokens, which is as much as for all heads over its own tokens: keys and
-    values, their sources, their gradients from the kernel and the buffers of these gradients, and the gradient of the
-    sources. Also gradients of all latents, in float32 and as they are sent. The memory of the layer's experts is free
-    by then.
-    """
-    mixer, b, t = layer.mixer, shape.element_bytes, shape.tokens
-    if not isinstance(mixer, Mla) or not _gathered_latents(mixer, shape):
-        return 0
-    key, value = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
-    made = mixer.num_attention_heads * (2 * mixer.qk_nope_head_dim + 3 * key + 4 * value)
-    row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
-    held = t * (b * made + (4 + b) * shape.gathers_from * row)
-    return _beyond_mlp(held + _flash_accumulators(mixer, shape), layer, shape)
-
-
-def flash_bytes(layer: Layer, shape: ActivationShape) -> int:
-    """Return the bytes that the backward pass of dense attention holds on a GPU (`hpcrl.modeling.kernels.varlen`).
-
-    Attention in a ring and that of gathered latents have terms of their own. The memory of the layer's experts is free
-    by then.
-    """
-    mixer = layer.mixer
-    if not isinstance(mixer, Gqa | Mla) or not _is_flash(mixer, shape) or _gathered_latents(mixer, shape):
-        return 0
-    value = backward_bytes(
-        shape.tokens,
-        mixer.num_attention_heads,
-        _key_heads(mixer),
-        _widths(mixer),
-        deterministic=shape.deterministic,
-        head_ranks=shape.head_ranks,
-    )
-    return _beyond_mlp(value, layer, shape)
-
-
-def _flash_accumulators(mixer: Gqa | Mla, shape: ActivationShape) -> int:
-    if not _is_flash(mixer, shape):
-        return 0
-    return accumulator_bytes(
-        shape.tokens,
-        mixer.num_attention_heads,
-        _key_heads(mixer),
-        head_width(*_widths(mixer)),
-        deterministic=shape.deterministic,
-        head_ranks=shape.head_ranks,
-    )
-
-
-def _is_flash(mixer: Gqa | Mla, shape: ActivationShape) -> bool:
-    """Return whether torch's FlashAttention computes it: in half precision, of all keys, with heads that fit."""
-    sparse = isinstance(mixer, Mla) and mixer.topk is not None
-    return shape.on_gpu and shape.element_bytes == 2 and not sparse and max(_widths(mixer)) <= WIDEST
-
-
-def _key_heads(mixer: Gqa | Mla) -> int:
-    return mixer.num_key_value_heads if isinstance(mixer, Gqa) else mixer.num_attention_heads
-
-
-def _widths(mixer: Gqa | Mla) -> tuple[int, int]:
-    """Return the channels of a head of keys and of values."""
-    if isinstance(mixer, Gqa):
-        return mixer.head_dim, mixer.head_dim
-    return mixer.qk_nope_head_dim + mixer.qk_rope_head_dim, mixer.v_head_dim
-
-
-def _beyond_mlp(value: int, layer: Layer, shape: ActivationShape) -> int:
-    """Return the bytes of attention's backward pass beyond the memory that the layer's MLP held before.
-
-    The MLP is the experts, or a dense block.
-    """
-    before = gradient_bytes(layer, shape) + (0 if layer.mlp is None else _mlp(layer.mlp, shape))
-    return max(0, round(value - before))
-
-
-def _gathered_latents(mixer: Mixer | None, shape: ActivationShape) -> int:
+def gathered_latents_bytes(mixer: Mixer | None, shape: ActivationShape) -> int:
     """Return the bytes of gathered latents and rotary keys of all tokens of a context-parallel group.
 
     0 where none are gathered to be expanded.
@@ -259,7 +111,8 @@ def _gathered_latents(mixer: Mixer | None, shape: ActivationShape) -> int:
     return shape.element_bytes * shape.tokens * shape.gathers_from * row
 
 
-def _hidden(layer: Layer) -> int:
+def hidden_size_of(layer: Layer) -> int:
+    """Return the width of the residual stream."""
     module = layer.mixer if layer.mixer is not None else layer.mlp
     assert module is not None
     return module.hidden_size
@@ -289,8 +142,8 @@ def _gqa(mixer: Gqa, shape: ActivationShape) -> float:
     gate = 3 * q * b * t if mixer.output_gate else 0
     # what a norm of each head reads, and what is rotated
     queries_and_keys = (q + kv) * b * t * (2 if mixer.qk_norm != "none" else 1)
-    # the output is what its projection reads
-    output = q * b * t + 4 * t * mixer.num_attention_heads
+    # the output is what its projection reads; where heads are exchanged, attention keeps its own as well
+    output = q * b * t * (2 if shape.exchanges_heads else 1) + 4 * t * mixer.num_attention_heads
     return queries_and_keys + kv * b * t + output + gate
 
 
@@ -298,13 +151,14 @@ def _mla(mixer: Mla, shape: ActivationShape) -> float:
     b, t, heads = shape.element_bytes, shape.tokens, mixer.num_attention_heads
     qk = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     latents = (mixer.q_lora_rank or 0) + mixer.kv_lora_rank
-    if latents_of_all := _gathered_latents(mixer, shape):
+    if latents_of_all := gathered_latents_bytes(mixer, shape):
         # queries and the output, with a sum of each query's scores; keys and values are made again
         attention = heads * (b * (qk + mixer.v_head_dim) + 4)
         return t * (2 * b * latents + b * mixer.qk_rope_head_dim + attention) + latents_of_all
     if mixer.topk is None:
         # queries; keys, and what they and values are made of; the output, and a sum of each query's scores
-        attention = heads * (b * (2 * qk + mixer.qk_nope_head_dim + 2 * mixer.v_head_dim) + 4)
+        outputs = 2 if shape.exchanges_heads else 1
+        attention = heads * (b * (2 * qk + mixer.qk_nope_head_dim + (1 + outputs) * mixer.v_head_dim) + 4)
         return t * (2 * b * latents + b * mixer.qk_rope_head_dim + attention)
     low_rank = t * b * (2 * latents + mixer.qk_rope_head_dim)
     queries = t * heads * qk * b
@@ -345,7 +199,7 @@ def _delta_net(mixer: GatedDeltaNet, shape: ActivationShape) -> float:
 
 def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
     if isinstance(mlp, DenseMlp):
-        return _dense(mlp, shape.tokens, shape)
+        return dense_bytes(mlp, shape.tokens, shape)
     b, t, k = shape.element_bytes, shape.tokens, mlp.num_experts_per_tok
     routed = t * k * shape.imbalance
     # probabilities; chosen experts, their weights before and after they are normalised; places of rows, and rows by
@@ -357,9 +211,9 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
         router -= b * t * mlp.hidden_size if mlp.shared is None and mlp.latent_size is None else 0
     # sorted inputs, gate and up, activation, product, outputs
     # clamped gates (gpt-oss): they and ups as they are, clamped, activated, and each factor of the product
-    products = 7 if _clamped(mlp) else _products(gated=mlp.gated)
+    products = 7 if has_clamped_gates(mlp) else kept_products(gated=mlp.gated)
     widths = 2 * mlp.expert_width + products * mlp.moe_intermediate_size
-    shared = 0.0 if mlp.shared is None else _dense(mlp.shared, t, shape)
+    shared = 0.0 if mlp.shared is None else dense_bytes(mlp.shared, t, shape)
     # its output, and the number that it is multiplied with
     shared += b * t * (mlp.hidden_size + 1) if mlp.shared_gate else 0
     # what is sorted by expert is not kept as it was before
@@ -367,15 +221,16 @@ def _mlp(mlp: DenseMlp | Moe, shape: ActivationShape) -> float:
     return router + b * routed * widths + shared + latent
 
 
-def _dense(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
-    return shape.element_bytes * tokens * _products(gated=mlp.gated) * mlp.intermediate_size
+def dense_bytes(mlp: DenseMlp, tokens: float, shape: ActivationShape) -> float:
+    """Return the bytes that a block which every token visits keeps, without its input."""
+    return shape.element_bytes * tokens * kept_products(gated=mlp.gated) * mlp.intermediate_size
 
 
-def _clamped(mlp: DenseMlp | Moe) -> bool:
+def has_clamped_gates(mlp: DenseMlp | Moe) -> bool:
     """Return whether it has gpt-oss's experts, whose gates are not SwiGLU."""
     return isinstance(mlp, Moe) and mlp.bias
 
 
-def _products(*, gated: bool) -> int:
+def kept_products(*, gated: bool) -> int:
     """Return the number of products: gate, up and product; without a gate the squared values and their squares."""
     return 3 if gated else 2

@@ -180,6 +180,7 @@ class TrainerMemory:
             imbalance=self.expert_imbalance if self.ep > 1 else 1.0,
             gathers_from=self.cp if self.cp > 1 and self.cp_scheme == "gather" else 0,
             head_ranks=1 if self.cp_scheme == "ring" else self.cp,
+            ring=self.cp > 1 and self.cp_scheme == "ring",
             deterministic=self.deterministic,
         )
 

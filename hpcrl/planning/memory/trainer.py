@@ -14,16 +14,8 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.models.layers import Gqa, Layer, Mla
 from hpcrl.models.tensors import DTYPE_BYTES
 from hpcrl.planning.ledger import Ledger, Term
-from hpcrl.planning.memory.activations import (
-    expansion_bytes,
-    flash_bytes,
-    fp8_copies_bytes,
-    gradient_bytes,
-    indexer_bytes,
-    ring_bytes,
-    saved_bytes,
-    saved_op_output_bytes,
-)
+from hpcrl.planning.memory.activations import saved_bytes, saved_op_output_bytes
+from hpcrl.planning.memory.layer_backward import BackwardStage, backward_stages, stage_terms
 from hpcrl.planning.memory.logits import logits_term
 from hpcrl.planning.memory.optimizer import moments_term, muon_batch_term, staging_term
 from hpcrl.planning.memory.settings import (
@@ -70,6 +62,7 @@ class _Trainer:
         self.trained = trained_parameters(facts, memory.lora)
         self.layers: tuple[Layer, ...] = facts.layers
         self.shape = memory.activations
+        self._stages: dict[int, BackwardStage] = {}
 
     @cached_property
     def activations(self) -> tuple[list[int], list[int]]:
@@ -85,6 +78,8 @@ class _Trainer:
             kept[i], working[i] = 0 if m.offloads_activations else inputs, whole[i] - inputs
             if m.activation_checkpointing == "selective":
                 kept[i] += saved_op_output_bytes(self.layers[i], shape, ep=m.ep, cp=m.cp)
+                # what is kept of operators is used as it is; exchanges have made what others copy
+                working[i] -= saved_op_output_bytes(self.layers[i], shape)
         return kept, working
 
     # -- standing terms ------------------------------------------------------------------------------------------
@@ -189,8 +184,8 @@ class _Trainer:
         b, g = self.m.element_bytes, self.sizes.wide_head
         return Term("gathered head", b * g, "b · g_head", {"b": b, "g_head": g}) if g else None
 
-    def _kept(self, upto: int) -> Iterator[Term | None]:
-        """Yield the activations of layers below ``upto``; those that wait in host memory are not here."""
+    def _kept(self, upto: int, *, free: int = 0) -> Iterator[Term | None]:
+        """Yield the activations of layers below ``upto`` without ``free`` bytes; not those that wait on the host."""
         m = self.m
         how = m.activation_checkpointing
         if m.offloads_activations:
@@ -201,7 +196,7 @@ class _Trainer:
             sizes: dict[str, float | str] = {"bound": m.offload_in_flight_bytes, "T": m.tokens, "layers": upto}
             yield Term("activations in transfer", value, "b T D + max(min(bound, layers b T D), b T D)", sizes)
         inputs: dict[str, float | str] = {"layers": upto, "T": m.tokens, "checkpointing": how}
-        yield Term("activations", sum(self.activations[0][:upto]), "Σ a_l over layers", inputs)
+        yield Term("activations", sum(self.activations[0][:upto]) - free, "Σ a_l over layers", inputs)
         yield Term("rotary tables", 8 * m.tokens * _rotary_dim(self.facts), "8 T r", {"T": m.tokens})
 
     def _fragments(self, terms: list[Term]) -> Term | None:
@@ -248,6 +243,9 @@ class _Trainer:
         yield from self.standing(gradients=1.0 if m.accumulates else 0.0)
         yield self._root_gathered()
         yield self._head_gathered()
+        if m.lm_head_chunk_tokens is None or m.loss_of_rollouts:
+            # the head's backward pass has begun; otherwise its gradient comes with its forward pass
+            yield self._prefetched(len(self.layers))
         if m.real is not None:
             yield _real_term(m.real.head)
             return
@@ -262,53 +260,43 @@ class _Trainer:
         return 1.0 if self.m.accumulates else self.sizes.above[i] / self.sizes.all
 
     def _prefetched(self, i: int) -> Term | None:
-        """Return the term of the layer that the backward pass needs next, gathered ahead."""
-        if i == 0:
+        """Return the term of the layer that the backward pass needs next, gathered ahead.
+
+        FSDP2 gathers nothing ahead that a rank has alone: it is copied when its layer begins.
+        """
+        g = self.sizes.travelling(self.sizes.wide[i - 1], i - 1) if i > 0 else 0
+        if not g:
             return None
-        b, g = self.m.element_bytes, self.sizes.wide[i - 1]
+        b = self.m.element_bytes
         return Term("prefetched layer", b * g, "b · g_l", {"b": b, "g_l": g})
 
-    def _fp8_copies(self, i: int) -> Term | None:
-        """Return the term of a layer's matrices in FP8, as they are and transposed."""
-        if not self.m.fp8:
-            return None
-        return Term("FP8 copies", 2 * self.sizes.gathered[i], "2 p_l", {"p_l": self.sizes.gathered[i]})
-
-    def _kernels(self, i: int) -> Iterator[Term | None]:
-        """Yield the terms that kernels of a layer hold in addition to the kept ones: both are freed after the layer."""
-        m = self.m
-        if m.fp8:
-            copies = fp8_copies_bytes(self.layers[i], self.shape)
-            yield Term("FP8 copies of activations", copies, "2 (1 + 4/128) rows · (in + out)", {"layer": i})
-        if m.cp_scheme == "ring" and m.cp > 1 and (value := ring_bytes(self.layers[i], self.shape)):
-            yield Term("keys and values in a ring", value, "T (kv (3 b + 8) + 4 q) + a", {"T": m.tokens, "layer": i})
-        elif value := flash_bytes(self.layers[i], self.shape):
-            yield Term("backward pass of attention", value, "b T (H + 2 K) w + a", {"layer": i})
-        if value := expansion_bytes(self.layers[i], self.shape):
-            formula = "b T H (2 nope + 3 qk + 4 v) + (4 + b) T CP row + a"
-            yield Term("keys and values of gathered latents", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
-        if value := indexer_bytes(self.layers[i], self.shape, m.tokens * m.cp):
-            formula = "b T H_i d_i + b T CP d_i + min(1 GiB, 4 T · T CP)"
-            yield Term("indexer", value, formula, {"T": m.tokens, "CP": m.cp, "layer": i})
+    def _stage(self, i: int) -> BackwardStage:
+        """Return the stage of layer ``i`` with the largest memory; equal layers have the same."""
+        found = self._stages.get(self.facts.alike[i])
+        if found is None:
+            m, width = self.m, self.m.element_bytes if self.m.lora is None else 0
+            p, context = self.sizes.gathered[i], m.tokens * m.cp
+            stages = backward_stages(self.layers[i], self.shape, p, ep=m.ep, fp8=m.fp8, context=context)
+            found = self._stages[self.facts.alike[i]] = max(stages, key=lambda stage: stage.total(width))
+        return found
 
     def _backward(self, i: int) -> Iterator[Term | None]:
-        m, b, p = self.m, self.m.element_bytes, self.sizes.gathered[i]
+        m, b = self.m, self.m.element_bytes
         yield from self.standing(gradients=self._reduced(i))
         yield self._root_gathered()
         yield self._root_gradient()
         if m.real is not None and m.real.whole > m.real.head:
             yield _real_term(m.real.whole)
+            ready = float(self.sizes.gathered[i])
         else:
-            yield from self._kept(i + 1)
-            yield Term("recomputed layer", self.activations[1][i], "a_l without checkpointing - b T D", {"layer": i})
-            gradient = gradient_bytes(self.layers[i], self.shape)
-            yield Term("gradients of activations", gradient, "b (T k (3 F + D) + 2 T D)", {"layer": i})
+            stage, working = self._stage(i), self.activations[1][i]
+            ready, free = stage.made + stage.ready, round(saved_bytes(self.layers[i], self.shape) - stage.saved)
+            yield from self._kept(i + 1, free=max(0, free - working))
+            yield from stage_terms(stage, max(0, working - free) if working else None)
         yield Term("gathered layer", b * self.sizes.wide[i], "b · g_l", {"b": b, "g_l": self.sizes.wide[i]})
         yield self._prefetched(i)
-        yield self._fp8_copies(i)
-        yield from self._kernels(i)
         if m.lora is None:
-            yield Term("layer gradient", b * p, "b · p_l", {"b": b, "p_l": p})
+            yield Term("layer gradient", round(b * ready), "b · p_l that is done", {"b": b, "p_l": ready})
             if held := self._reduced_above(i):
                 yield Term("gradient in reduction", 4 * held, "4 g_l of the layer above", {"g_l": held})
 

@@ -1,12 +1,13 @@
-"""What attention's backward pass takes beyond what the block of its layer held: plain, in a ring, of latents."""
+"""Memory of attention's backward pass: plain, in a ring, of latents."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from hpcrl.models import load_facts
-from hpcrl.models.layers import DenseMlp, Layer
-from hpcrl.planning.memory.activations import expansion_bytes, flash_bytes, ring_bytes
+from hpcrl.models.layers import DenseMlp, Gqa, Layer
+from hpcrl.planning.memory.activations import saved_bytes
+from hpcrl.planning.memory.attention_backward import attention_memory, expansion_bytes, flash_bytes, ring_bytes
 from hpcrl.planning.memory.flash_attention import accumulator_bytes
 from hpcrl.planning.memory.settings import TrainerMemory
 from hpcrl.planning.memory.trainer import trainer_moments, trainer_peak
@@ -17,16 +18,22 @@ def test_a_ring_holds_what_travels() -> None:
     memory = TrainerMemory(ranks=8, cp=8, micro_batch_tokens=131072, cp_scheme="ring", lm_head_chunk_tokens=1024)
     (layer,) = set(facts.layers)
     assert isinstance(layer.mlp, DenseMlp)
-    narrow = replace(layer, mlp=replace(layer.mlp, intermediate_size=256))
-    # 8 heads of keys and of values, three times in bfloat16 and twice in float32, and gradients of 32 heads of queries;
-    # gate, up and product of the block were there before, and a gradient of one, and two of the residual
+    # 8 heads of keys and of values, three times in bfloat16 and twice in float32, and gradients of 32 heads of queries
     travelling = 128 * (2 * 8 * (3 * 2 + 2 * 4) + 4 * 32)
     # the kernel's accumulators: queries in float32 with a sum of each, keys and values of every head of queries
     travelling += 4 * 32 * (128 + 1) + 4 * 32 * 128
-    assert ring_bytes(narrow, memory.activations) == 16384 * (travelling - 2 * (4 * 256 + 2 * 4096))
-    # the block of this model had more
-    assert ring_bytes(layer, memory.activations) == 0
-    assert trainer_peak(facts, memory).total == trainer_peak(facts, replace(memory, cp_scheme="ulysses")).total
+    assert ring_bytes(layer, memory.activations) == 16384 * travelling
+    # and the gradient of the output, which ranks send nowhere: what exchanges heads keeps the output twice
+    assert attention_memory(layer, memory.activations) == ("ring", 16384 * (travelling + 2 * 32 * 128))
+    exchanged = replace(memory, cp_scheme="ulysses").activations
+    assert saved_bytes(layer, exchanged) - saved_bytes(layer, memory.activations) == 16384 * 2 * 32 * 128
+    # the block of this model takes more
+    (backward,) = [m for m in trainer_moments(facts, memory) if m.name.startswith("backward")]
+    assert backward["gradients of activations"].inputs["stage"] == "last matrix"
+    narrow = replace(layer, mlp=replace(layer.mlp, intermediate_size=256))
+    few = replace(facts, layers=(narrow,) * len(facts.layers))
+    (backward,) = [m for m in trainer_moments(few, memory) if m.name.startswith("backward")]
+    assert backward["keys and values in a ring"].value == 16384 * (travelling + 2 * 32 * 128)
 
 
 def test_gathered_latents_are_kept_in_place_of_keys_and_values() -> None:
@@ -34,14 +41,12 @@ def test_gathered_latents_are_kept_in_place_of_keys_and_values() -> None:
     memory = TrainerMemory(ranks=256, ep=32, cp=8, micro_batch_tokens=131072, cp_scheme="gather")
     dense = facts.layers[0]
     assert isinstance(dense.mlp, DenseMlp)
-    narrow = replace(dense, mlp=replace(dense.mlp, intermediate_size=256))
-    # of 128 heads: keys of 128 + 64 channels and values of 128; of all tokens 576 numbers; without what the block had
+    # of 128 heads: keys of 128 + 64 channels and values of 128; of all tokens 576 numbers
     made = 2 * 128 * (2 * 128 + 3 * 192 + 4 * 128) + (4 + 2) * 8 * 576
     # the kernel's accumulator of queries
     made += 4 * 128 * (192 + 1)
-    assert expansion_bytes(narrow, memory.activations) == 16384 * (made - 2 * (4 * 256 + 2 * 7168))
-    # eight experts a token had more
-    assert expansion_bytes(facts.layers[-1], memory.activations) == 0
+    assert expansion_bytes(dense, memory.activations) == 16384 * made
+    assert attention_memory(dense, memory.activations) == ("gathered latents", 16384 * (made + 2 * 128 * 128))
     assert trainer_peak(facts, memory).total < trainer_peak(facts, replace(memory, cp_scheme="ulysses")).total
 
 
@@ -58,12 +63,14 @@ def test_flash_attention_adds_up_gradients_in_float32() -> None:
     added = 4 * heads * width + 4 * heads
     expanded = 2 * 2 * heads * width
     gradients = 2 * (heads + 2 * key_heads) * width
-    block = 2 * (4 * 256 + 2 * 4096)
-    assert flash_bytes(layer, memory.activations) == 16384 * (added + expanded + gradients - block)
-    # the block of this model had more; processors, float32 and heads that are too wide have other kernels
-    assert flash_bytes(load_facts("Qwen3-8B").layers[0], memory.activations) == 0
+    assert flash_bytes(layer, memory.activations) == 16384 * (added + expanded + gradients)
+    # the gradient of the output is what the kernel reads
+    wanted = 16384 * (added + expanded + gradients + 2 * heads * width)
+    assert attention_memory(layer, memory.activations) == ("attention", wanted)
+    # processors, float32 and heads that are too wide have other kernels
     for other in (replace(memory, device="cpu"), replace(memory, dtype="float32")):
         assert flash_bytes(layer, other.activations) == 0
+    assert isinstance(layer.mixer, Gqa)
     assert flash_bytes(replace(layer, mixer=replace(layer.mixer, head_dim=264)), memory.activations) == 0
     # nor is it counted twice where latents are gathered, or where attention is sparse
     gathers = TrainerMemory(ranks=256, cp=8, micro_batch_tokens=131072, cp_scheme="gather")
@@ -75,9 +82,8 @@ def test_latent_attention_pads_values_to_the_width_of_keys() -> None:
     memory = TrainerMemory(ranks=8, micro_batch_tokens=16384)
     # 128 heads of keys of 192 channels, values of 128: accumulators are as wide, as 192 is three times 64
     added, gradients, copies = 4 * 128 * (192 + 1), 3 * 2 * 128 * 192, 3 * 2 * 128 * 192
-    block = 2 * (4 * 256 + 2 * 7168)
     found = flash_bytes(narrow_layer("DeepSeek-V3"), memory.activations)
-    assert found == 16384 * (added + gradients + copies - block)
+    assert found == 16384 * (added + gradients + copies)
 
 
 def test_a_deterministic_pass_has_several_accumulators_where_heads_are_few() -> None:
@@ -95,6 +101,7 @@ def test_a_deterministic_pass_has_several_accumulators_where_heads_are_few() -> 
     assert accumulator_bytes(1, 2, 2, 72, deterministic=True) == 4 * 2 * (66 * 96 + 1)
     moments = {ledger.name: ledger for ledger in trainer_moments(load_facts("Qwen3-8B"), memory)}
     (backward,) = [ledger for name, ledger in moments.items() if name.startswith("backward")]
+    # 8 heads on a rank and 17 accumulators of 4 bytes: more than the block of the layer
     assert "backward pass of attention" in {term.name for term in backward.terms}
 
 

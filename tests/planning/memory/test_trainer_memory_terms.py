@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config.lora import LoraConfig
-from hpcrl.models import ModelFacts, load_facts
-from hpcrl.planning.ledger import GIB, Ledger
+from hpcrl.models import load_facts
+from hpcrl.planning.ledger import GIB
 from hpcrl.planning.memory.activations import (
     ActivationShape,
     attention_output_bytes,
@@ -96,23 +96,3 @@ def test_linear_attention_keeps_its_activations() -> None:
     mixer = saved_bytes(replace(linear, mlp=None), shape) - 64 * 2048 * 4
     assert mixer == 64 * a_token + state
     assert attention_output_bytes(linear, shape) == 64 * 4096 * 2
-
-
-def test_fp8_and_the_indexer_of_a_trainer_by_hand() -> None:
-    """Input and output gradient of the widest product twice in a byte; queries, keys and scores of the indexer."""
-
-    def backward(facts: ModelFacts, memory: TrainerMemory) -> Ledger:
-        return next(m for m in trainer_moments(facts, memory) if m.name.startswith("backward"))
-
-    memory = TrainerMemory(ranks=96, ep=8, cp=4, micro_batch_tokens=131072, fp8=True, activation_checkpointing="full")
-    peak = backward(GLM5, memory)
-    rows = 32768 * 8 * 1.25
-    assert peak["FP8 copies of activations"].value == round(2 * (1 + 4 / 128) * rows * (6144 + 2 * 2048))
-    queries, keys = 2 * 32768 * 32 * 128, 2 * 131072 * 128
-    assert peak["indexer"].value == queries + keys + (1 << 30)
-    without = backward(GLM5, replace(memory, fp8=False))
-    with pytest.raises(KeyError):
-        without["FP8 copies of activations"]
-    assert without["indexer"].value == peak["indexer"].value
-    with pytest.raises(KeyError):
-        backward(load_facts("DeepSeek-V3"), memory)["indexer"]
