@@ -147,6 +147,7 @@ SITES = {
     "qwen3_30b_a3b": "pyxis-site",
     "qwen3_30b_a3b_lowmem": "roce-h100",
     "qwen3_30b_a3b_node": "h200-28",
+    "qwen3_30b_a3b_small": "devcluster",
 }
 
 
