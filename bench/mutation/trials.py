@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,24 @@ def copied_tree(root: Path, into: Path) -> Path:
     for words in (["init", "-q"], ["add", "-A"]):
         subprocess.run(["git", "-C", str(into), *words], check=True, capture_output=True)
     return into
+
+
+_changes: list[Mutant] = []
+
+
+@contextlib.contextmanager
+def changed(mutant: Mutant, tree: Path) -> Iterator[None]:
+    """Apply a mutant; the tree is as it was afterwards."""
+    path = tree / mutant.path
+    source = path.read_bytes()
+    try:
+        path.write_bytes(mutant.apply(source))
+        _changes.append(mutant)
+        # a compiled module is known by its size and the second of its change
+        os.utime(path, (1e9 + 2 * len(_changes),) * 2)
+        yield
+    finally:
+        path.write_bytes(source)
 
 
 def digest_of(files: Sequence[Path]) -> str:
@@ -195,6 +213,16 @@ def run(tree: Path, order: Sequence[str], scratch: Path, limit_s: float) -> Tria
     files = list(dict.fromkeys(test.partition("::")[0] for test in order))
     environ = {"PYTHONPATH": str(tree)}
     return _in_child(tree, [*files, "-x"], plugin, environ, log=scratch / "trial.log", limit_s=limit_s)
+
+
+def run_files(tree: Path, files: Sequence[str], scratch: Path, limit_s: float, left_out: Collection[str] = ()) -> Trial:
+    """Run files of tests, or single tests, one after the other until one fails; exit code 5: there are none."""
+    report = scratch / "report.json"
+    report.unlink(missing_ok=True)
+    arguments = [*files, "-x", "-m", MARKERS, *(f"--deselect={name}" for name in sorted(left_out))]
+    plugin = _Plugin(report, None, recording=False)
+    environ = {"PYTHONPATH": str(tree)}
+    return _in_child(tree, arguments, plugin, environ, log=scratch / "trial.log", limit_s=limit_s)
 
 
 def _outcome(report: Path) -> dict[str, Any]:
