@@ -33,6 +33,10 @@ _IMPORTED = ("torch", "numpy", "transformers", "safetensors.torch", "tokenizers"
 _IMPORTED += ("rich.console", "typer", "submitit", "yaml", "jinja2", "psutil", "xxhash")
 
 
+#: packages that `tools/bootstrap.py` installs for tests, and that git does not have
+_INSTALLED = (".chat-templates", ".deepep", ".reasoning-gym")
+
+
 def import_once() -> None:
     """Import what children share; nothing of it may have started a thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -44,7 +48,7 @@ def import_once() -> None:
 
 
 def copied_tree(root: Path, into: Path) -> Path:
-    """Copy what git has of a checkout, as it lies there now."""
+    """Copy what git has of a checkout, as it lies there now, and link what tests would be skipped without."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True).stdout
     for name in filter(None, listed.decode().split("\0")):
@@ -55,6 +59,9 @@ def copied_tree(root: Path, into: Path) -> Path:
     # tests ask git which files there are
     for words in (["init", "-q"], ["add", "-A"]):
         subprocess.run(["git", "-C", str(into), *words], check=True, capture_output=True)
+    for name in _INSTALLED:
+        if (root / name).is_dir():
+            (into / name).symlink_to((root / name).resolve())
     return into
 
 
