@@ -2,13 +2,17 @@
 
     python bench/mutants.py --count 200 --seed 1                # minutes to hours; `make test-mutants`
     python bench/mutants.py --rooms trainer,dock --minutes 10   # what can be tried in this time
+    python bench/mutants.py --near --resume verdicts.jsonl      # begin at once, and continue what was interrupted
     python bench/mutants.py --list                              # how many mutants each room has
 
 A mutant is one wrong expression or statement (`mutation.operators`). First each file of a room's tests runs once, and
 it is noted which functions each test executes; a mutant is tried with the tests that execute the function that it
-changes, then with the other tests of their files. Everything happens in a copy of the checkout, and in processes that
-see no others: a wrong change of what ends processes could end any. `mutation/equivalent.txt` lists mutants that change
-nothing that anybody could see, each with the reason; they are not counted.
+changes, then with the other tests of their files. With ``--near`` nothing is recorded: files of tests are tried in the
+order of `mutation.nearness`, the nearest first, and a test that fails counts if it passes without the mutant. That
+costs less for few mutants of each room, and more for one that no test sees. Everything happens in a copy of the
+checkout, and in processes that see no others: a wrong change of what ends processes could end any.
+`mutation/equivalent.txt` lists mutants that change nothing that anybody could see, each with the reason; they are not
+counted.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutation import trials
+from mutation.near_tests import NearTests
 from mutation.operators import Mutant, mutants_of
+from mutation.verdicts import Verdicts
 
 #: `harness` is not imported: it imports hpcrl, which children import from the copy
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +76,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/rollouts/test_ledger_restore.py",
             "tests/rollouts/test_sample_ledger.py",
             "tests/rollouts/test_saved_turns.py",
+            "tests/rollouts/test_branching_rollouts.py",
+            "tests/trainer/step/test_branches_by_hand.py",
+            "tests/trainer/test_shared_fetch.py",
         ),
     ),
     "weights": (
@@ -80,6 +89,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "tests/jobplan/test_language_model.py",
             "tests/modeling/test_mxfp4.py",
             "tests/modeling/test_stored_weights.py",
+            "tests/inference/test_proof.py",
+            "tests/rollouts/weights",
             "tests/trainer/publish",
             "tests/trainer/state/test_wrapped_export.py",
         ),
@@ -87,14 +98,29 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "checkpoints": (("hpcrl/checkpoints",), ("tests/checkpoints", "tests/trainer/state")),
     "sampling": (
         ("hpcrl/rollouts/sampling", "hpcrl/rollouts/batches"),
-        ("tests/rollouts/sampling", "tests/rollouts/batches", "tests/rollouts/gateway", "tests/rollouts"),
+        (
+            "tests/rollouts/sampling",
+            "tests/rollouts/batches",
+            "tests/rollouts/gateway",
+            "tests/rollouts/rendering/test_tool_conversation.py",
+            "tests/rollouts",
+        ),
     ),
     "engine": (("hpcrl/inference/embedded/engine", "hpcrl/inference/embedded/kv"), ("tests/inference/embedded",)),
     "recovery": (
         ("hpcrl/supervisor/recovery",),
         ("tests/supervisor/recovery", "tests/supervisor/launch", "tests/supervisor"),
     ),
-    "slurm": (("hpcrl/slurm",), ("tests/slurm",)),
+    "slurm": (
+        ("hpcrl/slurm",),
+        (
+            "tests/slurm",
+            "tests/runs/test_slurm_away.py",
+            "tests/submit/test_hidden_jobs.py",
+            "tests/supervisor/recovery/test_batch_node_watch.py",
+            "tests/supervisor/test_privacy.py",
+        ),
+    ),
     "gate": (
         ("hpcrl/network/auth.py", "hpcrl/network/credentials.py"),
         ("tests/test_gate.py", "tests/test_serving.py", "tests/inference/test_access.py"),
@@ -113,6 +139,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="begin nothing after so long; 0: no limit")
     parser.add_argument("--box", type=float, default=120.0, help="seconds that the tests of one mutant may take")
     parser.add_argument("--cache", type=Path, help="directory that keeps what tests execute, for the next time")
+    parser.add_argument("--near", action="store_true", help="record nothing; try the nearest files of tests first")
+    parser.add_argument("--resume", type=Path, help="file of verdicts: those that it has are not tried again")
     parser.add_argument("--only", default="", help="mutants whose name has this text, all of them")
     parser.add_argument("--list", action="store_true", help="count the mutants, and run nothing")
     parser.add_argument("--output", type=Path, help="in place of bench/results/mutants.json")
@@ -219,18 +247,26 @@ def campaign(known: dict[str, list[Mutant]], arguments: argparse.Namespace, scra
         tried = sample(known, arguments.count, arguments.seed)
     trials.import_once()
     recorded: dict[str, trials.Tests] = {}
+    near = NearTests(tree, scratch, arguments.box)
+    verdicts = Verdicts(arguments.resume, tree)
     rows: list[dict[str, object]] = []
     for room, mutant in tried:
-        if room not in recorded and time.monotonic() < until_s:
-            recorded[room] = recorded_tests(room, tree, scratch, arguments.cache)
-        if time.monotonic() > until_s:
-            break
-        verdict, by, seconds = judge(mutant, recorded[room], tree, scratch, arguments.box)
-        print(
-            f"{verdict:13}{seconds:6.1f} s  {mutant.path}:{mutant.line} {one_line(mutant.name)[:200]}  {by}", flush=True
-        )
-        rows.append({"room": room, "verdict": verdict, "name": one_line(mutant.name), "line": mutant.line, "by": by})
-        report(rows, recorded, arguments, time.monotonic() - began_s)
+        row = verdicts.of(one_line(mutant.name), mutant.start)
+        if row is None:
+            if time.monotonic() < until_s and not arguments.near and room not in recorded:
+                recorded[room] = recorded_tests(room, tree, scratch, arguments.cache)
+            if time.monotonic() > until_s:
+                break
+            if arguments.near:
+                verdict, by, seconds = near.judge(mutant, files_of(ROOMS[room][1], tree))
+            else:
+                verdict, by, seconds = judge(mutant, recorded[room], tree, scratch, arguments.box)
+            name = one_line(mutant.name)
+            print(f"{verdict:13}{seconds:6.1f} s  {mutant.path}:{mutant.line} {name[:200]}  {by}", flush=True)
+            row = {"room": room, "verdict": verdict, "name": name, "line": mutant.line, "by": by}
+            verdicts.add(mutant.start, row)
+        rows.append(row)
+        report(rows, arguments, time.monotonic() - began_s)
     print(f"{len(rows)} of {len(tried)} mutants tried")
 
 
@@ -277,25 +313,14 @@ def judge(mutant: Mutant, tests: trials.Tests, tree: Path, scratch: Path, box_s:
         if order and expected_s > box_s / 2:
             break
         order.append(name)
-    path = tree / mutant.path
-    source = path.read_bytes()
-    try:
-        path.write_bytes(mutant.apply(source))
-        judge.changes += 1  # type: ignore[attr-defined]
-        # a compiled module is known by its size and the second of its change
-        os.utime(path, (1e9 + 2 * judge.changes,) * 2)  # type: ignore[attr-defined]
+    with trials.changed(mutant, tree):
         trial = trials.run(tree, order, scratch, max(30.0, box_s))
-    finally:
-        path.write_bytes(source)
     if trial.code is None:
         return "stopped", "", trial.seconds
     return ("survived" if trial.code == 0 else "caught"), trial.failed, trial.seconds
 
 
-judge.changes = 0  # type: ignore[attr-defined]
-
-
-def report(rows: list[dict[str, object]], recorded: object, arguments: argparse.Namespace, seconds: float) -> None:
+def report(rows: list[dict[str, object]], arguments: argparse.Namespace, seconds: float) -> None:
     """Write what is known so far: a campaign that is cut short has its result."""
     counts = Counter(str(row["verdict"]) for row in rows)
     caught = counts["caught"] + counts["stopped"]

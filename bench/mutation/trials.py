@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ _IMPORTED = ("torch", "numpy", "transformers", "safetensors.torch", "tokenizers"
 _IMPORTED += ("rich.console", "typer", "submitit", "yaml", "jinja2", "psutil", "xxhash")
 
 
+#: packages that `tools/bootstrap.py` installs for tests, and that git does not have
+_INSTALLED = (".chat-templates", ".deepep", ".reasoning-gym")
+
+
 def import_once() -> None:
     """Import what children share; nothing of it may have started a thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -44,7 +48,7 @@ def import_once() -> None:
 
 
 def copied_tree(root: Path, into: Path) -> Path:
-    """Copy what git has of a checkout, as it lies there now."""
+    """Copy what git has of a checkout, as it lies there now, and link what tests would be skipped without."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True).stdout
     for name in filter(None, listed.decode().split("\0")):
@@ -55,7 +59,28 @@ def copied_tree(root: Path, into: Path) -> Path:
     # tests ask git which files there are
     for words in (["init", "-q"], ["add", "-A"]):
         subprocess.run(["git", "-C", str(into), *words], check=True, capture_output=True)
+    for name in _INSTALLED:
+        if (root / name).is_dir():
+            (into / name).symlink_to((root / name).resolve())
     return into
+
+
+_changes: list[Mutant] = []
+
+
+@contextlib.contextmanager
+def changed(mutant: Mutant, tree: Path) -> Iterator[None]:
+    """Apply a mutant; the tree is as it was afterwards."""
+    path = tree / mutant.path
+    source = path.read_bytes()
+    try:
+        path.write_bytes(mutant.apply(source))
+        _changes.append(mutant)
+        # a compiled module is known by its size and the second of its change
+        os.utime(path, (1e9 + 2 * len(_changes),) * 2)
+        yield
+    finally:
+        path.write_bytes(source)
 
 
 def digest_of(files: Sequence[Path]) -> str:
@@ -195,6 +220,16 @@ def run(tree: Path, order: Sequence[str], scratch: Path, limit_s: float) -> Tria
     files = list(dict.fromkeys(test.partition("::")[0] for test in order))
     environ = {"PYTHONPATH": str(tree)}
     return _in_child(tree, [*files, "-x"], plugin, environ, log=scratch / "trial.log", limit_s=limit_s)
+
+
+def run_files(tree: Path, files: Sequence[str], scratch: Path, limit_s: float, left_out: Collection[str] = ()) -> Trial:
+    """Run files of tests, or single tests, one after the other until one fails; exit code 5: there are none."""
+    report = scratch / "report.json"
+    report.unlink(missing_ok=True)
+    arguments = [*files, "-x", "-m", MARKERS, *(f"--deselect={name}" for name in sorted(left_out))]
+    plugin = _Plugin(report, None, recording=False)
+    environ = {"PYTHONPATH": str(tree)}
+    return _in_child(tree, arguments, plugin, environ, log=scratch / "trial.log", limit_s=limit_s)
 
 
 def _outcome(report: Path) -> dict[str, Any]:

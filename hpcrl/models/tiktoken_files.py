@@ -158,9 +158,12 @@ def tokenizer_of_ranks(model_dir: Path, code: TokenizerCode | None, added: Mappi
         Something is missing, or cannot be converted.
     """
     path = model_dir / RANKS_FILE
-    beside = f"{path} alone makes no tokenizer"
+    beside = f"{model_dir} has no tokenizer.json, and {RANKS_FILE} alone makes no tokenizer"
     if code is None:
-        raise TokenizerError(f"{beside}: the Python file that auto_map of tokenizer_config.json names is missing")
+        raise TokenizerError(
+            f"{beside}: the Python file that auto_map of tokenizer_config.json names is missing\n"
+            "    hint: download the model again with its Python files; they are read and not run"
+        )
     if code.pattern is None:
         raise TokenizerError(f"{beside}: {code.path} has no constant pat_str in the class of the tokenizer")
     if code.special_tokens is None:

@@ -13,6 +13,7 @@ from recorded_rollouts import STEP, WORLD_SIZE, recorded_recipe, recorded_rollou
 
 from hpcrl.dock.assemble import assemble_batch
 from hpcrl.dock.columns import encode_columns
+from hpcrl.dock.ledger.entries import PayloadPlace
 from hpcrl.dock.ledger.payload import PayloadWriter
 from hpcrl.dock.warehouse.embedded import EmbeddedWarehouse
 from hpcrl.dock.warehouse.interface import Location
@@ -157,6 +158,30 @@ def test_columns_that_are_gone_everywhere_are_an_error_that_names_the_rollout(tm
     (tmp_path / "payload" / first.place.file).unlink()
     with pytest.raises(RolloutsLostError, match=rf"rollout {name} cannot be read: (.|\n)*hint: hpcrl rollouts verify"):
         assemble_batch(shard, BlockReader(shard.location, Path(shard.payload_dir)).read)
+
+
+def test_a_block_is_read_once_for_all_sequences_of_its_rollout(tmp_path: Path) -> None:
+    """They may be in several micro-batches, and among rollouts of one sequence."""
+    batch, warehouse = stored_batch(tmp_path, experts=False)
+    shard = referenced(batch.shards[0])
+    first, other = [sample for some in shard.micro_batches for sample in some][:2]
+    half, tokens = first.tokens // 2, first.tokens
+    branches = [
+        msgspec.structs.replace(first, tokens=half, rollout_tokens=tokens),
+        msgspec.structs.replace(first, tokens=tokens - half, begin=half, sequence=1, rollout_tokens=tokens),
+    ]
+    reader, places = BlockReader(shard.location, Path(shard.payload_dir)), list[PayloadPlace]()
+
+    def read(place: PayloadPlace) -> memoryview:
+        places.append(place)
+        return reader.read(place)
+
+    changed = msgspec.structs.replace(shard, micro_batches=[[branches[0], other], [branches[1]]])
+    one, two = assemble_batch(changed, read).micro_batches
+    assert sorted(place.offset for place in places) == sorted({first.place.offset, other.place.offset})
+    (whole,) = assemble_batch(msgspec.structs.replace(shard, micro_batches=[[first]]), reader.read).micro_batches
+    assert [*one.token_ids[:half].tolist(), *two.token_ids.tolist()] == whole.token_ids.tolist()
+    warehouse.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -121,6 +121,8 @@ def test_what_has_nothing_to_reduce_stays_where_it_is() -> None:
     # one that failed in between leaves nothing
     del other
     assert reduce.allocate((6,), dtype=torch.float32, device=device).shape == (6,)
+    # on the device of the gradients, which need not be the default
+    assert reduce.allocate((5,), dtype=torch.float32, device=torch.device("meta")).device.type == "meta"
     with pytest.raises(AssertionError, match="nothing to reduce"):
         reduce()
 

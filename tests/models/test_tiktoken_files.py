@@ -124,7 +124,8 @@ def move_a_token(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda path: (path / "tokenization_kimi.py").unlink(), "the Python file that auto_map .* is missing"),
+        (lambda path: (path / "tokenization_kimi.py").unlink(), "the Python file that auto_map .* is missing\n +hint"),
+        (lambda path: (path / "tokenization_kimi.py").unlink(), "has no tokenizer.json, and tiktoken.model alone"),
         (lambda path: replaced(path / "tokenizer_config.json", "auto_map", "map"), "the Python file that auto_map"),
         (lambda path: (path / "tokenization_kimi.py").write_text("class X("), "cannot be read as Python code"),
         (lambda path: replaced(path / "tokenization_kimi.py", "pat_str", "pattern"), "has no constant pat_str"),

@@ -155,3 +155,91 @@ def test_functions_that_run_are_written_down(tmp_path: Path) -> None:
     }
     subprocess.run([sys.executable, "-c", "import mine; mine.called()"], env=environ, check=False)
     assert output.read_text().splitlines() == [f"tests/test_x.py::test_y[a (b)]\tmine.py\t{line}" for line in (1, 3)]
+
+
+NEAR = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from mutation.near_tests import NearTests
+from mutation.nearness import Nearness
+from mutation.operators import mutants_of
+
+tree, scratch = Path(sys.argv[2]), Path(sys.argv[3])
+files = sorted(path.relative_to(tree).as_posix() for path in tree.rglob("test_*.py"))
+nearness = Nearness(tree)
+module = "hpcrl/shop/price.py"
+near, found = NearTests(tree, scratch, 600.0), {}
+for mutant in mutants_of(module, (tree / module).read_text()):
+    if mutant.kind == "arithmetic":
+        found[mutant.function] = near.judge(mutant, ["tests/other/test_far.py"])[:2]
+print(json.dumps([nearness.order(module, "total_price", files), nearness.importers(module), found]))
+"""
+
+
+def test_the_nearest_tests_are_tried_first_and_must_pass_without_the_mutant(tmp_path: Path) -> None:
+    tree, scratch = tmp_path / "tree", tmp_path / "scratch"
+    scratch.mkdir()
+    texts = {
+        "hpcrl/__init__.py": "",
+        "hpcrl/shop/__init__.py": "from hpcrl.shop.price import total_price\n",
+        "hpcrl/shop/price.py": "def total_price(n):\n    return n * 4\n\ndef unused(n):\n    return n - 1\n",
+        "tests/helper_of_tests.py": "import hpcrl.shop\n",
+        # it fails with every mutant, and without: it says nothing
+        "tests/shop/test_bill.py": "import hpcrl.shop.price\ndef test_a():\n    assert False\n",
+        "tests/shop/test_price.py": "import os\nfrom hpcrl.shop.price import total_price\n"
+        "def test_b():\n    assert total_price(3) == 12\n",
+        "tests/other/test_by_helper.py": "import helper_of_tests\n",
+        "tests/other/test_far.py": "def test_c():\n    pass\n",
+    }
+    for name, text in texts.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    command = [sys.executable, "-c", NEAR, str(ROOT / "bench"), str(tree), str(scratch)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    order, importers, found = json.loads(ran.stdout.splitlines()[-1])
+    assert order == [f"tests/{name}.py" for name in ("shop/test_price", "shop/test_bill", "other/test_by_helper")] + [
+        "tests/other/test_far.py"
+    ]
+    assert importers == ["tests/shop/test_bill.py", "tests/shop/test_price.py"]
+    assert found == {
+        "total_price": ["caught", "tests/shop/test_price.py::test_b"],
+        "unused": ["survived", "in 3 of 3 files"],
+    }
+    assert {name: (tree / name).read_text() for name in texts} == texts
+
+
+VERDICTS = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from mutation.verdicts import Verdicts
+
+verdicts = Verdicts(Path(sys.argv[2]), Path(sys.argv[3]))
+known = [verdicts.of(name, 7) for name in ("one", "two", "three")]
+verdicts.add(7, {"name": sys.argv[4], "verdict": "caught"})
+print(json.dumps([row and row["verdict"] for row in known]))
+"""
+
+
+def test_a_campaign_continues_where_it_was_interrupted(tmp_path: Path) -> None:
+    """Verdicts count for the text of hpcrl and of its tests that they were found with."""
+    file, tree = tmp_path / "verdicts.jsonl", tmp_path / "tree"
+    for place in ("hpcrl", "tests"):
+        (tree / place).mkdir(parents=True)
+
+    def known(name: str) -> list[str | None]:
+        command = [sys.executable, "-c", VERDICTS, str(ROOT / "bench"), str(file), str(tree), name]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+        found: list[str | None] = json.loads(ran.stdout)
+        return found
+
+    assert known("one") == [None, None, None]
+    assert known("two") == ["caught", None, None]
+    # killed while it wrote
+    file.write_text(file.read_text()[:-4])
+    assert known("three") == ["caught", None, None]
+    assert known("one") == ["caught", None, "caught"]
+    (tree / "tests/test_new.py").write_text("")
+    assert known("one") == [None, None, None]

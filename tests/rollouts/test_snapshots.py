@@ -149,6 +149,9 @@ async def test_finished_groups_that_a_step_makes_too_old_are_kept_for_a_snapshot
         while not await life.ask(1):
             await life.turn(rng)
         assert life.scheduler.pending(1).counters.dropped_stale == GROUPS * SIZE  # type: ignore[union-attr]
+        # the ledger knows by which step, so that a restore before it gives them back
+        old = [why for _, why in life.journal.ended if why.startswith("too old")]
+        assert old == [f"too old: {list(range(SIZE))}, step 1"] * GROUPS
         before = life.desk.snapshot(0)
         assert {group.index for group in before.finished} >= {group.index for group in state.finished}
         assert before.counters.dropped_stale == 0

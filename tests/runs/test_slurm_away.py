@@ -85,6 +85,8 @@ def test_a_controller_that_is_away_is_asked_once_and_named_with_a_hint(
     said = refused(monkeypatch, capsys, COMMANDS[command])
     assert "Slurm's controller does not answer; nothing was changed" in said
     assert "hint: try again later" in said
+    # a file of another cluster is one reason; words may be wrapped
+    assert f"hint:SLURM_CONFis{site}/slurm.conf:" in "".join(said.split())
     # ping says at once what every other command takes nine seconds for, or thirty
     assert calls(site) == [f"scontrol ping with {site}/slurm.conf"]
     assert [path.name for path in (site / "runs").iterdir()] == ["run-1"]

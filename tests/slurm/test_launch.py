@@ -261,6 +261,14 @@ def test_nodes_that_are_not_there() -> None:
         launch_replica(plan, plan.group(Role.ENGINE), 1, command=["x"], cwd=CWD, allocations=short)
 
 
+def test_a_heterogeneous_job_of_one_component_has_no_groups() -> None:
+    """Slurm numbers the variables of components only where there are several."""
+    plan, _ = plan_for("quickstart", "devcluster", *TWO_BY_TWO, "job.layout=hetjob")
+    one = plan.model_copy(update={"layout": plan.layout.model_copy(update={"components": plan.layout.components[:1]})})
+    found = allocations_from_env(one, {"SLURM_JOB_NODELIST": "n[001-002]"})
+    assert found == {(0, 0): Allocation(("n001", "n002"))}
+
+
 def test_allocations_from_the_batch_environment() -> None:
     plan, _ = plan_for("quickstart", "devcluster", *TWO_BY_TWO, "job.layout=hetjob")
     environ = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[001-002]", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[003-004]"}

@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter)
         gradient, kept = _own(parameter.grad, matrix.expert), _own(state[MOMENTUM], matrix.expert)
-        mean = kept if kept.device == gradient.device else kept.to(gradient.device)
+        mean = kept.to(gradient.device)  # itself where it is there already
         mean.lerp_(gradient, 1.0 - momentum)
         if mean is not kept:
             kept.copy_(mean)

@@ -124,6 +124,19 @@ def test_a_rank_that_keeps_the_room_locked_is_waited_for_ten_seconds(
     assert blocks.read(place, loader(disk, [])).own
 
 
+@pytest.mark.parametrize(("less", "fits"), [(0, True), (1, False)])
+def test_blocks_may_take_all_of_the_limit(base: Path, disk: Disk, less: int, fits: bool) -> None:
+    places = [disk.write(seed)[0] for seed in range(2)]
+    blocks = SharedBlocks(base, "0" * 32, limit_bytes=sum(place.bytes for place in places) - less)
+    blocks.begin(1)
+    assert blocks.read(places[0], loader(disk, [])).own
+    if fits:
+        assert blocks.read(places[1], loader(disk, [])).own
+    else:
+        with pytest.raises(OSError, match="would take more than"):
+            blocks.read(places[1], loader(disk, []))
+
+
 def test_a_step_that_cannot_be_removed_costs_nothing(base: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank removes it too, or a server forgets the directory."""
     blocks = SharedBlocks(base, "0" * 32, limit_bytes=1 << 20)

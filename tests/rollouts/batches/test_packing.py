@@ -37,6 +37,11 @@ def test_equal_rollouts_are_spread_evenly() -> None:
     assert [[len(indices) for indices in micro_batches] for micro_batches in shards] == [[8] * 4] * 2
 
 
+def test_no_rank_gets_the_largest_of_every_row() -> None:
+    """Four micro-batches of one rollout each: 10 and 7 tokens weigh as much as 9 and 8."""
+    assert pack([10, 9, 8, 7], budget=10, world_size=2) == [[[0], [3]], [[1], [2]]]
+
+
 DENSE = load_facts("Qwen3-8B")
 
 

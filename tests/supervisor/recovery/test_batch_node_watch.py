@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from patience import wait_for
 from supervisor_testing import make_plan, make_recipe
@@ -18,6 +19,7 @@ from hpcrl.config.layout import AttemptPolicy, JobComponent, Layout
 from hpcrl.config.load import load_cluster
 from hpcrl.processes.interpreter import module_command
 from hpcrl.runs.exclusions import read_exclusions
+from hpcrl.runs.record import RunRecord, Submission
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import HEARTBEAT_S, ComponentState, ComponentStatus, ProcessId, RunState, RunStatus
 from hpcrl.slurm.client import SlurmClient
@@ -147,6 +149,48 @@ def test_a_task_that_cannot_watch_does_not_say_that_it_does(tmp_path: Path) -> N
     ended = subprocess.run(command, capture_output=True, timeout=300.0, check=False)
     assert ended.returncode != 0
     assert ended.stdout == b""
+
+
+SCONTROL = """#!/bin/sh
+echo "$* with $SLURM_CONF" >> {said}
+case "$*" in
+  *"show job"*) echo "JobId=7 JobState=RUNNING NodeList=n[2-3]" ;;
+  *"show node"*) for name in n1 n2 n3; do echo "NodeName=$name State=ALLOCATED Partitions=gpu"; done ;;
+esac
+"""
+AT_ONCE = """
+import {module} as watch
+watch._LOOK_S = watch._SILENCE_S = 0.01
+watch.main()
+"""
+
+
+def test_the_task_asks_the_slurm_of_the_last_submission_and_requeues_the_job(tmp_path: Path) -> None:
+    run, said = spared_run(tmp_path), tmp_path / "said"
+    write_status(run, 100.0)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(SCONTROL.format(said=said))
+    scontrol.chmod(0o755)
+    submissions = []
+    for name in ("first", "second", "last"):
+        (tmp_path / f"{name}.conf").write_text("ClusterName=mine\n")
+        conf = str(tmp_path / f"{name}.conf")
+        submissions.append(
+            Submission(submitted_at_s=1.0, executor="slurm", job_id="7", folder="", after_attempt=0, slurm_conf=conf)
+        )
+    msgspec.structs.replace(RunRecord.read(run), submissions=submissions).write(run)
+    (run.path / "submitit").mkdir(exist_ok=True)
+    command = [sys.executable, "-c", AT_ONCE.format(module=batch_node_watch.__name__), str(run.path), "7", "n1"]
+    environ = {**os.environ, "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(command, env=environ, capture_output=True, timeout=300.0, check=False)
+    log = (run.path / "submitit/batch_node_watch.log").read_text()
+    assert (ended.returncode, ended.stdout) == (0, b"watching\n"), log
+    # a person reads it among others
+    assert "WARNING batch node watch: the node of the supervisor, n1, is lost" in log
+    calls = said.read_text().splitlines()
+    assert {call.partition(" with ")[2] for call in calls} == {str(tmp_path / "last.conf")}
+    assert [call.partition(" with ")[0] for call in calls if "requeue" in call] == ["requeue 7"]
 
 
 SRUN = """#!{python}

@@ -106,6 +106,17 @@ def test_another_dtype(run, model_dir, tmp_path):
     assert set(index["weight_map"]) == set(tensors)
 
 
+@pytest.mark.parametrize(("limit", "copied"), [(1000, True), (999, False)])
+def test_files_that_are_too_large_for_a_companion_are_left(tmp_path, monkeypatch, limit, copied):
+    """Weights under another name, for example: only settings and the tokenizer are copied."""
+    monkeypatch.setattr(export, "_COMPANION_BYTES", limit)
+    for name, size in (("merges.txt", 1000), ("vocab.json", 10), ("config.json", 10)):
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "out").mkdir()
+    export._copy_companions(tmp_path, tmp_path / "out", wrapper=False)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"vocab.json", *(["merges.txt"] if copied else [])}
+
+
 def test_what_does_not_fit_leaves_nothing(run, tmp_path):
     entry = CheckpointLedger(run.checkpoints_dir).newest_verified().entry
     other = write_model_dir(tmp_path / "other", tiny_arch(num_experts=8))

@@ -163,6 +163,21 @@ def test_what_passes_is_read_again(
 
 
 @pytest.mark.parametrize(
+    ("error", "looked"),
+    [(errno.ESTALE, True), (errno.ENOENT, True), (errno.EIO, False)],
+    ids=["stale handle", "no entry", "error of the disk"],
+)
+def test_names_that_a_cache_may_hold_are_looked_up_again(
+    tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, clock: Clock, *, error: int, looked: bool
+) -> None:
+    seen = list[Path]()
+    monkeypatch.setattr(share, "exists_uncached", seen.append)
+    answers(monkeypatch, error)
+    ShareReader(Pace()).read(tmp_path, segment, memoryview(bytearray(200)))
+    assert seen == ([tmp_path, tmp_path / segment.file] if looked else [])
+
+
+@pytest.mark.parametrize(
     ("error", "attempts", "message"),
     [
         (errno.ESTALE, 6, "it cannot be read: Stale file handle"),
