@@ -368,9 +368,12 @@ def test_how_uneven_experts_may_be_is_printed(hpcrl: Hpcrl) -> None:
 
 @pytest.fixture(scope="module")
 def slow_trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """The reference plan, bound by its trainer alone: kernels run in 40 % of a step."""
+    """The reference plan, bound by its trainer alone, a fifth slower than engines: rollouts age while they wait."""
     file = tmp_path_factory.mktemp("slow") / "slow.yaml"
-    file.write_text("format_version: 1\nefficiencies: {trainer_busy: {value: 0.4, source: a slow one}}\n")
+    values = {"trainer_busy": 0.4, "sparse_attention": 0.5, "sparse_backward": 0.25}
+    values |= {"index_scores": 0.4, "index_choice": 0.5}
+    entries = ", ".join(f"{name}: {{value: {value}, source: other kernels}}" for name, value in values.items())
+    file.write_text(f"format_version: 1\nefficiencies: {{{entries}}}\n")
     return *GLM5, "--calibration", str(file)
 
 

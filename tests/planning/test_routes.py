@@ -88,8 +88,7 @@ def test_the_reference_run_with_replay_fits_with_room_for_fewer_rows() -> None:
         assert not outlook.memory.short
         assert outlook.loop is not None
         found[setting] = outlook.loop
-    held_by = [loop.in_flight_limit for loop in found.values()]
-    assert held_by == ["rollouts.routes_in_flight_gib", "rollouts.routes_in_flight_gib", "trainer"]
-    _, ahead, sync = found.values()
-    assert (int(ahead.in_flight), int(sync.in_flight)) == (779, 859)
-    assert (round(ahead.step_s), round(sync.step_s)) == (186, 172)
+    # none costs time: more rollouts would only wait for the trainer
+    assert [loop.in_flight_limit for loop in found.values()] == ["trainer"] * 3
+    assert len({round(loop.trainer_s) for loop in list(found.values())[:2]}) == 1
+    assert all(loop.step_s == loop.trainer_s for loop in found.values())

@@ -10,18 +10,25 @@ from typing import Any
 
 from hpcrl.config.absent import ABSENT
 from hpcrl.config.cluster import SlurmCluster
-from hpcrl.config.load import load_cluster
+from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.models import load_facts
 from hpcrl.planning.calibration.calibration_file import Calibration, load_calibration
 from hpcrl.planning.hardware import NodeHardware
-from hpcrl.planning.times.ranges import Range, calibration_variations, ranges_of
+from hpcrl.planning.times.ranges import calibration_variations, ranges_of, step_range, workload_variations
 from hpcrl.planning.times.rates import Rates
-from hpcrl.planning.times.workload import Workload
+from hpcrl.planning.times.workload import Workload, resolve_workload
 from planning.case_files import read_cases
 
 PUBLISHED = read_cases("published")
 GPUS: dict[str, dict[str, Any]] = PUBLISHED["gpus"]
 WITHIN = (0.10, 0.25, 0.50)
+STEPS = {
+    "GLM-5 on 28 nodes: step (published: less than)": (
+        "GLM-5 on 28 nodes: trainer",
+        "GLM-5 on 28 nodes: rollouts",
+    )
+}
+"""Figures that are a step, with those that are its sides."""
 
 
 @dataclass(frozen=True)
@@ -73,43 +80,46 @@ def cannot(section: str, *keys: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _resting_on(other: Calibration) -> Iterator[None]:
-    """Cases that are made within rest on another calibration."""
-    before, _calibration[0] = _calibration[0], other
+def _resting_on(other: Calibration, rollouts: Workload) -> Iterator[None]:
+    """Cases that are made within rest on another calibration, and on another workload of software engineering."""
+    before, _resting[0] = _resting[0], (other, rollouts)
     rates.cache_clear()
     try:
         yield
     finally:
-        _calibration[0] = before
+        _resting[0] = before
         rates.cache_clear()
 
 
-_calibration = [load_calibration()]
+_resting = [(load_calibration(), resolve_workload(load_recipe("glm5_swe").value, load_calibration()))]
 
 
 def calibration() -> Calibration:
     """What cases rest on: the shipped one, or one with a number moved."""
-    return _calibration[0]
+    return _resting[0][0]
 
 
-def with_ranges(make: Callable[[], Sequence[Case]], known: dict[str, Range]) -> list[Case]:
-    """Cases with their ranges, each number of the calibration moved to its ends as for the ranges of a plan.
+def engineering() -> Workload:
+    """The shipped workload of software engineering, or one with a number moved."""
+    return _resting[0][1]
 
-    Parameters
-    ----------
-    make:
-        All cases of a calibration.
-    known:
-        Ranges by the figure of those that have one of their own.
+
+def with_ranges(make: Callable[[], Sequence[Case]]) -> list[Case]:
+    """Cases with their ranges, each number of the calibration and of rollouts moved to its ends as for a plan's ranges.
+
+    A step waits for the slower side, as in a plan.
     """
 
-    def predictions(moved: Calibration, _: Workload) -> dict[str, float]:
-        with _resting_on(moved):
+    def predictions(moved: Calibration, rollouts: Workload) -> dict[str, float]:
+        with _resting_on(moved, rollouts):
             return {case.what: case.predicted for case in make() if case.predicted is not None}
 
-    cases, base = make(), (calibration(), Workload(()))
+    cases, base = make(), (calibration(), engineering())
     mids = {case.what: case.predicted for case in cases if case.predicted is not None}
-    found = ranges_of(mids, base, list(calibration_variations(*base)), predictions) | known
+    variations = [*calibration_variations(*base), *workload_variations(*base)]
+    found = ranges_of(mids, base, variations, predictions)
+    for step, sides in STEPS.items():
+        found[step] = step_range(found[step], [found[side] for side in sides])
     ranges = {name: (each.low, each.high) for name, each in found.items() if each.low < each.high}
     return [replace(case, range=ranges.get(case.what)) for case in cases]
 

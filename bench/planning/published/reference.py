@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
 
 from hpcrl.config.cluster import SlurmCluster
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import Part, load_facts
-from hpcrl.planning.calibration.calibration_file import WorkloadConfig, load_calibration
+from hpcrl.planning.calibration.calibration_file import Calibration, WorkloadConfig, load_calibration
 from hpcrl.planning.hardware import node_hardware
-from hpcrl.planning.report import make_outlook
-from hpcrl.planning.times.forecast import forecast, site_rates
+from hpcrl.planning.times.forecast import Forecast, forecast, site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
-from hpcrl.planning.times.ranges import Range
-from planning.published.cases import PUBLISHED, Case, calibration
+from hpcrl.planning.times.shapes import SparseKernels
+from hpcrl.planning.times.workload import Workload
+from planning.published.cases import PUBLISHED, Case, calibration, engineering
 
 
 def reference_run() -> Iterator[Case]:
-    """GLM-5 on 28 nodes of 8 H200, to which nothing is fitted."""
-    recipe, cluster = load_recipe("glm5_swe").value, load_cluster("h200-28").value
-    assert isinstance(cluster, SlurmCluster)
-    facts = load_facts("GLM-5")
-    assert node_hardware(cluster, Role.TRAINER).gpus == 8
-    result = forecast(recipe, facts, planned_layout(recipe, cluster, facts), site_rates(cluster, calibration()))
-    loop = result.loop
+    """GLM-5 on 28 nodes of 8 H200, to which nothing is fitted.
+
+    Its trainer has other kernels of sparse attention than ours, so that it is predicted with those of libraries.
+    """
+    loop = _forecast(calibration(), engineering(), "libraries").loop
     assert loop is not None
     source = "prime-rl announcement, medians of its chart"
     unknown = "lengths of its rollouts are not published; ours are those of public SWE trajectories (docs/planning.md)"
@@ -36,29 +36,37 @@ def reference_run() -> Iterator[Case]:
     )
 
 
-def reference_ranges() -> dict[str, Range]:
-    """Ranges of the reference run as `hpcrl plan` prints them, with what describes rollouts; in minutes."""
+def _forecast(own: Calibration, rollouts: Workload | None, kernels: SparseKernels) -> Forecast:
+    """The reference run with kernels of sparse attention; ``rollouts`` None: those of the calibration."""
     recipe, cluster = load_recipe("glm5_swe").value, load_cluster("h200-28").value
-    ranges = make_outlook(recipe, cluster, load_calibration(), load_facts("GLM-5")).ranges
-    names = {"trainer": "trainer side", "rollouts": "rollouts", "step (published: less than)": "step"}
-    return {f"GLM-5 on 28 nodes: {what}": _minutes(ranges[name]) for what, name in names.items()}
+    assert isinstance(cluster, SlurmCluster)
+    facts = load_facts("GLM-5")
+    assert node_hardware(cluster, Role.TRAINER).gpus == 8
+    layout = planned_layout(recipe, cluster, facts)
+    layout = replace(layout, trainer=replace(layout.trainer, sparse_kernels=kernels))
+    return forecast(recipe, facts, layout, site_rates(cluster, own), workload=rollouts)
 
 
-def _minutes(found: Range) -> Range:
-    return Range(found.low / 60, found.mid / 60, found.high / 60)
+def reference_terms() -> dict[str, dict[str, float]]:
+    """Seconds of the trainer's terms by kernels of sparse attention."""
+    found = {}
+    for kernels in get_args(SparseKernels):
+        whole = _forecast(load_calibration(), None, kernels)
+        assert whole.loop is not None
+        terms = {term.name: term.value or 0.0 for term in whole.tables["trainer"]}
+        found[kernels] = {**terms, "trainer": whole.loop.trainer_s, "step": whole.loop.step_s}
+    return found
 
 
 def sensitivity() -> dict[str, tuple[float, float, float]]:
     """Minutes of trainer, rollouts and step of the reference run with another value of what nobody published."""
-    recipe, cluster = load_recipe("glm5_swe").value, load_cluster("h200-28").value
-    assert isinstance(cluster, SlurmCluster)
-    facts, shipped = load_facts("GLM-5"), load_calibration()
+    shipped = load_calibration()
     swe = shipped.workloads["swe"]
     result = {}
     for name, change in PUBLISHED["sensitivity"].items():
         other = WorkloadConfig.model_validate(swe.model_dump() | change)
         own = shipped.model_copy(update={"workloads": {"swe": other}})
-        loop = forecast(recipe, facts, planned_layout(recipe, cluster, facts), site_rates(cluster, own)).loop
+        loop = _forecast(own, None, "triton").loop
         assert loop is not None
         result[name] = (loop.trainer_s / 60, loop.rollout_s / 60, loop.step_s / 60)
     return result

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import msgspec
 
-from hpcrl.config.load import load_recipe
 from hpcrl.models import load_facts
 from hpcrl.planning.distributions import LogNormal, quantiles_of
 from hpcrl.planning.lengths import Quantiles
@@ -16,9 +15,9 @@ from hpcrl.planning.times.serving import ServingFleet
 from hpcrl.planning.times.shapes import EngineShape, TrainerShape
 from hpcrl.planning.times.trainer import TrainerBatch, trainer_step
 from hpcrl.planning.times.work import pack_rows
-from hpcrl.planning.times.workload import EnvironmentLoad, Workload, resolve_workload
+from hpcrl.planning.times.workload import EnvironmentLoad, Workload
 from planning.case_files import rows_of
-from planning.published.cases import PUBLISHED, Case, calibration, cannot, rates, weights
+from planning.published.cases import PUBLISHED, Case, cannot, engineering, rates, weights
 
 SOURCE: str = PUBLISHED["nemo_rl"]["source"]
 SPREAD = 0.5
@@ -101,7 +100,7 @@ def swe_step() -> Case:
     model, gpus, rollouts, tokens, most = "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 128, 64, 31_600.0, 131_072
     facts, own = load_facts(model), rates("H100")
     lengths = with_mean(tokens, most, 0.6)
-    (swe,) = resolve_workload(load_recipe("glm5_swe").value, calibration()).environments
+    (swe,) = engineering().environments
     load = replace(swe, tokens=lengths, prompt_tokens=min(swe.prompt_tokens, lengths.values[0]))
     nodes = gpus // 16
     shape = TrainerShape(

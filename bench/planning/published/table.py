@@ -13,16 +13,17 @@ from dataclasses import asdict
 from harness import record
 
 from planning.published.cases import Case, shares, table, with_ranges
-from planning.published.reference import reference_ranges, reference_run, sensitivity, sizes
+from planning.published.reference import reference_run, reference_terms, sensitivity, sizes
 from planning.published.rl import RUNS, estimate, rl_steps
 from planning.published.serving import serving
+from planning.published.stages import stages
 from planning.published.training import training
 from planning.published.weights import weight_updates
 
 
 def all_cases() -> list[Case]:
     """In the order of the table."""
-    return [*reference_run(), *rl_steps(), *training(), *serving(), *weight_updates(), *sizes()]
+    return [*reference_run(), *rl_steps(), *training(), *stages(), *serving(), *weight_updates(), *sizes()]
 
 
 def add_arguments(_: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(_: argparse.ArgumentParser) -> None:
 
 def run(_: argparse.Namespace) -> None:
     """Predict, print and record."""
-    cases = with_ranges(all_cases, reference_ranges())
+    cases = with_ranges(all_cases)
     print(table(cases))
     print()
     found = shares(cases)
@@ -56,6 +57,7 @@ def run(_: argparse.Namespace) -> None:
             "fitted": fitted,
             "refused": refused,
             "reference_run_minutes_trainer_rollouts_step": changes,
+            "reference_run_trainer_terms_s": reference_terms(),
             "steps_by_spread_of_lengths_s": spreads,
         },
     )

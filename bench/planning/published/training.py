@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 
@@ -75,6 +76,7 @@ def megatron() -> Case:
         micro_batch_tokens=LENGTH,
         # its router takes experts from 4 of 8 groups, and a group is a node
         rows_sent=4.0,
+        balanced_experts=True,
     )
     table = trainer_step(facts, shape, TrainerBatch(8192, Quantiles((float(LENGTH),))), own)
     seconds = {term.name: term.value or 0.0 for term in table}
@@ -119,10 +121,16 @@ def hidden_dispatch() -> float:
         expert_parallel=32,
         recompute="none",
         micro_batch_tokens=LENGTH,
-        rows_sent=nodes * (1 - (1 - 1 / nodes) ** facts.num_experts_per_tok),
+        rows_sent=rows_to(nodes, facts),
+        balanced_experts=True,
     )
     table = trainer_step(facts, shape, TrainerBatch(2048, Quantiles((float(LENGTH),))), rates("H100"))
     return (19.7 - 17.6) / (table["ep.all_to_all"].value or 0.0)
+
+
+def rows_to(nodes: int, facts: ModelFacts) -> float:
+    """Nodes of ``nodes`` that have some of a token's experts, which are drawn at random: DeepEP sends a row to each."""
+    return nodes * (1 - (1 - 1 / nodes) ** facts.num_experts_per_tok)
 
 
 def bubble(*, stages: int, chunks: int, flight: int) -> float:
@@ -143,6 +151,7 @@ def automodel(row: Row) -> Case:
         recompute="full" if row.recompute else "none",
         micro_batch_tokens=row.micro * LENGTH,
         rows_sent=1.0,
+        balanced_experts=True,
     )
     step = trainer_step(
         load_facts(row.model), shape, TrainerBatch(row.batch, Quantiles((float(LENGTH),))), rates("H100")
@@ -169,15 +178,18 @@ def stitch() -> Case:
     facts, own = load_facts("GLM-5.2"), rates("H200")
     batch = TrainerBatch(128, Quantiles((40000.0,)))
     shape = TrainerShape(
-        nodes=16, gpus_per_node=8, context_parallel=8, expert_parallel=32, recompute="full", micro_batch_tokens=65536
+        nodes=16,
+        gpus_per_node=8,
+        context_parallel=8,
+        expert_parallel=32,
+        recompute="full",
+        micro_batch_tokens=65536,
+        sparse_kernels="libraries",
     )
     steps = trainer_step(facts, shape, batch, own)
     whole = sum(term.value or 0.0 for term in steps if term.name.startswith(("compute.", "ep.", "cp.")))
-    none = TrainerShape(
-        nodes=16, gpus_per_node=8, context_parallel=8, expert_parallel=32, recompute="none", micro_batch_tokens=65536
-    )
     forward = 0.0
-    for term in trainer_step(facts, none, batch, own):
+    for term in trainer_step(facts, replace(shape, recompute="none"), batch, own):
         if term.name.startswith("compute."):
             forward += (term.value or 0.0) / (1.0 + float(term.inputs["backward"]))
         elif term.name.startswith(("ep.", "cp.")):

@@ -30,6 +30,11 @@ EfficiencyName = Literal[
     "grouped_gemm",
     "attention",
     "indexer",
+    "sparse_attention",
+    "sparse_backward",
+    "sparse_backward_cudnn",
+    "index_scores",
+    "index_choice",
     "gpu_memory",
     "nvlink",
     "nic",
@@ -59,6 +64,7 @@ ConstantName = Literal[
     "serve_rate",
     "delta_share",
     "backward_attention_share",
+    "expert_imbalance",
     "process_start_s",
 ]
 """Seconds, rates and ratios that no data sheet has."""
@@ -88,6 +94,8 @@ class Sourced(StrictModel):
     spread: Annotated[float, Field(ge=1, le=10)] | None = None
     """Factor by which the truth may be larger or smaller. None: 1.5 where the source is ``assumed``, 1.05 for a run of
     the site, 1.15 for others."""
+    spread_below: Annotated[float, Field(ge=1, le=10)] | None = None
+    """Factor by which the truth may be smaller, where that is another one."""
 
     @property
     def origin(self) -> Origin:
@@ -96,8 +104,13 @@ class Sourced(StrictModel):
 
     @property
     def factor(self) -> float:
-        """Return the factor by which the truth may differ, 1 or more: `spread`, or the default of its origin."""
+        """Return the factor by which the truth may be larger, 1 or more: `spread`, or the default of its origin."""
         return self.spread or FACTORS[self.origin]
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Return the factors to the lowest and to the highest value that the source allows."""
+        return 1.0 / (self.spread_below or self.factor), self.factor
 
 
 class WorkloadConfig(StrictModel):
@@ -215,18 +228,20 @@ class Calibration(StrictModel):
         """Look a constant up by its name."""
         return self.constants[name].value
 
-    def uncertain(self) -> Iterator[tuple[str, float, Origin]]:
-        """Yield the names of all numbers, the factor by which each may be wrong, and its origin."""
+    def uncertain(self) -> Iterator[tuple[str, tuple[float, float], Origin]]:
+        """Yield the names of all numbers, the factors to their lowest and highest values, and their origins."""
         for name, entry in self.efficiencies.items():
-            yield f"efficiencies.{name}", entry.factor, entry.origin
+            yield f"efficiencies.{name}", entry.ends, entry.origin
         for constant, own in self.constants.items():
-            yield f"constants.{constant}", own.factor, own.origin
+            yield f"constants.{constant}", own.ends, own.origin
         for kind in self.tables.kinds:
             factor = self.tables.factor(kind)
-            yield f"tables.{kind}", factor, "measured" if factor <= FACTORS["measured"] else "published"
+            origin: Origin = "measured" if factor <= FACTORS["measured"] else "published"
+            yield f"tables.{kind}", (1.0 / factor, factor), origin
         if self.measured:
+            factor = FACTORS["measured"]
             for field in MEASURED_TIMES:
-                yield f"measured.{field}", FACTORS["measured"], "measured"
+                yield f"measured.{field}", (1.0 / factor, factor), "measured"
 
     def moved(self, name: str, factor: float) -> Calibration:
         """Return the calibration with one number of `uncertain` times ``factor``; a share stays at most 1."""

@@ -12,7 +12,7 @@ from hpcrl.config.recipe import EngineGroupConfig, Recipe
 from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.memory.settings import trained_parameters
 from hpcrl.planning.times.handoff import HandoffPath
-from hpcrl.planning.times.shapes import ComputeDtype, EngineShape, TrainerShape
+from hpcrl.planning.times.shapes import ComputeDtype, EngineShape, SparseKernels, TrainerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,18 @@ def _trainer_shape(recipe: Recipe, facts: ModelFacts) -> TrainerShape:
         reference=_reference(recipe),
         micro_batch_tokens=trainer.micro_batch_tokens,
         muon=trainer.optimizer.kind == "muon",
+        sparse_kernels=_sparse_kernels(recipe),
         trained=None if trainer.lora is None else trained_parameters(facts, trainer.lora),
     )
+
+
+def _sparse_kernels(recipe: Recipe) -> SparseKernels:
+    """Return the kernels that a GPU gets; ``reference`` was not measured and is planned like these."""
+    match recipe.trainer.kernels.sparse_attention:
+        case "auto" | "reference":
+            return "triton"
+        case chosen:
+            return chosen
 
 
 def _reference(recipe: Recipe) -> Literal["device", "host"] | None:

@@ -84,8 +84,8 @@ class Variation:
 
 def calibration_variations(calibration: Calibration, workload: Workload) -> Iterator[Variation]:
     """Yield a variation of every efficiency and constant of a calibration, and of the results of a measured run."""
-    for name, factor, origin in calibration.uncertain():
-        low, high = (calibration.moved(name, value) for value in (1.0 / factor, factor))
+    for name, ends, origin in calibration.uncertain():
+        low, high = (calibration.moved(name, factor) for factor in ends)
         yield Variation(name, origin, ((low, workload), (high, workload)))
 
 

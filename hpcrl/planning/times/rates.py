@@ -12,6 +12,7 @@ from hpcrl.planning.calibration.calibration_file import Calibration, EfficiencyN
 from hpcrl.planning.collectives import Links, RankGroup, bytes_s
 from hpcrl.planning.hardware import NodeHardware, filesystem_rate
 from hpcrl.planning.tables.lookup import Matrix, Tables
+from hpcrl.planning.times.shapes import SparseKernels
 
 _GEMM: dict[str, EfficiencyName] = {"float32": "gemm_float32", "bfloat16": "gemm_bfloat16", "fp8": "gemm_fp8"}
 
@@ -73,6 +74,29 @@ class Rates:
     def attention(self) -> float:
         """Return the rate of attention scores, in bfloat16."""
         return self.hardware.gpu_flops("bfloat16") * self.calibration.share("attention")
+
+    def sparse_forward(self, kernels: SparseKernels) -> float:
+        """Return the rate of a trainer's sparse attention in a forward pass, in bfloat16."""
+        if kernels != "triton":
+            return self.attention
+        return self.hardware.gpu_flops("bfloat16") * self.calibration.share("sparse_attention")
+
+    def sparse_backward(self, kernels: SparseKernels) -> float:
+        """Return the rate of a trainer's sparse attention in a backward pass, in bfloat16."""
+        by_cudnn = kernels in {"flash_mla_cudnn", "libraries"}
+        share = self.calibration.share("sparse_backward_cudnn" if by_cudnn else "sparse_backward")
+        return self.hardware.gpu_flops("bfloat16") * share
+
+    def index_scores(self, kernels: SparseKernels) -> float:
+        """Return the rate of an indexer's scores in a trainer, whose own program multiplies in bfloat16."""
+        if kernels == "libraries":
+            return self.indexer
+        return self.hardware.gpu_flops("bfloat16") * self.calibration.share("index_scores")
+
+    @cached_property
+    def index_choice(self) -> float:
+        """Return the rate of choosing among a trainer's scores, in operations of these scores a second."""
+        return self.hardware.gpu_flops("bfloat16") * self.calibration.share("index_choice")
 
     @cached_property
     def indexer(self) -> float:

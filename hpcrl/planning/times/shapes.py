@@ -8,6 +8,9 @@ from typing import Literal
 from hpcrl.config.recipe import ContextScheme
 
 ComputeDtype = Literal["float32", "bfloat16", "fp8"]
+SparseKernels = Literal["triton", "flash_mla", "flash_mla_cudnn", "libraries"]
+"""Kernels of sparse attention in a trainer: those of ``trainer.kernels.sparse_attention``, or all of others: FlashMLA,
+cuDNN, and an indexer of DeepGEMM."""
 Recompute = Literal["none", "selective", "full"]
 """Part of the forward pass that is recomputed: nothing, all but attention, experts and exchanges, everything."""
 
@@ -54,6 +57,10 @@ class TrainerShape:
     rows_sent:
         Rows that a dispatch sends for each token. None: one for each of its experts, as torch's all-to-all does; DeepEP
         sends one to each node that has some of them.
+    sparse_kernels:
+        Kernels of sparse attention and its indexer.
+    balanced_experts:
+        A gate gives every expert as many tokens, as in benchmarks with random data.
     """
 
     nodes: int
@@ -77,6 +84,8 @@ class TrainerShape:
     micro_batch_tokens: int = 32768
     muon: bool = False
     rows_sent: float | None = None
+    sparse_kernels: SparseKernels = "triton"
+    balanced_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context_parallel", "expert_parallel"):

@@ -9,9 +9,9 @@ from hpcrl.models.facts import ModelFacts
 from hpcrl.planning.memory.activations import ActivationShape, saved_bytes
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
-from hpcrl.planning.times.work import Packing, Work, matrices
+from hpcrl.planning.times.work import Packing, Work, is_sparse, matrices
 
-_PARTS = ("linear", "experts", "scores", "indexer")
+_PARTS = ("linear", "experts", "scores", "indexer", "choice")
 TOUCHED = 1.0
 """Number of times that kernels without products (norms, rotations, permutations, gates) move the kept bytes in a
 forward pass: a value lies between such a kernel and a product, and one of both is bound by memory. With fused kernels a
@@ -50,6 +50,36 @@ class StepWork:
         return 1.0 + self.trained_share
 
     @property
+    def backward_scores(self) -> float:
+        """Return the seconds of attention's backward pass, relative to the forward pass."""
+        if not self.sparse:
+            return BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
+        kernels = self.shape.sparse_kernels
+        return BACKWARD_SCORES * self.rates.sparse_forward(kernels) / self.rates.sparse_backward(kernels)
+
+    @property
+    def sparse(self) -> bool:
+        """Return whether attention and its indexer are kernels for sparse attention, which fill a GPU by themselves."""
+        return is_sparse(self.facts) and self.shape.compute_dtype != "float32"
+
+    @property
+    def expert_wait(self) -> float:
+        """Return the tokens of the fullest rank of expert parallelism over their mean: the others wait for it."""
+        if self.shape.expert_parallel == 1 or self.shape.balanced_experts:
+            return 1.0
+        return self.rates.calibration.constant("expert_imbalance")
+
+    @property
+    def choice_pairs(self) -> float:
+        """Return the scores that are chosen among, over those that a query sees.
+
+        Queries of a chunk choose among all keys up to the chunk's end; a rank of context parallelism has two chunks of
+        each sequence.
+        """
+        chunks = 1 if self.shape.context_parallel == 1 else 2 * self.shape.context_parallel
+        return 1.0 + 1.0 / chunks
+
+    @property
     def busy(self) -> float:
         return self.rates.calibration.share("trainer_busy")
 
@@ -63,7 +93,7 @@ class StepWork:
 
         Selective recomputation keeps the results of expensive kernels.
         """
-        kept = self.shape.recompute == "selective" and part in ("scores", "indexer", "experts", "exchanges")
+        kept = self.shape.recompute == "selective" and part in ("scores", "indexer", "choice", "experts", "exchanges")
         return 1 if kept else self.passes
 
     def again_s(self) -> float:
@@ -82,24 +112,43 @@ class StepWork:
     def part_s(self, part: str) -> float:
         """Return the seconds of one kind of kernel in a forward pass."""
         if part not in self._parts:
-            operations = getattr(self.work, part) * self.gpu_tokens
-            self._parts[part] = operations / self.rate(part) / self.busy if operations else 0.0
+            operations = self.operations(part) * self.gpu_tokens
+            alone = self.sparse and part in ("scores", "indexer", "choice")
+            busy = 1.0 if alone else self.busy
+            self._parts[part] = operations / self.rate(part) / busy if operations else 0.0
         return self._parts[part]
+
+    def operations(self, part: str) -> float:
+        """Return the operations a token of one kind of kernel in a forward pass, on the rank that has most."""
+        if part == "choice":
+            # other trainers choose in a kernel that takes hardly any time
+            chooses = self.sparse and self.shape.sparse_kernels != "libraries"
+            return self.work.indexer * self.choice_pairs if chooses else 0.0
+        each: float = getattr(self.work, part)
+        return each * self.expert_wait if part == "experts" else each
 
     def rate(self, part: str) -> float:
         dtype = self.shape.compute_dtype
         match part:
             case "linear" | "experts":
                 return self._matrix_rate(part == "experts", dtype)
+            case _ if dtype == "float32":
+                # attention, too, without tensor cores for it
+                return self.rates.gemm("float32")
             case "scores":
-                # attention stays in bfloat16 (or float32 without tensor cores for it)
-                length = self.packing.tokens / self.packing.rollouts
-                share = self.rates.attention_share(self.facts, length, length)
-                if share and dtype != "float32":
-                    return self.rates.hardware.gpu_flops("bfloat16") * share
-                return self.rates.gemm("float32") if dtype == "float32" else self.rates.attention
+                # attention stays in bfloat16
+                return self._attention_rate()
+            case "choice":
+                return self.rates.index_choice
             case _:
-                return self.rates.gemm("float32") if dtype == "float32" else self.rates.indexer
+                return self.rates.index_scores(self.shape.sparse_kernels)
+
+    def _attention_rate(self) -> float:
+        if self.sparse:
+            return self.rates.sparse_forward(self.shape.sparse_kernels)
+        length = self.packing.tokens / self.packing.rollouts
+        share = self.rates.attention_share(self.facts, length, length)
+        return self.rates.hardware.gpu_flops("bfloat16") * share if share else self.rates.attention
 
     def _matrix_rate(self, experts: bool, dtype: str) -> float:
         """Return the rate of products from measured times of these shapes, else from the general efficiency."""
@@ -112,11 +161,10 @@ class StepWork:
 
     def backward_s(self) -> float:
         """Return the seconds of the backward pass's kernels without recomputation."""
-        scores = BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
-        products = self.backward_products * (self.part_s("linear") + self.part_s("experts")) + scores * self.part_s(
-            "scores"
-        )
-        return products + self.moved_s(TOUCHED_BACKWARD)
+        products = self.backward_products * (self.part_s("linear") + self.part_s("experts"))
+        scores = self.part_s("scores")
+        # a model without attention asks for no rate of it
+        return products + (self.backward_scores * scores if scores else 0.0) + self.moved_s(TOUCHED_BACKWARD)
 
 
 @lru_cache(maxsize=64)

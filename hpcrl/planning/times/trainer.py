@@ -14,7 +14,7 @@ from hpcrl.planning.times.context import context_terms
 from hpcrl.planning.times.newton_schulz import muon_terms
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
-from hpcrl.planning.times.step_work import BACKWARD_SCORES, TOUCHED, TOUCHED_BACKWARD, StepWork, kept_bytes
+from hpcrl.planning.times.step_work import TOUCHED, TOUCHED_BACKWARD, StepWork, kept_bytes
 from hpcrl.planning.times.terms import Seconds, TimeTable, attempt
 from hpcrl.planning.times.work import pack_rows, sequence_work
 
@@ -68,36 +68,38 @@ def _on_devices(
 
 def _compute_terms(step: StepWork) -> list[Seconds]:
     """Return the terms of kernels by kind; forward, backward and recomputation together."""
-    scores = BACKWARD_SCORES / step.rates.calibration.constant("backward_attention_share")
     shape = step.shape
     products = step.backward_products
-    factors = {"linear": products, "experts": products, "scores": scores, "indexer": 0.0}
     names = {
         "linear": "compute.linear",
         "experts": "compute.experts",
         "scores": "compute.attention",
         "indexer": "compute.indexer",
+        "choice": "compute.choice",
     }
     terms = []
     for part, name in names.items():
-        per_token = getattr(step.work, part)
+        per_token = step.operations(part)
         if not per_token:
             continue
         passes = step.part_passes(part)
-        factor = passes + factors[part]
+        # the indexer has no gradient
+        behind = products if part in {"linear", "experts"} else step.backward_scores if part == "scores" else 0.0
+        factor = passes + behind
+        alone = step.sparse and part in {"scores", "indexer", "choice"}
         terms.append(
             attempt(
                 name,
                 lambda part=part, factor=factor: factor * step.part_s(part),  # type: ignore[misc]
-                "(passes + backward) * tokens a GPU * operations a token / rate / trainer_busy",
+                f"(passes + backward) * tokens a GPU * operations a token / rate{'' if alone else ' / trainer_busy'}",
                 {
                     "passes": passes,
-                    "backward": factors[part],
+                    "backward": behind,
                     "tokens a GPU": step.gpu_tokens,
                     "operations a token": per_token,
                     "dtype": shape.compute_dtype,
                     "imbalance": step.packing.imbalance(shape.groups),
-                    "trainer_busy": step.busy,
+                    **({"kernels": shape.sparse_kernels} if alone else {"trainer_busy": step.busy}),
                 },
             )
         )
@@ -225,7 +227,7 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
     count = step.packing.micro_batches
     if shape.expert_parallel > 1 and sparse_layers:
         rows = facts.num_experts_per_tok if shape.rows_sent is None else shape.rows_sent
-        sent = tokens * rows * facts.moe_layers[0][1].expert_width * 2
+        sent = tokens * rows * facts.moe_layers[0][1].expert_width * 2 * step.expert_wait
         group = RankGroup.inner(shape.expert_parallel, shape.gpus_per_node)
         hidden = rates.calibration.share("expert_comm_overlap")
         terms.append(
@@ -236,6 +238,7 @@ def _mesh_terms(step: StepWork) -> list[Seconds]:
                 {
                     "bytes sent": sent,
                     "rows": rows,
+                    "expert_imbalance": step.expert_wait,
                     "passes": passes,
                     "micro-batches": count,
                     "sparse layers": sparse_layers,

@@ -96,8 +96,9 @@ class EnvironmentLoad:
         """Yield the names of the numbers of rollouts, the factor by which each may be wrong, and its origin."""
         for name in _MOVABLE:
             if name not in _DISTRIBUTIONS or getattr(self, _DISTRIBUTIONS[name]).values[-1] > 0.0:
-                origin = "assumed" if self.assumed or name in self.unsure else origin_of(self.source)
-                yield name, FACTORS[origin], origin
+                unsure = name in self.unsure
+                origin = "assumed" if self.assumed or unsure else origin_of(self.source)
+                yield name, _UNSURE.get(name, FACTORS[origin]) if unsure else FACTORS[origin], origin
 
     def moved(self, name: str, factor: float) -> EnvironmentLoad:
         """Return the load with one of `uncertain` times ``factor``, within the possible range."""
@@ -142,6 +143,9 @@ class EnvironmentLoad:
 
 
 _DISTRIBUTIONS = {"tokens": "tokens", "tool_s": "tool", "judge_s": "judge"}
+_UNSURE = {"tool_s": 3.0, "judge_s": 3.0, "sampled_share": 2.0}
+"""Factors of what a source of lengths does not say: commands, test suites and models of tasks differ by far more than
+kernels do."""
 _MOVABLE = ("tokens", "prompt_tokens", "turns", "sampled_share", "tool_s", "judge_s")
 
 
