@@ -67,11 +67,14 @@ def stored_batch(directory: Path, *, experts: bool, counts_as: int | None = None
 
 
 def digest(shard: BatchShard) -> str:
-    """Hash a shard as it was recorded: the counts of its means are newer, and so are branches."""
+    """Hash a shard as it was recorded: the counts of its means are newer, and so are branches and environments."""
     assert shard.stats.reward_count == sum(shard.stats.reward_count_by_env.values()) > 0
     document = msgspec.msgpack.decode(encode_shard(shard))
     for name in ("reward_count", "reward_count_by_env", "reward_count_by_part"):
         del document["stats"][name]
+    environments = document["stats"].pop("environments")
+    assert environments == {"words": [10 + index for index in range(len(environments["words"]))]}
+    assert not {"model_flops", "wait_for_policy_s"} & set(document["stats"])
     assert (document["stats"].pop("branches_mean"), shard.stats.branches_max) == (1.0, 1)
     for micro_batch in document["micro_batches"]:
         assert micro_batch.pop("sequences") == []
