@@ -39,15 +39,22 @@ class StandInEngine:
     """
 
     def __init__(
-        self, looks: dict[int, tuple[int, int]], refused: tuple[int, ...] = (), refusal_s: float = 0.0
+        self,
+        looks: dict[int, tuple[int, int]],
+        refused: tuple[int, ...] = (),
+        refusal_s: float = 0.0,
+        silence_s: float = 0.0,
     ) -> None:
-        self.looks, self._refused, self._refusal_s = dict(looks), refused, refusal_s
+        self.looks, self._refused, self._refusal_s, self._silence_s = dict(looks), refused, refusal_s, silence_s
         self.now_s = 0.0
         self.calls: list[str] = []
 
     def batch_transfer_async_read(self, endpoint: str, local: list[int], remote: list[int], sizes: list[int]) -> int:
         (address,) = local
-        return 0 if address in self._refused else address
+        if address not in self._refused:
+            return address
+        self.now_s += self._silence_s
+        return 0
 
     def batch_transfer_sync_read(self, endpoint: str, local: list[int], remote: list[int], sizes: list[int]) -> int:
         self.calls.append(f"sync {local[0]}")
@@ -117,12 +124,25 @@ def test_a_stretch_that_cannot_begin_fails_behind_those_that_have(engine_over: E
     assert stand_in.calls.count("look 1") >= 3
 
 
-def test_a_transfer_that_the_engine_itself_has_given_up_may_write_at_any_time(engine_over: EngineOver) -> None:
-    stand_in = StandInEngine({}, refused=(1,), refusal_s=31.0)
+@pytest.mark.parametrize("refusal_s", [5.0, 31.0])
+def test_a_transfer_that_the_engine_itself_has_given_up_may_write_at_any_time(
+    engine_over: EngineOver, refusal_s: float
+) -> None:
+    stand_in = StandInEngine({}, refused=(1,), refusal_s=refusal_s)
     with pytest.raises(PendingTransferError) as caught:
         read_all(engine_over(stand_in), (1,))
     assert caught.value.is_pending()
     assert stand_in.calls == ["sync 1"]
+
+
+def test_a_peer_that_is_silent_from_the_beginning_takes_no_memory_away(engine_over: EngineOver) -> None:
+    """A stopped process has its connections made by the kernel; no transfer begins, however long that takes."""
+    stand_in = StandInEngine({}, refused=(1,), silence_s=60.0)
+    with pytest.raises(OSError, match="peer:1 did not give 100 bytes") as caught:
+        read_all(engine_over(stand_in), (1,))
+    assert not isinstance(caught.value, PendingTransferError)
+    # the other call, which would take as long again, was left out
+    assert not stand_in.calls
 
 
 @pytest.mark.parametrize("state", [0, -2])
