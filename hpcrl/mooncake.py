@@ -79,7 +79,11 @@ class TransferEngine:
     ----------
     endpoint:
         Name under which other engines reach this one: host and port.
+    forgotten:
+        `forget_engine` was called: no further memory is registered with it.
     """
+
+    forgotten = False
 
     def __init__(self, host: str, protocol: str) -> None:
         """Start an engine.
@@ -210,6 +214,7 @@ def forget_engine(engine: TransferEngine) -> None:
     other ports, each read of it fails.
     """
     with _starting:
+        engine.forgotten = True
         for key in [key for key, known in _engines.items() if known is engine]:
             del _engines[key]
 

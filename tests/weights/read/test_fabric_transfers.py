@@ -300,6 +300,34 @@ def test_buffers_of_another_size_or_protocol_are_replaced() -> None:
     assert buffers.take(5, "tcp") is None
 
 
+class Registrations:
+    """The memory that is registered with an engine, by its address."""
+
+    forgotten = False
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def register(self, address: int, size: int) -> None:
+        assert address not in self.sizes
+        self.sizes[address] = size
+
+    def unregister(self, address: int) -> None:
+        del self.sizes[address]
+
+
+def test_a_forgotten_engine_keeps_no_memory() -> None:
+    buffer = PullBuffer(10, "rdma")
+    engines: list[Any] = [Registrations() for _ in range(3)]
+    for engine in (engines[0], engines[1], engines[0]):
+        buffer.register(engine)
+    assert [len(engine.sizes) for engine in engines] == [1, 1, 0]
+    mooncake.forget_engine(engines[0])
+    buffer.register(engines[2])
+    assert [len(engine.sizes) for engine in engines] == [0, 1, 1]
+    assert buffer.registered == {engines[1], engines[2]}
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_registered_buffers_are_compared_behind_a_copy(
     writer: FabricWriter, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
