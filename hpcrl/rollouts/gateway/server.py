@@ -240,6 +240,7 @@ class Gateway:
         body: bytes,
         work: Callable[[], Any],
     ) -> Any:
+        self._recorder(http)  # it may have ended while the body was on its way
         # a program that makes two requests with one digest deceives itself alone: calls are those of its rollout
         key = xxhash.xxh3_128_digest(body) + http.path.encode()
         repeats = http.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
