@@ -123,8 +123,8 @@ class TransferEngine:
     def read(self, endpoint: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> None:
         """Read stretches of registered memory of another process; returns when all are there.
 
-        This process need not have registered its own memory over TCP. A peer that does not answer is waited for half a
-        minute.
+        This process need not have registered its own memory over TCP. A transfer is waited for half a minute, a peer
+        that takes connections and says nothing a minute; other reads of this engine that begin meanwhile wait with it.
 
         Parameters
         ----------
