@@ -49,6 +49,9 @@ _PROMPT_S = 1.0
 """Maximum seconds after which a read that failed is tried again."""
 _ANSWER_S = 30.0
 """Maximum seconds of a read of no bytes; more are allowed for its bytes, at `_SLOWEST_BYTES_PER_S`."""
+_GIVES_UP_S = 4.5
+"""Seconds after which the engine's own call may have given up a transfer that it had begun: ``MC_TRANSFER_TIMEOUT`` is
+5 s at least, and 30 s without that variable."""
 _SLOWEST_BYTES_PER_S = 1 << 30
 _FAILED = -1
 _ENDED = (1, _FAILED)
@@ -76,7 +79,11 @@ class TransferEngine:
     ----------
     endpoint:
         Name under which other engines reach this one: host and port.
+    forgotten:
+        `forget_engine` was called: no further memory is registered with it.
     """
+
+    forgotten = False
 
     def __init__(self, host: str, protocol: str) -> None:
         """Start an engine.
@@ -116,8 +123,8 @@ class TransferEngine:
     def read(self, endpoint: str, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> None:
         """Read stretches of registered memory of another process; returns when all are there.
 
-        This process need not have registered its own memory over TCP. A peer that does not answer is waited for half a
-        minute.
+        This process need not have registered its own memory over TCP. A transfer is waited for half a minute, a peer
+        that takes connections and says nothing a minute; other reads of this engine that begin meanwhile wait with it.
 
         Parameters
         ----------
@@ -151,11 +158,19 @@ class TransferEngine:
         limit_s = _ANSWER_S + sum(sizes) / _SLOWEST_BYTES_PER_S
         for stretch in zip(local, remote, sizes, strict=True):
             own, other, size = ([number] for number in stretch)
+            asked_s = time.monotonic()
             if transfer := self._engine.batch_transfer_async_read(endpoint, own, other, size):
                 transfers.append(transfer)
-            elif self._engine.batch_transfer_sync_read(endpoint, own, other, size):
+                continue
+            refused_s = time.monotonic()
+            if refused_s - asked_s > _PROMPT_S:
+                # the peer takes connections and says nothing: no transfer has begun, and the other call would take as
+                # long, which looks as if one had
+                failed = True
+                break
+            if self._engine.batch_transfer_sync_read(endpoint, own, other, size):
                 # it could not begin; this call, unlike the other one, also forgets what the engine knew of the peer
-                failed, lost = True, time.monotonic() - began_s > _ANSWER_S
+                failed, lost = True, time.monotonic() - refused_s > _GIVES_UP_S
                 break
         while True:
             states = [(transfer, self._engine.transfer_check_status(transfer)) for transfer in transfers]
@@ -199,6 +214,7 @@ def forget_engine(engine: TransferEngine) -> None:
     other ports, each read of it fails.
     """
     with _starting:
+        engine.forgotten = True
         for key in [key for key, known in _engines.items() if known is engine]:
             del _engines[key]
 

@@ -207,6 +207,8 @@ class Gateway:
     async def _in_dialect(self, http: web.Request) -> web.StreamResponse:
         dialect = _DIALECTS[http.path.rpartition("/")[2]]
         recorder, body = self._recorder(http), await _body(http)
+        # the whole history is read and written anew: as much work as rendering it
+        await self._queue.wait(recorder)
         request = dialect.request(body)
         if not request.chat.stream:
             answer = await self._answer(http, recorder, body, lambda: recorder.chat(request.chat))
@@ -240,6 +242,7 @@ class Gateway:
         body: bytes,
         work: Callable[[], Any],
     ) -> Any:
+        self._recorder(http)  # it may have ended while the body was on its way
         # a program that makes two requests with one digest deceives itself alone: calls are those of its rollout
         key = xxhash.xxh3_128_digest(body) + http.path.encode()
         repeats = http.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")

@@ -53,9 +53,14 @@ class PullBuffer:
 
     def register(self, engine: TransferEngine) -> None:
         """Register it where the protocol needs that (OSError if that is refused)."""
-        if not self.is_private and engine not in self.registered:
-            engine.register(self.address, PAGE_BYTES + self.size)
-            self.registered.add(engine)
+        if self.is_private or engine in self.registered:
+            return
+        for old in [each for each in self.registered if each.forgotten]:
+            # an engine ends with its last registration; each failure would leave one with its threads otherwise
+            old.unregister(self.address)
+            self.registered.remove(old)
+        engine.register(self.address, PAGE_BYTES + self.size)
+        self.registered.add(engine)
 
     def drop(self) -> None:
         """End all registrations, before the memory is freed: the engine refuses other memory at that address."""

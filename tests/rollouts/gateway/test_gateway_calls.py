@@ -237,6 +237,26 @@ async def test_an_ended_rollout_is_refused_and_what_ran_is_aborted(tmp_path: Pat
             await bench.client(base_url=endpoint.url, api_key=endpoint.key).chat.completions.create(**BODY)
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+async def test_a_body_that_comes_when_its_rollout_has_ended_asks_no_engine(tmp_path: Path, more: Any) -> None:
+    async with gateway_bench(tmp_path) as bench:
+        bench.said = ["Late.<|im_end|>"]
+        gateway, data = bench.turns.sampler.gateway, json.dumps({**BODY, **more}).encode()
+        assert gateway is not None
+        async with gateway.serve(bench.turns) as (endpoint, recorder):
+            url = urlsplit(endpoint.url)
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.key}\r\n"
+            writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data[:5])
+            await until(lambda: recorder._requests == 1)
+        writer.write(data[5:])
+        async with asyncio.timeout(30 * patience()):
+            assert b" 404 " in await reader.readline()
+        writer.close()
+        assert not bench.stub.requests
+        assert not bench.turns.branches.turns
+
+
 async def test_an_ended_rollout_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
     """Its tokens and messages are gone when it has ended, and not when the collector finds a cycle."""
     async with gateway_bench(tmp_path) as bench:

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from gateway_testing import GatewayBench, gateway_bench
 
+from hpcrl.rollouts.gateway import server
 from hpcrl.rollouts.gateway.work_queue import WorkQueue
 from hpcrl.rollouts.telemetry.metrics_text import render_metrics
 
@@ -138,6 +139,36 @@ async def test_calls_that_are_ready_together_leave_room_for_others(
         for found in (rendered, parsed):
             assert len(found) == 40
             assert max(found.count(turn) for turn in found) <= 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("responses", {"input": "Hello."}),
+        ("messages", {"messages": [{"role": "user", "content": "Hello."}]}),
+    ],
+)
+async def test_requests_of_other_forms_are_read_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    async with gateway_bench(tmp_path) as bench:
+        bench.said = ["Hi.<|im_end|>"]
+        waited, order = bench.recorder._queue.wait, list[str]()
+
+        async def wait(owner: Any, **kind: bool) -> None:
+            assert owner is bench.recorder
+            await waited(owner, **kind)
+            order.append("turn")
+
+        monkeypatch.setattr(bench.recorder._queue, "wait", wait)
+        spy_on(monkeypatch, server._DIALECTS[path], "request", lambda: order.append("read"))
+        headers = {"Authorization": f"Bearer {bench.endpoint.key}"}
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{bench.endpoint.url}/{path}", json=body, headers=headers) as answer,
+        ):
+            assert answer.status == 200
+        assert order[:2] == ["turn", "read"]
 
 
 async def test_a_client_that_hangs_up_in_the_queue_asks_no_engine(

@@ -39,15 +39,22 @@ class StandInEngine:
     """
 
     def __init__(
-        self, looks: dict[int, tuple[int, int]], refused: tuple[int, ...] = (), refusal_s: float = 0.0
+        self,
+        looks: dict[int, tuple[int, int]],
+        refused: tuple[int, ...] = (),
+        refusal_s: float = 0.0,
+        silence_s: float = 0.0,
     ) -> None:
-        self.looks, self._refused, self._refusal_s = dict(looks), refused, refusal_s
+        self.looks, self._refused, self._refusal_s, self._silence_s = dict(looks), refused, refusal_s, silence_s
         self.now_s = 0.0
         self.calls: list[str] = []
 
     def batch_transfer_async_read(self, endpoint: str, local: list[int], remote: list[int], sizes: list[int]) -> int:
         (address,) = local
-        return 0 if address in self._refused else address
+        if address not in self._refused:
+            return address
+        self.now_s += self._silence_s
+        return 0
 
     def batch_transfer_sync_read(self, endpoint: str, local: list[int], remote: list[int], sizes: list[int]) -> int:
         self.calls.append(f"sync {local[0]}")
@@ -117,12 +124,25 @@ def test_a_stretch_that_cannot_begin_fails_behind_those_that_have(engine_over: E
     assert stand_in.calls.count("look 1") >= 3
 
 
-def test_a_transfer_that_the_engine_itself_has_given_up_may_write_at_any_time(engine_over: EngineOver) -> None:
-    stand_in = StandInEngine({}, refused=(1,), refusal_s=31.0)
+@pytest.mark.parametrize("refusal_s", [5.0, 31.0])
+def test_a_transfer_that_the_engine_itself_has_given_up_may_write_at_any_time(
+    engine_over: EngineOver, refusal_s: float
+) -> None:
+    stand_in = StandInEngine({}, refused=(1,), refusal_s=refusal_s)
     with pytest.raises(PendingTransferError) as caught:
         read_all(engine_over(stand_in), (1,))
     assert caught.value.is_pending()
     assert stand_in.calls == ["sync 1"]
+
+
+def test_a_peer_that_is_silent_from_the_beginning_takes_no_memory_away(engine_over: EngineOver) -> None:
+    """A stopped process has its connections made by the kernel; no transfer begins, however long that takes."""
+    stand_in = StandInEngine({}, refused=(1,), silence_s=60.0)
+    with pytest.raises(OSError, match="peer:1 did not give 100 bytes") as caught:
+        read_all(engine_over(stand_in), (1,))
+    assert not isinstance(caught.value, PendingTransferError)
+    # the other call, which would take as long again, was left out
+    assert not stand_in.calls
 
 
 @pytest.mark.parametrize("state", [0, -2])
@@ -278,6 +298,34 @@ def test_buffers_of_another_size_or_protocol_are_replaced() -> None:
         buffers.give_back(buffer)
     buffers.close()
     assert buffers.take(5, "tcp") is None
+
+
+class Registrations:
+    """The memory that is registered with an engine, by its address."""
+
+    forgotten = False
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def register(self, address: int, size: int) -> None:
+        assert address not in self.sizes
+        self.sizes[address] = size
+
+    def unregister(self, address: int) -> None:
+        del self.sizes[address]
+
+
+def test_a_forgotten_engine_keeps_no_memory() -> None:
+    buffer = PullBuffer(10, "rdma")
+    engines: list[Any] = [Registrations() for _ in range(3)]
+    for engine in (engines[0], engines[1], engines[0]):
+        buffer.register(engine)
+    assert [len(engine.sizes) for engine in engines] == [1, 1, 0]
+    mooncake.forget_engine(engines[0])
+    buffer.register(engines[2])
+    assert [len(engine.sizes) for engine in engines] == [0, 1, 1]
+    assert buffer.registered == {engines[1], engines[2]}
 
 
 @pytest.mark.parametrize("cached", [False, True])
