@@ -1,4 +1,4 @@
-"""What the looks at the memory of sandboxes survive."""
+"""What the looks at the memory of sandboxes survive, and what gives back the room of a container."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import pytest
 
 from hpcrl.sandboxes import SandboxLimits, SandboxStartError, watcher
 from hpcrl.sandboxes.bubblewrap_sandbox import BubblewrapSandbox
+from hpcrl.sandboxes.command_runs import CommandRun
+from hpcrl.sandboxes.container_commands import DockerCommands
+from hpcrl.sandboxes.container_host import ContainerHost, ContainerSandbox
 from hpcrl.sandboxes.node_memory import NodeMemory
 from hpcrl.sandboxes.spawner_link import SandboxProcesses, SpawnerLink
 from hpcrl.sandboxes.trees import TreeStore
@@ -108,3 +111,51 @@ def test_full_shared_memory_leaves_the_limit_of_one_daemon(
     assert "sandboxes of other daemons do not count" in caplog.text
     assert memory.choose({"a": 311}) == ["a"]
     assert memory.choose({"a": 310}) == []
+
+
+async def test_a_container_that_does_not_start_gives_its_room_back(tmp_path: Path) -> None:
+    memory = member(tmp_path, room_s=0.0)
+    directory = tmp_path / "private"
+    directory.mkdir()
+    host = ContainerHost(DockerCommands("docker"), directory, node_memory=memory)
+    shutil.rmtree(directory)
+    for _ in range(2):
+        with pytest.raises(SandboxStartError, match="a container does not start: .*No such file"):
+            await host.start(image="image", limits=SandboxLimits(memory_bytes=300))
+
+
+async def test_a_container_ends_and_gives_its_room_back_though_its_caller_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout may be cancelled while it ends its container, which takes a second."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    ends: list[str] = []
+
+    async def command(self: ContainerSandbox, argv: list[str], **options: object) -> CommandRun:
+        begun.set()
+        await go_on.wait()
+        raise SandboxStartError("docker cannot be run")
+
+    monkeypatch.setattr(ContainerSandbox, "_command", command)
+    (tmp_path / "box").mkdir()
+    sandbox = ContainerSandbox(
+        "box",
+        commands=DockerCommands("docker"),
+        trees=TreeStore(tmp_path / "trees"),
+        source=tmp_path / "box",
+        limits=SandboxLimits(),
+        work_directory="/work",
+        env={},
+        on_end=lambda: ends.append("box"),
+    )
+    first = asyncio.create_task(sandbox.kill())
+    await begun.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    go_on.set()
+    # the second call waits for the same end, and says why the first step of it failed
+    with pytest.raises(SandboxStartError):
+        await sandbox.kill()
+    assert ends == ["box"]
+    assert not (tmp_path / "box").exists()
