@@ -16,7 +16,7 @@ from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
 from hpcrl.models.arch import arch_from_config
 from hpcrl.planning.calibration.calibration_file import load_calibration
-from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.lengths import Quantiles
 from hpcrl.planning.times.from_recipe import planned_layout
 from hpcrl.planning.times.rates import Rates
@@ -105,6 +105,16 @@ def test_kernels_of_libraries_replace_parts() -> None:
     assert found["flash_mla_cudnn"]["compute.choice"] == found["triton"]["compute.choice"] > 0.0
     assert "compute.choice" not in found["libraries"]
     assert found["libraries"]["compute.indexer"] < found["triton"]["compute.indexer"]
+
+
+def test_a_missing_speed_leaves_the_other_times() -> None:
+    node = rates().hardware.node
+    gpu = node.gpu.model_copy(update={"tflops": {"fp8": node.gpu.tflops["fp8"]}})
+    own = Rates(NodeHardware(site(), "gpu", node.model_copy(update={"gpu": gpu})), load_calibration())
+    table = trainer_step(GLM5, SHAPE, LONG, own)
+    assert table.missing == ("cluster.partitions.gpu.node.gpu.tflops.bfloat16",)
+    assert table["compute.attention"].value is None
+    assert table["compute.linear"].value == pytest.approx(terms(SHAPE)["compute.linear"])
 
 
 @pytest.mark.parametrize(
