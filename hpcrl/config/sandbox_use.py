@@ -101,7 +101,8 @@ def sandbox_node(recipe: Recipe, cluster: ClusterProfile) -> SandboxNode:
     workers = recipe.environment_workers
     processes = 1 if workers is None else workers.count
     if isinstance(cluster, LocalCluster):
-        return SandboxNode(Role.TRAINER, "this machine", cluster.memory_gib, None, processes, processes)
+        parts = 1 if workers is None or workers.memory_gib is None else processes
+        return SandboxNode(Role.TRAINER, "this machine", cluster.memory_gib, None, processes, processes, parts)
     if workers is not None and workers.apart:
         node, here = cluster.node_of("env"), min(workers.per_node, workers.count)
         memory = node.memory_gib if workers.memory_gib is None else workers.memory_gib * here

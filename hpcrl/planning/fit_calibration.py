@@ -130,8 +130,11 @@ def _trainer_busy(
     layout = planned_layout(recipe, cluster, facts)
     batch = TrainerBatch(recipe.rollouts.rollouts_per_step, resolve_workload(recipe, merged).lengths)
     table = trainer_step(facts, layout.trainer, batch, site_rates(cluster, merged).trainer)
-    compute = [term.value for term in table if term.name.startswith("compute.")]
+    # kernels of sparse attention fill a GPU by themselves, whatever the share is
+    full = [term for term in table if term.name.startswith("compute.") and "kernels" in term.inputs]
+    compute = [term.value for term in table if term.name.startswith("compute.") and term not in full]
     rest = [term.value for term in table if term.counts and term.name.startswith(("ep.", "cp.", "offload.", "fsdp."))]
+    rest += [term.value for term in full]
     if any(value is None for value in (*compute, *rest)):
         return None
     kernels = sum(value or 0.0 for value in compute) * shipped.share("trainer_busy")

@@ -250,7 +250,7 @@ class BubblewrapSandbox:
     async def end_programs(self) -> None:
         """Kill all processes in the sandbox but its first one, because they use too much memory."""
         self.memory_kills += 1
-        with contextlib.suppress(OSError, SandboxLostError):
+        with contextlib.suppress(SandboxError):  # it may end meanwhile
             await self._request("kill_all", [])
 
     def evict(self) -> None:

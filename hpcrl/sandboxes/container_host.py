@@ -102,7 +102,11 @@ class ContainerHost:
         if self._node_memory is not None:
             await self._node_memory.reserve(name, limits.memory_bytes)
         source = self._directory / name
-        source.mkdir(mode=0o700)
+        try:
+            source.mkdir(mode=0o700)
+        except OSError as error:
+            self._release(name)
+            raise SandboxStartError(f"a container does not start: {error}") from None
         sandbox = ContainerSandbox(
             name,
             commands=self._commands,
@@ -159,7 +163,7 @@ class ContainerSandbox:
         self._name, self._commands, self._trees, self._source = name, commands, trees, source
         self._limits, self._work, self._env = limits, work_directory, {"HOME": "/tmp", "LANG": "C.UTF-8", **env}
         self._holder: subprocess.Popen[bytes] | None = None
-        self._ended = False
+        self._ending: asyncio.Task[None] | None = None
 
     @property
     def id(self) -> str:
@@ -279,18 +283,23 @@ class ContainerSandbox:
 
     async def kill(self) -> None:
         """See `Sandbox.kill`."""
-        if self._ended:
-            return
-        self._ended = True
-        await self._command(self._commands.kill(self._name))
-        if self._holder is not None:
-            assert self._holder.stdin is not None
-            with contextlib.suppress(OSError):
-                self._holder.stdin.close()
-            self._holder.kill()
-            await asyncio.to_thread(self._holder.wait)
-        await asyncio.to_thread(shutil.rmtree, self._source, ignore_errors=True)
-        self._on_end()
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        # a caller that gives up must leave neither the container nor the room that it has
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        try:
+            await self._command(self._commands.kill(self._name))
+        finally:
+            if self._holder is not None:
+                assert self._holder.stdin is not None
+                with contextlib.suppress(OSError):
+                    self._holder.stdin.close()
+                self._holder.kill()
+                await asyncio.to_thread(self._holder.wait)
+            await asyncio.to_thread(shutil.rmtree, self._source, ignore_errors=True)
+            self._on_end()
 
     async def unpack(self, records: Iterable[ArchiveRecord]) -> None:
         """Write records into the work tree."""
@@ -329,7 +338,7 @@ class ContainerSandbox:
         return self._commands.exec(self._name, argv, cwd=where, env={**self._env, **(env or {})})
 
     def _must_live(self) -> None:
-        if self._ended or (self._holder is not None and self._holder.poll() is not None):
+        if self._ending is not None or (self._holder is not None and self._holder.poll() is not None):
             raise SandboxLostError(f"sandbox {self._name} has ended")
 
 

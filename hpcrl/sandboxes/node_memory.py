@@ -69,14 +69,15 @@ class NodeMemory:
         self._room_s = room_s
         self._reserved: dict[str, int] = {}
         self._path: Path | None = None
+        self._missed = False
         try:
             self._directory, self._lock = join_owned(base, f"sandboxes-{name}")
-            # the file has a name that others look at only when it is locked
+            # the file has a name that others look at only when it is locked and has numbers
             staged = self._directory / f".{os.getpid()}-{os.urandom(4).hex()}"
             self._file = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._file, (_NUMBERS % (0, 0)).encode(), 0)  # later writes need no more memory
             self._path = staged.rename(self._directory / staged.name[1:])
-            self.publish(0, 0)
         except OSError as error:
             _log.warning("sandboxes of other daemons do not count in the memory of the node: %s", error)
 
@@ -168,22 +169,28 @@ class NodeMemory:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep others from reserving at the same time; the lock is held for some file operations."""
-        if self._path is None:
+        with contextlib.ExitStack() as stack:
+            if self._path is not None:
+                with contextlib.suppress(FileNotFoundError):  # `_others` reports that it is missing
+                    directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    stack.callback(os.close, directory)
+                    fcntl.flock(directory, fcntl.LOCK_EX)
             yield
-            return
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(directory)
 
     def _others(self) -> list[_Use]:
         """Return what other daemons use; files of those that have ended are removed."""
         found: list[_Use] = []
         if self._path is None:
             return found
-        for path in self._directory.iterdir():
+        try:
+            paths = list(self._directory.iterdir())
+        except OSError as error:
+            # systemd (RemoveIPC) and epilogs of jobs may empty shared memory; then the limit is for this daemon alone
+            if not self._missed:
+                _log.warning("sandboxes of other daemons do not count any more: %s", error)
+            self._missed = True
+            return found
+        for path in paths:
             if path == self._path or not path.name[0].isdecimal():
                 continue
             # one that has ended may be removed by another daemon at the same time

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from hpcrl.sandboxes.bubblewrap import tmpfs_sizes
 from hpcrl.sandboxes.bubblewrap_sandbox import BubblewrapSandbox
@@ -24,6 +25,7 @@ from hpcrl.sandboxes.node_memory import NodeMemory
 INTERVAL_S = 0.25
 """Seconds between two looks: a program can exceed its limit for as long."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_log = logging.getLogger(__name__)
 
 
 async def watch_memory(sandboxes: Mapping[str, BubblewrapSandbox], node_memory: NodeMemory | None = None) -> None:
@@ -34,8 +36,8 @@ async def watch_memory(sandboxes: Mapping[str, BubblewrapSandbox], node_memory: 
     node_memory:
         Limit of all sandboxes of the node together; above it the largest ones end as a whole.
     """
-    while True:
-        await asyncio.sleep(INTERVAL_S)
+
+    async def look() -> None:
         looked_at = {name: (each.pidfd, each.limits, each.work_directory) for name, each in sandboxes.items()}
         near = (lambda used: False) if node_memory is None else node_memory.is_near
         used = await asyncio.to_thread(_used, looked_at, near) if looked_at else {}
@@ -47,6 +49,8 @@ async def watch_memory(sandboxes: Mapping[str, BubblewrapSandbox], node_memory: 
             within = {name: size for name, size in used.items() if name not in over}
             _evict(sandboxes, node_memory, within)
 
+    await _repeat(look)
+
 
 async def watch_groups(
     sandboxes: Mapping[str, BubblewrapSandbox], node_memory: NodeMemory, cgroups: CgroupTree
@@ -55,14 +59,30 @@ async def watch_groups(
 
     The kernel limits the sum of this daemon as well. It ends the largest process, and no files in memory.
     """
-    while True:
-        await asyncio.sleep(INTERVAL_S)
+
+    async def look() -> None:
         whole = cgroups.used()
         if node_memory.is_near(whole):
             groups = {name: each.cgroup for name, each in sandboxes.items() if each.cgroup is not None}
             _evict(sandboxes, node_memory, {name: group.used() for name, group in groups.items()})
         else:
             node_memory.publish(whole, whole)
+
+    await _repeat(look)
+
+
+async def _repeat(look: Callable[[], Awaitable[None]]) -> None:
+    """Look until cancelled; a look that fails is reported and does not end the others."""
+    fails = False
+    while True:
+        await asyncio.sleep(INTERVAL_S)
+        try:
+            await look()
+            fails = False
+        except Exception:  # noqa: BLE001 - without looks no sandbox has a limit any more
+            if not fails:
+                _log.exception("the memory of sandboxes could not be measured; the next look follows")
+            fails = True
 
 
 def _evict(sandboxes: Mapping[str, BubblewrapSandbox], node_memory: NodeMemory, used: Mapping[str, int]) -> None:
@@ -83,11 +103,12 @@ def _used(looked_at: Mapping[str, tuple[int, SandboxLimits, str]], near: Callabl
     near:
         Return whether the sum has to be measured exactly, by an upper bound of it.
     """
-    firsts = {}
+    firsts: dict[str, int] = {}
+    spaces: dict[int, str] = {}
     for name, (pidfd, _, _) in looked_at.items():
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or ends meanwhile
             firsts[name] = _pid_of(pidfd)
-    spaces = {os.stat(f"/proc/{pid}/ns/pid").st_ino: name for name, pid in firsts.items() if _exists(pid)}
+            spaces[os.stat(f"/proc/{firsts[name]}/ns/pid").st_ino] = name
     processes: dict[str, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
@@ -140,10 +161,6 @@ def _resident(pids: Iterable[int]) -> int:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as stream:
             total += int(stream.read().split()[1]) * _PAGE
     return total
-
-
-def _exists(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}/ns/pid")
 
 
 def _pid_of(pidfd: int) -> int:

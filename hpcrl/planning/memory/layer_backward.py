@@ -34,6 +34,7 @@ _GRADIENTS = {
     "first matrices of experts": "b (T k (2 F + D) + 2 T D)",
     "last matrix": "b T (F + D)",
     "gate": "b T (2 F + D)",
+    "gate of shared experts": "b T (2 F + D)",
     "first matrices": "b T (2 F + 2 D)",
     "indexer": "b T D",
     "recurrence": "8 b T D",
@@ -145,6 +146,15 @@ def _sparse(layer: Layer, mlp: Moe, shape: ActivationShape, ep: int, *, fp8: boo
     shared_parameters = 0 if mlp.shared is None else kept_products(gated=mlp.gated) * d * mlp.shared.intermediate_size
     # the residual's, and that of the block's input where shared experts have made it; of latents that of their sum
     tokens = b * t * (d * (1 if mlp.shared is None else 2) + (mlp.latent_size or 0))
+    if mlp.shared is not None:
+        width = b * t * mlp.shared.intermediate_size
+        yield BackwardStage(
+            name="gate of shared experts",
+            # of what routed experts kept nothing is free yet
+            saved=saved_bytes(layer, shape) - width,
+            gradients=b * t * d + width * _gate_widths(gated=mlp.shared.gated),
+            ready=mlp.shared.intermediate_size * d,
+        )
     saved = saved_bytes(layer, shape) - shared
     if shared and mlp.correction_bias and b < 4 and mlp.latent_size is None:
         # of the block's input the router has a copy in float32, and experts one sorted by expert

@@ -77,15 +77,17 @@ class Rates:
 
     def sparse_forward(self, kernels: SparseKernels) -> float:
         """Return the rate of a trainer's sparse attention in a forward pass, in bfloat16."""
-        if kernels != "triton":
-            return self.attention
-        return self.hardware.gpu_flops("bfloat16") * self.calibration.share("sparse_attention")
+        return self.hardware.gpu_flops("bfloat16") * self.sparse_shares(kernels)[0]
 
     def sparse_backward(self, kernels: SparseKernels) -> float:
         """Return the rate of a trainer's sparse attention in a backward pass, in bfloat16."""
+        return self.hardware.gpu_flops("bfloat16") * self.sparse_shares(kernels)[1]
+
+    def sparse_shares(self, kernels: SparseKernels) -> tuple[float, float]:
+        """Return the shares of the bfloat16 peak that both reach, which need no number of the profile."""
         by_cudnn = kernels in {"flash_mla_cudnn", "libraries"}
-        share = self.calibration.share("sparse_backward_cudnn" if by_cudnn else "sparse_backward")
-        return self.hardware.gpu_flops("bfloat16") * share
+        forward = self.calibration.share("sparse_attention" if kernels == "triton" else "attention")
+        return forward, self.calibration.share("sparse_backward_cudnn" if by_cudnn else "sparse_backward")
 
     def index_scores(self, kernels: SparseKernels) -> float:
         """Return the rate of an indexer's scores in a trainer, whose own program multiplies in bfloat16."""

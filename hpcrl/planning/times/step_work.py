@@ -54,8 +54,8 @@ class StepWork:
         """Return the seconds of attention's backward pass, relative to the forward pass."""
         if not self.sparse:
             return BACKWARD_SCORES / self.rates.calibration.constant("backward_attention_share")
-        kernels = self.shape.sparse_kernels
-        return BACKWARD_SCORES * self.rates.sparse_forward(kernels) / self.rates.sparse_backward(kernels)
+        forward, backward = self.rates.sparse_shares(self.shape.sparse_kernels)
+        return BACKWARD_SCORES * forward / backward
 
     @property
     def sparse(self) -> bool:

@@ -42,23 +42,35 @@ def test_what_experts_kept_is_free_behind_them() -> None:
     outputs, product = 2 * ROWS * D, 2 * ROWS * F
     # gate, up and product of shared experts, and the block's input in bfloat16: the router has it in float32
     begun = whole - 2 * T * (3 * F + D)
-    saved = [stage.saved for stage in found.values()]
+    routed = list(found.values())[1:5]
+    saved = [stage.saved for stage in routed]
     assert saved[:3] == [begun, begun - outputs, begun - outputs - product]
     assert saved[3] == begun - outputs - 3 * product
     residual = 2 * 2 * T * D
-    assert [stage.gradients for stage in list(found.values())[:4]] == [
+    assert [stage.gradients for stage in routed] == [
         residual + outputs,
         residual + outputs + product,
         residual + 2 * product,
         residual + 2 * product + outputs,
     ]
-    made = [(stage.ready, stage.made) for stage in list(found.values())[:4]]
+    made = [(stage.ready, stage.made) for stage in routed]
     assert made == [(shared, 0), (shared, last), (shared + last, 0), (shared + last, first)]
     # what attention kept, with the norm before it, and gradients of all matrices
     attention = found["attention"]
     assert attention.saved == saved_bytes(replace(SPARSE, mlp=None), MEMORY.activations)
     assert attention.ready == 1_000_000
     assert attention.attention is not None
+
+
+def test_shared_experts_come_first_while_all_of_routed_ones_is_kept() -> None:
+    """Llama 4 has one expert a token, and of its shared one as much."""
+    layer, hidden, width = load_facts("Llama-4-Scout-17B-16E-Instruct").layers[-1], 5120, 8192
+    found = stages(layer, ep=16)
+    name, shared = next(iter(found.items()))
+    assert (name, shared.ready) == ("gate of shared experts", hidden * width)
+    assert shared.saved == saved_bytes(layer, MEMORY.activations) - 2 * T * width
+    assert shared.gradients == 2 * T * (hidden + 2 * width)
+    assert max(found.values(), key=lambda stage: stage.total(2)) is shared
 
 
 def test_an_indexer_chooses_before_experts_are_computed() -> None:

@@ -151,6 +151,9 @@ def test_workers_have_the_limit_and_equal_parts_of_their_memory(
     limit = limit_in(submitted(tmp_path, PART), Role.ENV).partition(":")[0]
     assert int(limit) == part.limit
     assert planned(PART, "rollouts.sandboxes_gib=40").limit == 20 * GIB
+    # all eight are on this machine, and each has a limit of its own
+    here = sandbox_node(glm5(PART), load_cluster("local").value)
+    assert (here.processes, here.parts) == (8, 8)
 
 
 def test_a_limit_holds_one_sandbox_and_is_unknown_where_the_memory_is(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.plan import Role
 from hpcrl.models import load_facts
 from hpcrl.models.arch import arch_from_config
-from hpcrl.planning.calibration.calibration_file import load_calibration
-from hpcrl.planning.hardware import node_hardware
+from hpcrl.planning.calibration.calibration_file import Calibration, Measured, load_calibration
+from hpcrl.planning.fit_calibration import _trainer_busy
+from hpcrl.planning.hardware import NodeHardware, node_hardware
 from hpcrl.planning.lengths import Quantiles
+from hpcrl.planning.times.forecast import site_rates
 from hpcrl.planning.times.from_recipe import planned_layout
 from hpcrl.planning.times.rates import Rates
 from hpcrl.planning.times.shapes import TrainerShape
@@ -105,6 +107,43 @@ def test_kernels_of_libraries_replace_parts() -> None:
     assert found["flash_mla_cudnn"]["compute.choice"] == found["triton"]["compute.choice"] > 0.0
     assert "compute.choice" not in found["libraries"]
     assert found["libraries"]["compute.indexer"] < found["triton"]["compute.indexer"]
+
+
+def test_a_missing_speed_leaves_the_other_times() -> None:
+    node = rates().hardware.node
+    gpu = node.gpu.model_copy(update={"tflops": {"fp8": node.gpu.tflops["fp8"]}})
+    own = Rates(NodeHardware(site(), "gpu", node.model_copy(update={"gpu": gpu})), load_calibration())
+    table = trainer_step(GLM5, SHAPE, LONG, own)
+    assert table.missing == ("cluster.partitions.gpu.node.gpu.tflops.bfloat16",)
+    assert table["compute.attention"].value is None
+    assert table["compute.linear"].value == pytest.approx(terms(SHAPE)["compute.linear"])
+
+
+def test_a_run_with_sparse_attention_has_the_share_that_explains_its_time() -> None:
+    """What is planned with half of the shipped share, as a measurement."""
+    recipe, shipped = load_recipe("glm5_swe").value, load_calibration()
+    slow, layout = shipped.moved("efficiencies.trainer_busy", 0.5), planned_layout(recipe, site(), GLM5)
+    workload, rollouts = resolve_workload(recipe, shipped), recipe.rollouts.rollouts_per_step
+    batch = TrainerBatch(rollouts, workload.lengths)
+    table = trainer_step(GLM5, layout.trainer, batch, site_rates(site(), slow).trainer)
+    kinds = ("compute.", "ep.", "cp.", "offload.", "fsdp.")
+    seconds = sum(term.value or 0.0 for term in table if term.counts and term.name.startswith(kinds))
+    measured = Measured(
+        run="one",
+        recipe="glm5_swe",
+        cluster="h200-28",
+        trainer_ranks=64.0,
+        engines=1.0,
+        steps=9.0,
+        train_s_per_token=seconds / 1e6,
+        optimizer_s=0.0,
+        publish_s=0.0,
+        sampled_tokens_per_s=1.0,
+        batch_tokens=1e6,
+    )
+    found = _trainer_busy(recipe, site(), GLM5, Calibration(), measured)
+    assert found is not None
+    assert found.value == pytest.approx(shipped.share("trainer_busy") / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(
