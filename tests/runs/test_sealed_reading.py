@@ -1,0 +1,112 @@
+"""Readers of records while a part is sealed, and of parts that are damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from runs_testing import make_run, step_record, write_status
+
+from hpcrl.reporting import reports
+from hpcrl.runs import metrics_files
+from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
+from hpcrl.runs.metrics_files import MetricsTail, part_path
+from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.status import RunState
+from hpcrl.storage.sealed_files import content_from, sealed_path
+
+LINE_BYTES = len(msgspec.json.encode(step_record(10))) + 1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of ten steps: two parts are sealed, and the third has two steps."""
+    run = make_run(tmp_path)
+    write_status(run, RunState.COMPLETED)
+    write(run, range(1, 11))
+    assert sealed_path(part_path(run, 1, 2)).exists()
+    return run
+
+
+def write(run: RunDir, steps: range) -> None:
+    """Write steps, four in each part."""
+    writer = MetricsWriter(run, 1, part_bytes=int(3.5 * LINE_BYTES))
+    for step in steps:
+        writer.write(step_record(step))
+        assert writer.flush(20.0)
+    writer.close()
+    assert reports.flush(20.0, directory=run.metrics_dir)
+
+
+def steps_of(tail: MetricsTail) -> list[int]:
+    return [msgspec.json.decode(line, type=StepRecord).step for line in tail.lines()]
+
+
+def hide_once(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Let the next listing of a directory lack a file; returns the files that were hidden."""
+    real, hidden = os.listdir, list[str]()
+
+    def hasty(path: Any) -> list[str]:
+        names = real(path)
+        if not hidden and name in names:
+            hidden.append(name)
+            return [each for each in names if each != name]
+        return names
+
+    monkeypatch.setattr(os, "listdir", hasty)
+    return hidden
+
+
+@pytest.mark.parametrize("name", ["0001.jsonl.gz", "0001-0002.jsonl.gz"])
+def test_a_listing_that_misses_a_part_is_repeated(name: str, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that changes while it is listed may show a part in neither form."""
+    hidden = hide_once(monkeypatch, name)
+    assert [record.step for record in read_metrics(run)] == list(range(1, 11))
+    assert hidden == [name]
+
+
+def test_a_part_that_is_lost_is_not_waited_for(run: RunDir) -> None:
+    sealed_path(part_path(run, 1, 2)).unlink()
+    assert [record.step for record in read_metrics(run)] == [1, 2, 3, 4, 9, 10]
+
+
+def test_lines_wait_for_a_part_that_cannot_be_opened_yet(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS may remember names for a while; a sink drops steps that come after later ones."""
+    second = part_path(run, 1, 2)
+
+    def hasty(path: Path, *how: Any) -> bytes:
+        if path == second:
+            raise FileNotFoundError(path)
+        return content_from(path, *how)
+
+    tail = MetricsTail(run, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_files, "content_from", hasty)
+        assert steps_of(tail) == [1, 2, 3, 4]
+        assert steps_of(tail) == []
+    assert steps_of(tail) == [5, 6, 7, 8, 9, 10]
+    assert steps_of(tail) == []
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 30, None])
+def test_no_part_is_made_where_a_sealed_one_is(
+    part_bytes: int | None, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process was killed after it had sealed a part, and before the first line of the next one."""
+    part_path(run, 1, 3).unlink()
+    monkeypatch.setattr(metrics_files, "_may_have_parts", lambda _: False)
+    writer = MetricsWriter(run, 1, part_bytes=part_bytes)
+    writer.write(step_record(9))
+    writer.close()
+    assert not part_path(run, 1, 2).exists()
+    assert [record.step for record in read_metrics(run)] == list(range(1, 10))
+
+
+def test_what_a_killed_process_left_of_sealing_is_removed(run: RunDir) -> None:
+    left = run.metrics_dir / ".0001.jsonl.gz.0123456789abcdef.tmp"
+    left.write_bytes(b"half")
+    write(run, range(11, 15))
+    assert not left.exists()
