@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from runs_testing import make_run, step_record, write_status
+from runs_testing import Hpcrl, make_run, step_record, write_status
 
 from hpcrl.reporting import reports
 from hpcrl.runs import metrics_files
@@ -16,7 +16,7 @@ from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.metrics_files import MetricsTail, part_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.status import RunState
-from hpcrl.storage.sealed_files import content_from, sealed_path
+from hpcrl.storage.sealed_files import SealedFileError, content_bytes, content_from, sealed_path
 
 LINE_BYTES = len(msgspec.json.encode(step_record(10))) + 1
 
@@ -110,3 +110,18 @@ def test_what_a_killed_process_left_of_sealing_is_removed(run: RunDir) -> None:
     left.write_bytes(b"half")
     write(run, range(11, 15))
     assert not left.exists()
+
+
+@pytest.mark.parametrize("size", [0, 10, 100])
+def test_a_damaged_part_is_named_with_a_way_on(size: int, run: RunDir, hpcrl: Hpcrl) -> None:
+    path = sealed_path(part_path(run, 1, 1))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(SealedFileError):
+        read_metrics(run)
+    code, out, err = hpcrl("status", str(run.path), "--json")
+    assert (code, out) == (1, "")
+    assert f"hpcrl: {path} is damaged: " in err
+    assert "hint: if no copy is whole, move it away" in err
+    if size < 18:
+        with pytest.raises(SealedFileError, match="is damaged: it is cut off"):
+            content_bytes(part_path(run, 1, 1))
