@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,17 @@ import msgspec
 import pytest
 from runs_testing import Hpcrl, make_run, step_record, write_status
 
+from hpcrl.dock.ledger.entries import Begin, Kept
 from hpcrl.reporting import reports
 from hpcrl.runs import metrics_files
 from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
-from hpcrl.runs.metrics_files import MetricsTail, part_path
+from hpcrl.runs.metrics_files import MetricsTail, metrics_parts, part_path
 from hpcrl.runs.rundir import RunDir
+from hpcrl.runs.sharing import run_bundle
+from hpcrl.runs.sharing.run_bundle import write_run_bundle
 from hpcrl.runs.status import RunState
-from hpcrl.storage.sealed_files import SealedFileError, content_bytes, content_from, sealed_path
+from hpcrl.runs.views import rollouts
+from hpcrl.storage.sealed_files import SealedFileError, content_bytes, content_from, seal_file, sealed_path
 
 LINE_BYTES = len(msgspec.json.encode(step_record(10))) + 1
 
@@ -125,3 +131,53 @@ def test_a_damaged_part_is_named_with_a_way_on(size: int, run: RunDir, hpcrl: Hp
     if size < 18:
         with pytest.raises(SealedFileError, match="is damaged: it is cut off"):
             content_bytes(part_path(run, 1, 1))
+
+
+def bundled_lines(run: RunDir, output: Path) -> dict[str, int]:
+    write_run_bundle(run, output, max_bytes=1 << 24)
+    with tarfile.open(output) as tar:
+        found = [(name, tar.extractfile(name)) for name in tar.getnames() if "/metrics/" in name]
+        assert len(found) == len(dict(found))
+        return {Path(name).name: stream.read().count(b"\n") for name, stream in found if stream is not None}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_bundle_has_a_part_that_is_sealed_meanwhile(
+    before: bool, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third, real = part_path(run, 1, 3), run_bundle._files
+
+    def slow(directory: Path) -> list[Path]:
+        found = [] if before else real(directory)
+        if directory == run.metrics_dir:
+            assert seal_file(third, size=third.stat().st_size)
+        return real(directory) if before else found
+
+    monkeypatch.setattr(run_bundle, "_files", slow)
+    assert bundled_lines(run, tmp_path / "b.tar.gz") == {"0001.jsonl": 4, "0001-0002.jsonl": 4, "0001-0003.jsonl": 2}
+    assert not third.exists()
+
+
+def test_a_bundle_is_made_where_records_cannot_be_listed(run: RunDir, tmp_path: Path) -> None:
+    shutil.rmtree(run.metrics_dir)
+    run.metrics_dir.write_text("no directory")
+    with pytest.raises(NotADirectoryError):
+        metrics_parts(run)
+    assert bundled_lines(run, tmp_path / "b.tar.gz") == {}
+
+
+def test_verify_counts_no_bytes_that_come_meanwhile(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the newest file is compared with its size: a run in progress adds entries."""
+    path = run.rollouts_dir / "ledger" / "000001.jsonl"
+    path.parent.mkdir(parents=True)
+    entries = [Begin(attempt=1, restored=0, time_s=1.0, believed={}), Kept(group=1)]
+    path.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+    real = rollouts.whole_bytes
+
+    def slow(newest: Path) -> int:
+        with newest.open("ab") as stream:
+            stream.write(msgspec.json.encode(Kept(group=2)) + b"\n")
+        return real(newest)
+
+    monkeypatch.setattr(rollouts, "whole_bytes", slow)
+    assert [note for note in rollouts.verify_rollouts(run).notes if "incomplete" in note] == []
