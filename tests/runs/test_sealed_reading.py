@@ -19,7 +19,9 @@ from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
 from hpcrl.runs.metrics_files import MetricsTail, metrics_parts, part_path
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.sharing import run_bundle
+from hpcrl.runs.sharing.group_access import find_leaks
 from hpcrl.runs.sharing.run_bundle import write_run_bundle
+from hpcrl.runs.sharing.secret_scan import SecretFinding
 from hpcrl.runs.status import RunState
 from hpcrl.runs.views import rollouts
 from hpcrl.storage.sealed_files import SealedFileError, content_bytes, content_from, seal_file, sealed_path
@@ -164,6 +166,18 @@ def test_a_bundle_is_made_where_records_cannot_be_listed(run: RunDir, tmp_path: 
     with pytest.raises(NotADirectoryError):
         metrics_parts(run)
     assert bundled_lines(run, tmp_path / "b.tar.gz") == {}
+
+
+@pytest.mark.parametrize("cut", [0, 10])
+def test_a_secret_in_a_packed_file_is_found(cut: int, run: RunDir) -> None:
+    path, noise = part_path(run, 1, 3), os.urandom(20_000).hex().encode()
+    path.write_bytes(b"{}\n" + b"hf_" + b"x" * 34 + b"\n" + noise)
+    assert seal_file(path, size=path.stat().st_size)
+    packed = sealed_path(path)
+    packed.write_bytes(packed.read_bytes()[: packed.stat().st_size - cut])
+    (run.metrics_dir / "other.gz").write_bytes(b"none")
+    found = list(find_leaks(run))
+    assert found == [SecretFinding("a token of the Hugging Face hub", packed, 2)]
 
 
 def test_verify_counts_no_bytes_that_come_meanwhile(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
