@@ -7,24 +7,25 @@ sealed, and no part of another attempt. Paths and positions are those without co
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from hpcrl.errors import RunDirError
 from hpcrl.reporting.reports import Outage, ReportedFile, ReportedLines
 from hpcrl.runs.record import RunRecord
 from hpcrl.runs.rundir import RunDir
-from hpcrl.storage.sealed_files import SUFFIX, content_bytes, content_from, seal_file, sealed_path
+from hpcrl.storage.sealed_files import SUFFIX, content_from, remove_remains, seal_file, sealed_path
 
 _log = logging.getLogger(__name__)
 _PART = re.compile(r"(\d{4,})(?:-(\d{4,}))?\.jsonl")
 PART_BYTES = 1 << 20
 """Size of a part in bytes from which on the next one continues it: some hundred steps."""
+_LISTINGS = 3
+"""Maximum looks for parts: one that is sealed while its directory is listed may be in the list in neither form."""
 _MAX_READ = 16 << 20
 """Maximum bytes that are read of a part at once."""
 
@@ -42,15 +43,31 @@ def metrics_parts(run: RunDir, attempt: int | None = None) -> list[Path]:
     OSError
         The directory exists and cannot be read.
     """
-    try:
-        names = os.listdir(run.metrics_dir)
-    except FileNotFoundError:
-        return []
-    # while a part is being sealed, both forms exist
-    plain = {name.removesuffix(SUFFIX) for name in names if name.endswith((".jsonl", f".jsonl{SUFFIX}"))}
-    numbers = {name: _numbers(name) for name in plain if not name.startswith(".")}
+    for _ in range(_LISTINGS):
+        numbers = _listed(run.metrics_dir)
+        if not _has_gaps(numbers.values()):
+            break
     chosen = (name for name, (of, _) in numbers.items() if attempt in (None, of))
     return [run.metrics_dir / name for name in sorted(chosen, key=lambda name: (*numbers[name], name))]
+
+
+def _listed(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return attempt and part of the files of a directory by their plain names."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return {}
+    # while a part is being sealed, both forms exist
+    plain = {name.removesuffix(SUFFIX) for name in names if name.endswith((".jsonl", f".jsonl{SUFFIX}"))}
+    return {name: _numbers(name) for name in plain if not name.startswith(".")}
+
+
+def _has_gaps(numbers: Collection[tuple[int, int]]) -> bool:
+    """Return whether a part is missing before the newest one of its attempt."""
+    newest: dict[int, int] = {}
+    for attempt, part in numbers:
+        newest[attempt] = max(part, newest.get(attempt, 0))
+    return sum(newest.values()) > sum(1 for _, part in numbers if part)
 
 
 def _numbers(name: str) -> tuple[int, int]:
@@ -110,7 +127,13 @@ class MetricsLines:
         """Return the part that an earlier process of this attempt has written last, and its size; or the first."""
         try:
             parts = metrics_parts(self._run, self._attempt)
-            return (_numbers(parts[-1].name)[1], content_bytes(parts[-1])) if parts else (1, 0)
+            if not parts:
+                return 1, 0
+            number = _numbers(parts[-1].name)[1]
+            try:
+                return number, parts[-1].stat().st_size
+            except FileNotFoundError:
+                return number + 1, 0  # it is sealed: that process was killed before the first line of the next part
         except OSError:
             # a number behind all others: what exists may be sealed, and nothing may be written in its place
             return int(time.time()), 0
@@ -132,6 +155,7 @@ class _EndedParts(ReportedFile):
 
     def _write(self, data: list[bytes]) -> None:
         try:
+            remove_remains(self._run.metrics_dir)
             for path in metrics_parts(self._run, self._attempt):
                 if _numbers(path.name)[1] < self._newest and path.is_file():
                     seal_file(path, size=path.stat().st_size)
@@ -154,9 +178,10 @@ class MetricsTail:
         parts = metrics_parts(self._run, self._attempt)
         for path, following in zip(parts, [*parts[1:], None], strict=False):
             while path not in self._ended:
-                data = b""
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     data = content_from(path, self._offsets.get(path, 0), _MAX_READ)
+                except FileNotFoundError:
+                    return  # not visible here yet: lines of later parts would come before those of this one
                 end = data.rfind(b"\n") + 1
                 self._offsets[path] = self._offsets.get(path, 0) + end
                 yield from (line for line in data[:end].split(b"\n") if line)

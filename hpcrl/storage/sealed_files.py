@@ -22,6 +22,7 @@ from typing import BinaryIO, cast
 
 import xxhash
 
+from hpcrl.errors import HpcrlError
 from hpcrl.storage import lost_replies
 from hpcrl.storage.files import fsync_dir
 
@@ -33,13 +34,19 @@ _LEVEL = 9
 """Level of compression: 7 % smaller than level 6 for a ledger of rollouts, which is compressed once, in a thread."""
 _MAX_BYTES = (1 << 32) - 1
 """Maximum size of a file that is sealed in bytes: the end of a compressed file has its size in 32 bits."""
+_MIN_BYTES = 18
+"""Size of the head and the end of a compressed file in bytes."""
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """Error numbers of a file that another process has removed; NFS gives the second one."""
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
-class SealedFileError(OSError):
+class SealedFileError(HpcrlError, OSError):
     """A compressed file is damaged."""
+
+    def __str__(self) -> str:
+        hint = "if no copy is whole, move it away: only what is in it is missing then"
+        return f"{self.filename} is damaged: {self.strerror}\n    hint: {hint}"
 
 
 def sealed_path(path: Path) -> Path:
@@ -99,7 +106,7 @@ def seal_file(path: Path, *, size: int, stop: Callable[[], bool] = lambda: False
 def _content_digest(path: Path) -> tuple[int, bytes]:
     """Return size and hash of the content of a compressed file; of a damaged one those of its beginning."""
     size, digest = 0, xxhash.xxh3_128()
-    with _open_sealed(path) as stream, contextlib.suppress(*_DAMAGE):
+    with contextlib.suppress(*_DAMAGE), _open_sealed(path) as stream:
         while block := stream.read(_BLOCK_BYTES):
             size += len(block)
             digest.update(block)
@@ -176,10 +183,12 @@ def _reading(path: Path, gone: OSError) -> Iterator[None]:
     except FileNotFoundError:
         raise gone from None
     except _DAMAGE as error:
-        raise SealedFileError(errno.EIO, f"it is damaged: {error}", str(sealed_path(path))) from error
+        raise SealedFileError(errno.EIO, str(error), str(sealed_path(path))) from error
 
 
 def _open_sealed(path: Path) -> BinaryIO:
+    if not path.stat().st_size:
+        raise EOFError("it is empty")  # Python takes it for one without content
     # lines of a buffer are found in C, those of a compressed file in Python
     return cast("BinaryIO", io.BufferedReader(cast("io.RawIOBase", gzip.open(path, "rb")), _LINES_BYTES))
 
@@ -199,6 +208,8 @@ def content_bytes(path: Path) -> int:
             raise
         gone = error
     with _reading(path, gone), sealed_path(path).open("rb") as stream:
+        if stream.seek(0, os.SEEK_END) < _MIN_BYTES:
+            raise EOFError("it is cut off")
         # the last four bytes of a compressed file
         stream.seek(-4, os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from hpcrl.storage.sealed_files import SUFFIX, SealedFileError, content_bytes, lines_of_file, sealed_path
+from hpcrl.storage.sealed_files import SUFFIX, SealedFileError, content_bytes, lines_of_file
 
 FORMAT_VERSION = 2
 """Format of a file that others come before: they may be sealed, and it may continue one of them."""
@@ -304,7 +304,7 @@ def _lines(path: Path) -> Generator[bytes]:
     try:
         yield from lines_of_file(path)
     except SealedFileError as error:
-        raise ValueError(f"{sealed_path(path)} is damaged: {error}") from error
+        raise ValueError(f"{error.filename} is damaged: {error.strerror}") from error
 
 
 def _begin(path: Path) -> Begin | None:

@@ -40,6 +40,7 @@ from hpcrl.dock.ledger.sealer import LedgerSealer
 from hpcrl.processes.uncancellable_future import promise
 from hpcrl.storage.files import fsync_dir, make_directory
 from hpcrl.storage.retry import retry_transient
+from hpcrl.storage.sealed_files import sealed_path
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
@@ -150,6 +151,11 @@ class RolloutLog:
             except FileExistsError:
                 continue
             try:
+                # this process stood still since it looked: others have used the number, and have sealed their file
+                if sealed_path(path).name in os.listdir(self.ledger_dir):
+                    path.unlink()
+                    os.close(fd)
+                    continue
                 fsync_dir(self.ledger_dir)
             except OSError:
                 os.close(fd)

@@ -24,6 +24,8 @@ _CLOSE_S = 2.0
 def seal_ended_files(directory: Path, *, newest: str, stop: Callable[[], bool] = lambda: False) -> list[str]:
     """Seal the files of a ledger before the newest one; return the names of those that were sealed now.
 
+    Temporary files of processes that were killed while they sealed are removed.
+
     Parameters
     ----------
     newest:
@@ -40,6 +42,7 @@ def seal_ended_files(directory: Path, *, newest: str, stop: Callable[[], bool] =
     files = begun_files(ledger_files(directory))
     if not files or files[-1][0].name != newest:
         return sealed
+    remove_remains(directory)
     sizes = trusted_sizes(files)
     for path, _ in files[:-1]:
         if path.is_file() and not stop() and seal_file(path, size=sizes.get(path.name, -1), stop=stop):
@@ -75,8 +78,6 @@ class LedgerSealer:
 
     def _run(self) -> None:
         self._asked.wait(_SETTLE_S)
-        if not self._ends.is_set():
-            remove_remains(self._directory)
         while not self._ends.is_set():
             self._asked.clear()
             self._seal()

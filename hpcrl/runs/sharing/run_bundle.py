@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -146,9 +147,7 @@ def _contents(run: RunDir, scan: SecretScan, rollouts: int, more: Mapping[str, b
 
 def _parts(run: RunDir, rollouts: int) -> Iterator[_Part]:
     yield from (_Part(run.path / name) for name in _FIRST)
-    # a bundle has the lines of sealed files, by their plain names
-    sealed = [path for path in metrics_parts(run) if not path.exists() and _is_regular(sealed_path(path))]
-    metrics = sorted([*_files(run.metrics_dir), *sealed])
+    metrics = _metrics_files(run)
     yield from (_Part(path) for path in [*_files(run.snapshots_dir), *metrics, *_files(run.events_dir)])
     if rollouts:
         # a hundred that shares a file is older than all that have one of their own
@@ -166,6 +165,14 @@ def _files(directory: Path) -> list[Path]:
     """Return the regular files below a directory that are text for people or programs."""
     found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
     return sorted(path for path in found if path.suffix in _SUFFIXES and _is_regular(path))
+
+
+def _metrics_files(run: RunDir) -> list[Path]:
+    """Return the files of records, by their plain names also where they are sealed: a bundle has their lines."""
+    found = set(_files(run.metrics_dir))  # first: a file that is sealed now is among these
+    with contextlib.suppress(OSError):
+        found |= {path for path in metrics_parts(run) if not os.path.lexists(path) and _is_regular(sealed_path(path))}
+    return sorted(found)
 
 
 def _is_regular(path: Path) -> bool:

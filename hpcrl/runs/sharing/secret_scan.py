@@ -7,7 +7,10 @@ that looks like a word; what it finds is named by its kind and place, never by i
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +49,8 @@ _FORMS: dict[str, re.Pattern[bytes]] = {
 _CHUNK = 4 << 20
 _OVERLAP = 4096
 """Maximum length in bytes of a secret that lies on both sides of a chunk."""
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
+"""Errors of a packed file that is damaged, or is none: what can be read of it is scanned."""
 _SHORTEST = 8
 _MOST_BYTES = 64 << 10
 """Maximum size of a file that has a secret."""
@@ -160,11 +165,11 @@ class SecretScan:
         return data, found
 
     def file(self, path: Path) -> Iterator[SecretFinding]:
-        """Yield the secrets in a file of any size (OSError where it cannot be read)."""
-        with path.open("rb") as stream:
+        """Yield the secrets in a file of any size (OSError where it cannot be read), in the content of a packed one."""
+        with contextlib.suppress(*_DAMAGE), _opened(path) as stream:
             before, lines = b"", 1
             seen: set[tuple[str, int]] = set()
-            while chunk := stream.read(_CHUNK):
+            while chunk := stream.read1(_CHUNK):  # what comes before the damage of a packed file is not lost
                 data = before + chunk
                 for kind, at in self.kinds(data):
                     finding = kind, lines + data.count(b"\n", 0, at)
@@ -173,6 +178,10 @@ class SecretScan:
                         yield SecretFinding(kind, path, finding[1])
                 lines += data.count(b"\n", 0, max(len(data) - _OVERLAP, 0))
                 before = data[-_OVERLAP:]
+
+
+def _opened(path: Path) -> io.BufferedIOBase:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _files_of(run: RunDir) -> Iterator[tuple[str, Path]]:

@@ -19,6 +19,7 @@ from hpcrl.runs.consumed import ConsumedRollouts
 from hpcrl.runs.events import read_events
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.sealed_files import content_bytes
 
 _KEPT_STEPS = 8
 """Number of steps whose readable lines are cached: rollouts of a group come one after the other."""
@@ -304,7 +305,8 @@ def verify_rollouts(run: RunDir, *, content: bool = True) -> LedgerVerdict:
     if trained > replay.step:
         problems.append(f"step {trained} was trained, and the ledger knows steps up to {replay.step}")
     newest = ledger_files(run.rollouts_dir / "ledger")[-1]
-    if torn := newest.stat().st_size - whole_bytes(newest):
+    whole = whole_bytes(newest)  # before the size: a run in progress adds entries
+    if torn := content_bytes(newest) - whole:
         notes.append(
             f"{torn} bytes at the end of {newest.name} are incomplete or still being written, and were never used"
         )
