@@ -120,7 +120,7 @@ async def test_a_container_that_does_not_start_gives_its_room_back(tmp_path: Pat
     host = ContainerHost(DockerCommands("docker"), directory, node_memory=memory)
     shutil.rmtree(directory)
     for _ in range(2):
-        with pytest.raises(SandboxStartError, match="a container does not start: .*No such file"):
+        with pytest.raises(SandboxStartError, match=r"a container does not start: .*No such file"):
             await host.start(image="image", limits=SandboxLimits(memory_bytes=300))
 
 
