@@ -25,7 +25,7 @@ from hpcrl.models.arch import load_arch
 from hpcrl.mooncake import load_client
 from hpcrl.reporting.reports import ReportedFile
 from hpcrl.runs.events import EventWriter
-from hpcrl.runs.metrics import MetricsWriter, StepRecord, read_metrics
+from hpcrl.runs.metrics import MetricsWriter, StepRecord
 from hpcrl.runs.progress import ProgressReporter
 from hpcrl.runs.role import RoleContext, save_answer_path
 from hpcrl.trainer.batch.source import Batches, OtherSide, check_shard
@@ -45,7 +45,7 @@ from hpcrl.trainer.state.checkpoint import load_checkpoint
 from hpcrl.trainer.state.restart import choose_restored_checkpoint
 from hpcrl.trainer.state.saver import CheckpointSaver
 from hpcrl.trainer.step.canary import CanaryMaker
-from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps, skipped_in_a_row
+from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps, skipped_before
 from hpcrl.trainer.step.phases import PhaseClock
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.trainer.step.record import Update, step_record
@@ -345,7 +345,7 @@ class Trainer:
 
     def _skipped_before(self, step: int) -> SkippedSteps:
         """Return the counter of skipped steps, restored from the records: a restart does not reset it."""
-        count = partial(skipped_in_a_row, read_metrics(self.context.run) if self.leader else [], step)
+        count = partial(skipped_before, self.context.run, step)
         config = self.recipe.trainer.nonfinite
         return SkippedSteps(config, in_a_row=self.parallel.world.on_leader(count, "counting skipped steps"))
 

@@ -10,6 +10,7 @@ reported.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,8 +23,12 @@ from hpcrl.dock.wire import BatchShard, MicroBatch
 from hpcrl.errors import HpcrlError, RunFailedError
 from hpcrl.modeling.blocks import local_part
 from hpcrl.modeling.decoder import Decoder
-from hpcrl.runs.metrics import StepRecord
+from hpcrl.runs.metrics import StepRecord, read_metrics
+from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.sealed_files import SealedFileError
 from hpcrl.trainer.parallel.ranks import Ranks
+
+_log = logging.getLogger(__name__)
 
 _NAMED = 5
 """Maximum number of parameters or rollouts that are named; others are counted."""
@@ -266,6 +271,19 @@ class SkippedSteps:
             ) from error
         self._in_a_row += 1
         return self._in_a_row
+
+
+def skipped_before(run: RunDir, step: int) -> int:
+    """Return `skipped_in_a_row` of a run's records; 0, with a warning, where a file of them is damaged.
+
+    Records are for people: a damaged one does not keep a run from going on.
+    """
+    try:
+        records = read_metrics(run)
+    except SealedFileError as error:
+        _log.warning("skipped steps are counted from 0: %s", error)
+        return 0
+    return skipped_in_a_row(records, step)
 
 
 def skipped_in_a_row(records: Iterable[StepRecord], step: int) -> int:

@@ -17,9 +17,10 @@ from hpcrl.runs.cause import from_record
 from hpcrl.runs.metrics import read_metrics
 from hpcrl.runs.role import FailureRecord
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.sealed_files import sealed_path
 from hpcrl.trainer.loop import train
 from hpcrl.trainer.parallel.mesh import distributed
-from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps
+from hpcrl.trainer.step.nonfinite import NonFiniteGradientError, SkippedSteps, skipped_before
 from hpcrl.trainer.step.policy import TrainerPolicy
 from hpcrl.weights.store import HandoffStore
 
@@ -314,3 +315,13 @@ def test_what_was_not_found_out_is_not_called_none(model_dir, trainer, words):
             policy.optimizer_step(1)
     assert words in str(error.value)
     assert "it began with: gradients: rewards and log-probabilities are finite\n" in str(error.value)
+
+
+def test_a_damaged_file_of_records_does_not_keep_a_run_from_going_on(tmp_path, caplog):
+    run = RunDir(tmp_path)
+    run.metrics_dir.mkdir()
+    damaged = sealed_path(run.metrics_dir / "0001.jsonl")
+    damaged.write_bytes(b"no gzip, and long enough for its head and its end")
+    assert skipped_before(run, 5) == 0
+    (warning,) = caplog.messages
+    assert warning.startswith(f"skipped steps are counted from 0: {damaged} is damaged")
