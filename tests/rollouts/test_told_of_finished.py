@@ -60,14 +60,14 @@ async def test_no_rollout_waits_for_a_second_look(
     """Delays before and after entries are durable; a lost word would be seen half a minute later, and not here."""
     monkeypatch.setattr(ledger_module, "_SAY_S", 3600.0)
     rng = random.Random(seed)
-    append = RolloutLog._append
+    write_lines = RolloutLog._write_lines
 
-    def slowly(self: RolloutLog, lines: bytes) -> None:
+    def slowly(self: RolloutLog, fd: int, lines: bytes, offset: int) -> None:
         time.sleep(rng.random() / 500)
-        append(self, lines)
+        write_lines(self, fd, lines, offset)
         time.sleep(rng.random() / 500)
 
-    monkeypatch.setattr(RolloutLog, "_append", slowly)
+    monkeypatch.setattr(RolloutLog, "_write_lines", slowly)
     memory: Any = SlowMemory(rng)
     ledger = RolloutLedger(tmp_path, attempt=1, restored=0, bound=1, limit_s=5.0, checkpoints=list, warehouse=memory)
 
