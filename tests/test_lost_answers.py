@@ -188,6 +188,7 @@ _OF_ONE_NODE = {
     "hpcrl/weights/read/cache_room.py": "shared memory of a node",
     "hpcrl/weights/read/nodecache.py": "shared memory of a node",
     "hpcrl/weights/visibility.py": "a rename that must fail",
+    "hpcrl/sandboxes/node_memory.py": "shared memory of a node",
     "hpcrl/sandboxes/trees.py": "the temporary directory of a node",
 }
 
