@@ -38,7 +38,8 @@ _MIN_BYTES = 18
 """Size of the head and the end of a compressed file in bytes."""
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
 """Error numbers of a file that another process has removed; NFS gives the second one."""
-_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
+DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
+"""Errors of a compressed file that is damaged, or is none."""
 
 
 class SealedFileError(HpcrlError, OSError):
@@ -106,7 +107,7 @@ def seal_file(path: Path, *, size: int, stop: Callable[[], bool] = lambda: False
 def _content_digest(path: Path) -> tuple[int, bytes]:
     """Return size and hash of the content of a compressed file; of a damaged one those of its beginning."""
     size, digest = 0, xxhash.xxh3_128()
-    with contextlib.suppress(*_DAMAGE), _open_sealed(path) as stream:
+    with contextlib.suppress(*DAMAGE), _open_sealed(path) as stream:
         while block := stream.read(_BLOCK_BYTES):
             size += len(block)
             digest.update(block)
@@ -182,7 +183,7 @@ def _reading(path: Path, gone: OSError) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise gone from None
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise SealedFileError(errno.EIO, str(error), str(sealed_path(path))) from error
 
 

@@ -10,7 +10,6 @@ import contextlib
 import gzip
 import io
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from hpcrl.config.secret_values import is_secret_name
 from hpcrl.errors import HpcrlError
 from hpcrl.network.credentials import TOKEN_FILE
 from hpcrl.runs.rundir import RunDir
+from hpcrl.storage.sealed_files import DAMAGE
 
 _FORMS: dict[str, re.Pattern[bytes]] = {
     # with its lines, also where JSON writes their ends as backslash and n
@@ -49,8 +49,6 @@ _FORMS: dict[str, re.Pattern[bytes]] = {
 _CHUNK = 4 << 20
 _OVERLAP = 4096
 """Maximum length in bytes of a secret that lies on both sides of a chunk."""
-_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
-"""Errors of a packed file that is damaged, or is none: what can be read of it is scanned."""
 _SHORTEST = 8
 _MOST_BYTES = 64 << 10
 """Maximum size of a file that has a secret."""
@@ -166,7 +164,8 @@ class SecretScan:
 
     def file(self, path: Path) -> Iterator[SecretFinding]:
         """Yield the secrets in a file of any size (OSError where it cannot be read), in the content of a packed one."""
-        with contextlib.suppress(*_DAMAGE), _opened(path) as stream:
+        # what can be read of a damaged packed file is scanned
+        with contextlib.suppress(*DAMAGE), _opened(path) as stream:
             before, lines = b"", 1
             seen: set[tuple[str, int]] = set()
             while chunk := stream.read1(_CHUNK):  # what comes before the damage of a packed file is not lost
