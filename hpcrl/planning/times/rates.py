@@ -79,10 +79,6 @@ class Rates:
         """Return the rate of a trainer's sparse attention in a forward pass, in bfloat16."""
         return self.hardware.gpu_flops("bfloat16") * self.sparse_shares(kernels)[0]
 
-    def sparse_backward(self, kernels: SparseKernels) -> float:
-        """Return the rate of a trainer's sparse attention in a backward pass, in bfloat16."""
-        return self.hardware.gpu_flops("bfloat16") * self.sparse_shares(kernels)[1]
-
     def sparse_shares(self, kernels: SparseKernels) -> tuple[float, float]:
         """Return the shares of the bfloat16 peak that both reach, which need no number of the profile."""
         by_cudnn = kernels in {"flash_mla_cudnn", "libraries"}
