@@ -29,6 +29,8 @@ _SHM = "/dev/shm/"
 _LIST = "shared-memory.json"
 _ID_LENGTH = 12
 """Enough of a run id to be unique on a node; sockets below must have names of less than 108 bytes."""
+_MAKINGS = 10
+"""Maximum number of tries to make a directory while other guards remove the one above it."""
 
 
 class Scratch:
@@ -62,6 +64,21 @@ class Scratch:
         removed = remove_dead()
         self._run_dir.parent.mkdir(parents=True, exist_ok=True)
         check_parent(self._run_dir.parent)
+        for left in reversed(range(_MAKINGS)):
+            try:
+                self._make(removed)
+            except FileNotFoundError:
+                if not left:
+                    raise
+            else:
+                break
+        return removed
+
+    def _make(self, removed: list[str]) -> None:
+        """Make the directory, adding to ``removed`` what was removed before.
+
+        FileNotFoundError where the guard of a replica that ends now removed the empty directory above it meanwhile.
+        """
         self.problem = ""
         try:
             make_private(self._run_dir)
@@ -77,7 +94,6 @@ class Scratch:
             if path == self.path or (attempt is not None and int(attempt[1]) < self._attempt):
                 removed += _remove(path)
         self.path.mkdir(mode=0o700)
-        return removed
 
     def note(self, processes: Iterable[procfs.Process]) -> None:
         """Write down which files in ``/dev/shm`` the processes have open now."""
@@ -118,7 +134,8 @@ def _remove(path: Path) -> list[str]:
                 if name not in in_use and os.lstat(name).st_ino == inode:
                     os.unlink(name)
                     removed.append(name)
-    removed += [str(entry) for entry in path.rglob("*") if entry.name != _LIST and not entry.is_dir()]
+    # other guards of this node remove it at the same time: os.walk passes over what is gone
+    removed += [os.path.join(where, name) for where, _, names in os.walk(path) for name in names if name != _LIST]
     shutil.rmtree(path, ignore_errors=True)
     return removed
 
