@@ -10,6 +10,7 @@ import typer
 from hpcrl.cli.completion import complete_clusters
 from hpcrl.cli.options import ClusterOption, JsonOption, RecipeArgument, SetOption
 from hpcrl.cli.output import fits, say, table_console
+from hpcrl.cli.output_file import output_file
 
 if TYPE_CHECKING:
     from hpcrl.config.earlier import FileKind
@@ -151,7 +152,10 @@ def recipe_import(
         str | None, typer.Option("--from", metavar="SYSTEM", help="prime-rl, verl, nemo-rl or slime; found by default.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File of the recipe; without it, only show.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=output_file, help="File of the recipe; without it, only show."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from hpcrl.cli.options import JsonOption, SetOption
 from hpcrl.cli.output import json_text, say, screen, table_console
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.selection import RunsRootOption, ask_slurm, find, profile_roots, runs_root
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ def evaluate(
         ),
     ] = None,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Also write the result to this file, as JSON.")
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=output_file, help="Also write the result to this file, as JSON."
+        ),
     ] = None,
     cluster: Annotated[
         str | None,

@@ -9,6 +9,7 @@ import typer
 
 from hpcrl.cli.options import confirm
 from hpcrl.cli.output import say
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, ask_slurm, find, runs_in_sight
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def register(app: typer.Typer) -> None:
 def bundle(
     run: OptionalRunArgument = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: RUN.bundle.tar.gz here.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", callback=output_file, help="Default: RUN.bundle.tar.gz here."),
     ] = None,
     max_mib: Annotated[
         int, typer.Option("--max-mib", min=1, metavar="MIB", help="Maximum size of its files before compression.")

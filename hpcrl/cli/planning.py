@@ -10,6 +10,7 @@ from hpcrl.cli.completion import complete_settings
 from hpcrl.cli.help import PlainGroup
 from hpcrl.cli.options import CalibrationOption, ClusterOption, JsonOption, RecipeArgument, SetOption, TablesOption
 from hpcrl.cli.output import json_text, say, table_console
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.planning_inputs import prepare_forecast, read_calibration, say_refusals
 from hpcrl.cli.planning_layout import print_environment, print_plan
 from hpcrl.cli.selection import RunArgument, RunsRootOption
@@ -280,7 +281,10 @@ def diff(
 def calibrate(
     run: RunArgument,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Output file; standard output by default.")
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=output_file, help="Output file; standard output by default."
+        ),
     ] = None,
     root: RunsRootOption = None,
 ) -> None:
@@ -316,7 +320,10 @@ def calibrate(
 
 @app.command()
 def profile(
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Output file of the measured times.")],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="FILE", callback=output_file, help="Output file of the measured times."),
+    ],
     cluster: ClusterOption = "local",
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME|DIR", help="Measure this model's shapes. Default: a grid.")

@@ -8,6 +8,7 @@ import typer
 
 from hpcrl.cli.completion import complete_roles
 from hpcrl.cli.output import say
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.selection import OptionalRunArgument, RunsRootOption, find
 
 
@@ -38,7 +39,13 @@ def profile(
     stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of now, by py-spy.")] = False,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Copy of the trace, compressed where it ends in .gz."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            callback=output_file,
+            help="Copy of the trace, compressed where it ends in .gz.",
+        ),
     ] = None,
     most_mb: Annotated[
         int, typer.Option("--max-mb", min=1, help="Maximum size of a trace before it is compressed, in MB.")

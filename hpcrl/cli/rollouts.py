@@ -12,6 +12,7 @@ import typer
 from hpcrl.cli.conversations import print_pieces
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.output import json_text, say, table_console
+from hpcrl.cli.output_file import output_file, written_whole
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -274,7 +275,9 @@ def rollouts_verify(
 @rollouts_app.command("export")
 def rollouts_export(
     run: RunArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", callback=output_file, help="Where to write.")
+    ],
     form: Annotated[
         Format | None, typer.Option("--format", help="Format; by default, the file's suffix decides.")
     ] = None,
@@ -299,13 +302,14 @@ def rollouts_export(
     chosen = choose_rollouts(read_ledger(found), environment=environment, state=state, step=step)
     export = RolloutExport(found, chosen, _decoder(found))
     rows = map(export.row, chosen)
-    if form is Format.JSONL:
-        with output.open("x") as stream:
-            for row in rows:
-                stream.writelines(json_pieces(row))
-                stream.write("\n")
-    else:
-        _parquet_writer()(output, rows, routed_layout(found, chosen), export.parts)
+    with written_whole(output) as part:
+        if form is Format.JSONL:
+            with part.open("x") as stream:
+                for row in rows:
+                    stream.writelines(json_pieces(row))
+                    stream.write("\n")
+        else:
+            _parquet_writer()(part, rows, routed_layout(found, chosen), export.parts)
     say(f"{len(chosen):,} rollouts in {output}", err=True)
 
 

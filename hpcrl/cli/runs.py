@@ -9,6 +9,7 @@ import typer
 from hpcrl.cli.completion import complete_clusters, complete_roles, complete_states
 from hpcrl.cli.options import JsonOption, TagFilterOption
 from hpcrl.cli.output import say, screen, table_console
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.selection import (
     OptionalRunArgument,
     OptionalRunsArgument,
@@ -277,6 +278,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
+            callback=output_file,
             metavar="FILE",
             help="Output file: a picture (PNG, SVG, PDF), or with the suffix .html a page. "
             "Default: report.png in the run directory.",

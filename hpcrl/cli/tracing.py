@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpcrl.cli.output import say
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.selection import OptionalRunArgument, RunsRootOption, find
 
 
@@ -22,6 +23,7 @@ def trace(
         typer.Option(
             "--output",
             "-o",
+            callback=output_file,
             metavar="FILE",
             help="Output file, compressed where it ends in .gz. Default: trace.json in the run directory.",
         ),

@@ -77,7 +77,7 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.fsync(stream.fileno())
         lost_replies.replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             error.filename = str(path)  # a write or a sync does not say of which file
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -175,6 +175,7 @@ def test_the_command_says_it_in_three_lines_and_a_table(
     assert max(map(len, lines[3:])) <= 100
     total = next(line for line in lines if line.startswith("all "))
     assert "100.0%" in total
+    assert "the table has those of at least 3%," in " ".join(out.split())
     code, out, _ = hpcrl("why", "slow", "--slow", "--json")
     document = json.loads(out)
     assert (document["schema"], document["bound"]) == ("hpcrl.why_slow/1", "environments")

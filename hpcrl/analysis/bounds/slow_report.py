@@ -246,7 +246,7 @@ def _notes(run: RunDir, window: StepWindow, settings: TriedSettings) -> list[str
     if settings.tried:
         notes.append(
             f"{settings.count} changes were simulated with durations of this run's newest steps, {MEASURED_STEPS} at "
-            "most; the table has those of at least {NOTICED:.0%}, and 'if' is a supposition, not a setting"
+            f"most; the table has those of at least {NOTICED:.0%}, and 'if' is a supposition, not a setting"
         )
     return notes
 

@@ -1,0 +1,53 @@
+"""Files that people name for a command to write: looked at before the work whose result they take."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+_P = TypeVar("_P", str, Path, None)
+
+
+def output_file(given: _P) -> _P:
+    """Return an option's output file, with `~` replaced; the callback of such an option.
+
+    Raises
+    ------
+    UsageError
+        It is a directory, or its own directory does not exist or may not be written.
+    """
+    from hpcrl.errors import UsageError
+
+    if given is None:
+        return given
+    path = Path(given).expanduser()
+    directory = path.parent
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory\n    hint: name a file in it")
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {directory}\n    hint: make it, or name a file in another one")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError(f"{directory}: permission denied\n    hint: name a file in a directory of yours")
+    return type(given)(path)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a file to write that gets the name ``path`` at the end, and is removed where that is not reached.
+
+    Raises
+    ------
+    FileExistsError
+        Something of the name was made meanwhile; it stays as it is.
+    """
+    from hpcrl.storage import lost_replies
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        lost_replies.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)
