@@ -141,7 +141,7 @@ def prepare_sweep(request: SweepRequest, *, environ: Mapping[str, str], cwd: Pat
     sweep = SweepDir.below(runs_root(request.root, absolute_site_paths(site.value, cwd)), named)
     left = {run.path for run in unmade_runs(sweep)}
     runs: list[PreparedRun] = []
-    problems = _MemberProblems(members)
+    problems = _MemberProblems(members, options)
     for member in members:
         try:
             prepared = prepare(
@@ -229,13 +229,17 @@ def _is_plain_number(key: str, value: str) -> bool:
 class _MemberProblems:
     """Collects problems of members, each once with the members that have it."""
 
-    def __init__(self, members: Sequence[PlannedMember]) -> None:
+    def __init__(self, members: Sequence[PlannedMember], options: SweepOptions) -> None:
         self._members = members
         self._found: dict[Finding, list[int]] = {}
+        named = [*(("--grid", each) for each in options.grid), *(("--sample", each) for each in options.samples)]
+        self._options = {words.partition("=")[0].strip(): option for option, words in named}
 
     def add(self, member: PlannedMember, findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            numbers = self._found.setdefault(finding, [])
+        for each in findings:
+            # a member's values are read as settings of --set
+            where = self._options.get(each.key, each.where) if each.where == "--set" else each.where
+            numbers = self._found.setdefault(replace(each, where=where), [])
             if member.number not in numbers:
                 numbers.append(member.number)
 

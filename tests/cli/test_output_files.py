@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -33,7 +34,7 @@ def test_the_commands_that_write_a_file_are_found() -> None:
 
 @pytest.mark.parametrize("words", sorted(FILES.keys() - MAKE_THEIR_DIRECTORY), ids=" ".join)
 def test_a_file_that_cannot_be_is_refused_before_any_work(words: tuple[str, ...], tmp_path: Path) -> None:
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     for word in words:
         command = command.commands[word]
     (option,) = (each for each in command.params if each.name == FILES[words])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.storage.trusted_paths import make_private
 from hpcrl.supervisor.process import leftovers
 from hpcrl.supervisor.process.leftovers import Scratch
 
@@ -22,10 +23,10 @@ def scratch(base: Path, *, attempt: int = 2, role: str = "engine") -> Scratch:
 def test_a_run_directory_that_another_guard_removes_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    makes, removals = leftovers.make_private, iter([True, True, False])
+    removals = iter([True, True, False])
 
     def made_and_removed(path: Path) -> None:
-        makes(path)
+        make_private(path)
         if next(removals):
             path.rmdir()
 

@@ -52,6 +52,16 @@ def test_a_dry_run_shows_all_members_and_writes_nothing(submit: Submit, tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_is_wrong_with_a_swept_value_names_its_option(submit: Submit) -> None:
+    code, _, err = submit("--grid", "trainer.stepz=1,2")
+    assert code == 2
+    assert "--grid: trainer.stepz: unknown key" in err
+    code, _, err = submit("--sample", "trainer.stepz=uniform(1, 2)", "--random", "2", "--set", "nosuch=1")
+    assert "--set: nosuch: unknown key" in err
+    code, _, err = submit("--sample", "trainer.stepz=uniform(1, 2)", "--random", "2")
+    assert "--sample: trainer.stepz: unknown key" in err
+
+
 def test_a_dry_run_says_all_that_is_wrong_with_all_members(submit: Submit, tmp_path: Path) -> None:
     options = ("--set", "job.payload=roles", "--set", f"model.path={write_tiny_model(tmp_path / 'model')}", "--dry-run")
     # 3 does not divide the 64 rollouts of a step
