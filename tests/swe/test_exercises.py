@@ -20,6 +20,7 @@ from hpcrl.rollouts.environments.messages import plain_messages
 from hpcrl.rollouts.environments.swe.environment import SweEnvironment
 from hpcrl.rollouts.rendering import Renderer
 from hpcrl.swe.diffs import parse_diff
+from hpcrl.swe.making import exercises
 from hpcrl.swe.making.exercises import write_exercises
 from hpcrl.swe.task import SweDemonstration, SweTask, read_tasks
 from hpcrl.trainer.warmup.demonstrations import render_demonstration
@@ -84,8 +85,30 @@ def test_equal_seeds_give_equal_tasks(tasks: list[SweTask], tools: bytes, tmp_pa
 def test_a_set_is_not_written_over_another(directory: Path, tools: bytes, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not empty"):
         write_exercises(directory, tasks=16, seed=0, tools=tools, python=PYTHON)
-    with pytest.raises(UsageError, match="fewer different tasks"):
+
+
+def test_too_many_tasks_are_refused_with_the_number_there_is(tools: bytes, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="fewer different tasks") as refused:
         write_exercises(tmp_path / "many", tasks=100_000, seed=0, tools=tools, python=PYTHON)
+    most = int(str(refused.value).rpartition("at most ")[2])
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UsageError, match=f"at most {most}$"):
+        write_exercises(tmp_path / "many", tasks=most + 1, seed=0, tools=tools, python=PYTHON)
+    made = write_exercises(tmp_path / "many", tasks=most, seed=0, tools=tools, python=PYTHON)
+    assert len({(task.tree, task.instruction, task.bug) for task in made}) == most
+
+
+def test_an_interrupted_set_is_not_there(tools: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "set").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(exercises, "write_program_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_exercises(tmp_path / "set", tasks=16, seed=0, tools=tools, python=PYTHON)
+    assert [path.name for path in tmp_path.rglob("*")] == ["set"]
+    assert len(write_exercises(tmp_path / "set", tasks=16, seed=0, tools=tools, python=PYTHON)) == 16
 
 
 class Played:

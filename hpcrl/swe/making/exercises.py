@@ -10,9 +10,10 @@ files are new, because there are only eight modules to name.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ import msgspec
 
 from hpcrl.errors import UsageError
 from hpcrl.sandboxes import SandboxFile
-from hpcrl.storage.files import atomic_write
+from hpcrl.storage.files import StagedDirectory, atomic_write
 from hpcrl.swe.diffs import make_diff
 from hpcrl.swe.judging.prepared import TaskPreparer
 from hpcrl.swe.making.program_rows import write_program_rows
@@ -61,7 +62,7 @@ def write_exercises(
     Parameters
     ----------
     out:
-        A new directory.
+        A new directory, which appears whole or not at all.
     tools:
         The archive of `hpcrl.swe.making.tools.build_tools`.
     python:
@@ -78,14 +79,53 @@ def write_exercises(
         raise UsageError(f"{out} is not empty\n    hint: name a new directory")
     rng = random.Random(f"exercises {seed}")
     packages = list(_packages(rng))
+    choices = [_choices(files, wrong_modules, _split(number)) for number, files in enumerate(packages)]
+    if tasks > (most := _most([len(each) for each in choices])):
+        raise UsageError(f"there are fewer different tasks\n    hint: make at most {most}")
+    staged = StagedDirectory(out, token=str(os.getpid()))
+    staged.create()
+    try:
+        made = _write(staged.path, tasks, packages, choices, rng=rng, python=python)
+        atomic_write(staged.path / "tools.zip", tools)
+        write_tasks(staged.path / "tasks.jsonl", made)
+        write_program_rows(staged.path / "rows.jsonl", made, TaskPreparer(staged.path))
+        if out.is_dir():
+            out.rmdir()  # empty
+        staged.commit()
+    except BaseException:
+        staged.discard()
+        raise
+    return made
+
+
+def _split(number: int) -> Literal["heldout", "train"]:
+    return "heldout" if number >= _PACKAGES - _HELD_OUT else "train"
+
+
+def _most(choices: Sequence[int]) -> int:
+    """Return the maximum number of tasks, of which each package has an equal share, the first ones one more."""
+    least = min(choices)
+    more = next((number for number, count in enumerate(choices) if count == least), 0)
+    return least * len(choices) + more
+
+
+def _write(
+    out: Path,
+    tasks: int,
+    packages: Sequence[Mapping[str, _Function]],
+    choices: Sequence[Sequence[Mapping[str, str]]],
+    *,
+    rng: random.Random,
+    python: Path,
+) -> list[SweTask]:
+    """Write the trees, and return the tasks."""
     made: list[SweTask] = []
-    (out / "trees").mkdir(parents=True, exist_ok=True)
+    (out / "trees").mkdir()
     for number, files in enumerate(packages):
         tree = _tree(files)
         name = f"exercises-{number}"
         write_tar(out / f"trees/{name}.tar", tree)
         share = tasks // _PACKAGES + (number < tasks % _PACKAGES)
-        split: Literal["heldout", "train"] = "heldout" if number % _PACKAGES >= _PACKAGES - _HELD_OUT else "train"
         base = SweTask(
             id=name,
             instruction="-",
@@ -97,12 +137,9 @@ def write_exercises(
             difficulty=0.0,
             source="hpcrl swe exercises",
             package=name,
-            split=split,
+            split=_split(number),
         )
-        made += _tasks(base, files, share, rng, wrong_modules)
-    atomic_write(out / "tools.zip", tools)
-    write_tasks(out / "tasks.jsonl", made)
-    write_program_rows(out / "rows.jsonl", made, TaskPreparer(out))
+        made += (_task(base, files, bugs, task) for task, bugs in enumerate(rng.sample(choices[number], share), 1))
     return made
 
 
@@ -144,23 +181,19 @@ def _tree(files: Mapping[str, _Function]) -> Tree:
     return {path: SandboxFile(text.encode()) for path, text in texts.items()}
 
 
-def _tasks(
-    base: SweTask, files: Mapping[str, _Function], count: int, rng: random.Random, wrong_modules: Literal[1, 2]
-) -> Iterator[SweTask]:
-    """Yield different tasks of one package."""
+def _choices(
+    files: Mapping[str, _Function], wrong_modules: Literal[1, 2], split: Literal["heldout", "train"]
+) -> list[dict[str, str]]:
+    """Return the wrong operators, by module, of each different task of a package."""
     chosen = list(itertools.permutations(_MODULES, wrong_modules))
     if wrong_modules > 1:
-        held_out = base.split == "heldout"
+        held_out = split == "heldout"
         chosen = [each for number, each in enumerate(chosen) if (number % _HELD_OUT_PAIRS == 0) == held_out]
-    choices = [
+    return [
         dict(zip(modules, operators, strict=True))
         for modules in chosen
         for operators in itertools.product(*(_others(files[module]) for module in modules))
     ]
-    if count > len(choices):
-        raise UsageError(f"there are fewer different tasks\n    hint: make at most {len(choices) * _PACKAGES}")
-    for number, bugs in enumerate(rng.sample(choices, count), 1):
-        yield _task(base, files, bugs, number)
 
 
 def _others(function: _Function) -> list[str]:
