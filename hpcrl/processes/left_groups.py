@@ -1,29 +1,37 @@
 """Control groups of daemons of sandboxes, by name: where they are made, and what is left of a daemon that was killed.
 
-The name of a group has the daemon's pid and start time. A daemon that ends in order removes its groups; the next one on
-the node, and the guard of a role, remove those of daemons that have ended otherwise. Standard library only.
+The name of a group has the daemon's pid, its start time and the number of its pid namespace. A daemon that ends in
+order removes its groups. The next one on the node, and the guard of a role, remove those of daemons that have ended
+otherwise, and kill what still runs in them: bubblewrap that is killed while it starts leaves a process that no death
+signal reaches. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpcrl.processes.procfs import is_alive, read_process
+from hpcrl.processes.procfs import is_alive, read_process, send_signal
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 _NAME = "hpcrl-sandboxd"
+_GROUP = re.compile(rf"{_NAME}-(\d+)-(\d+)(?:-(\d+))?", re.ASCII)
+"""Pid and start time of the daemon and, since 0.1, its pid namespace."""
 _REMOVE_S = 5.0
 """Longest wait in seconds for the end of the processes of a group."""
+_LEFT_S = 1.0
+"""Longest wait in seconds for all groups that daemons have left: roles of each kind end one after another."""
 
 
 def group_name(pid: int) -> str:
     """Return the name of the groups of a daemon."""
     process = read_process(pid)
-    return f"{_NAME}-{pid}-{process.start_ticks if process else 0}"
+    return f"{_NAME}-{pid}-{process.start_ticks if process else 0}-{_pid_namespace()}"
 
 
 def own_v2(root: Path) -> Path | None:
@@ -54,11 +62,20 @@ def remove_left_groups(root: Path = CGROUP_ROOT) -> None:
 
 
 def remove_left(place: Path) -> None:
-    """Remove groups of daemons that have ended; their processes have ended with them."""
-    for directory in place.glob(f"{_NAME}-*-*"):
-        _, pid, ticks = directory.name.rsplit("-", 2)
-        if pid.isdecimal() and ticks.isdecimal() and not is_alive(int(pid), int(ticks)):
-            remove_group_soon(directory)
+    """Remove groups of daemons that have ended, and kill what still runs in them; what cannot be removed stays.
+
+    Nothing is killed in a group of another pid namespace, in which the daemon's number means another process.
+    """
+    deadline = time.monotonic() + _LEFT_S
+    for directory in place.glob(f"{_NAME}-*"):
+        found = _GROUP.fullmatch(directory.name)
+        if found is None or is_alive(int(found[1]), int(found[2])):
+            continue
+        ours = found[3] == _pid_namespace()
+        while not remove_group(directory) and time.monotonic() < deadline:
+            if ours:
+                _kill(directory)
+            time.sleep(0.02)
 
 
 def remove_group_soon(directory: Path) -> None:
@@ -78,6 +95,27 @@ def remove_group(directory: Path) -> bool:
     except OSError:
         return False
     return all(removed)
+
+
+def _kill(directory: Path) -> None:
+    """Kill all processes in a group and in those below it."""
+    for below in _below(directory):
+        _kill(below)
+    found = [process for pid in _pids(directory) if (process := read_process(pid)) is not None]
+    # a process that was read after the one of this number had ended is in no such group
+    left = _pids(directory)
+    send_signal([process for process in found if process.pid in left], signal.SIGKILL)
+
+
+def _pids(directory: Path) -> set[int]:
+    """Return the pids in a group; those of other pid namespaces are 0, and left out."""
+    with contextlib.suppress(OSError, ValueError):
+        return {int(pid) for pid in (directory / "cgroup.procs").read_text().split()} - {0}
+    return set()
+
+
+def _pid_namespace() -> str:
+    return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
 def _path_of(controller: str) -> str:

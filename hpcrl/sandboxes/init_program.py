@@ -3,8 +3,9 @@
 It keeps the namespaces alive. The kernel delivers no signal from inside to a pid 1 that handles none, so programs in
 the sandbox cannot end it. It ignores SIGCHLD, and therefore the kernel reaps the orphans that it inherits. Programs of
 the same user may not look into it: through ``/proc/1/mem`` they could else write programs that have no resource limits.
-A thousand sandboxes have a thousand of these: each takes 12 KiB, where an interpreter would take 5 MiB. It needs no
-library, and so runs in every image.
+It ends where nobody reads that it is ready: bubblewrap, the spawner and the daemon can have been killed while it
+started. A thousand sandboxes have a thousand of these: each takes 12 KiB, where an interpreter would take 5 MiB. It
+needs no library, and so runs in every image.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def _x86_64() -> bytes:
         code += load(eax, 157) + load(edi, 4) + load(6, 0) + syscall  # prctl(PR_SET_DUMPABLE, 0)
         code += load(eax, 1) + load(edi, 1)  # write(1, READY, 1)
         code += address_to_rsi(len(code), data + len(_IGNORE_SIGCHLD)) + load(edx, 1) + syscall
+        give_up = load(edi, 1) + load(eax, 231) + syscall  # exit_group(1)
+        code += b"\x83\xf8\x01" + bytes([0x74, len(give_up)]) + give_up  # cmp eax, 1; je over it
         for stream in range(3):  # close
             code += load(eax, 3) + load(edi, stream) + syscall
         code += load(eax, 34) + syscall + b"\xeb\xf7"  # pause() again and again
@@ -81,6 +84,8 @@ def _aarch64() -> bytes:
         code += [load(8, 167), load(0, 4), load(1, 0), call]  # prctl
         code += [load(8, 64), load(0, 1)]  # write
         code += [address_to_x1(4 * len(code), data + len(_IGNORE_SIGCHLD)), load(2, 1), call]
+        give_up = [load(0, 1), load(8, 94), call]  # exit_group(1)
+        code += [0xF100041F, 0x54000000 | (len(give_up) + 1) << 5, *give_up]  # cmp x0, #1; b.eq over it
         for stream in range(3):  # close
             code += [load(8, 57), load(0, stream), call]
         # ppoll(NULL, 0, NULL, NULL), and back: this architecture has no pause

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +21,7 @@ from process_words import words_of
 from sandbox_groups import groups_of
 from sandbox_lab import PACKAGES, USER, living, mark, skip_without_bubblewrap, until, user_python, with_argument
 
+from hpcrl.processes.left_groups import CGROUP_ROOT, group_name, own_v1, remove_group_soon, remove_left_groups
 from hpcrl.sandboxes import Sandbox, SandboxLostError
 from hpcrl.sandboxes.client import SandboxClient, SandboxDaemon
 
@@ -155,6 +159,74 @@ async def test_groups_of_a_killed_daemon(who: dict[str, object]) -> None:
         assert not left[0].exists()
     finally:
         daemon.stop()
+
+
+async def test_killing_all_that_starts_sandboxes_at_once() -> None:
+    """As with a node's processes, at any moment of a start: whoever looks at the node next ends what is left.
+
+    bubblewrap's child waits for it where it was killed early, and says to nobody that it is ready where it was late.
+    """
+    skip_without_bubblewrap()
+    skip_without_groups()
+    for number in range(12):
+        daemon = SandboxDaemon()
+        client = await SandboxClient.connect(daemon.directory)
+        starts = [asyncio.create_task(client.start()) for _ in range(4)]
+        await asyncio.sleep(0.005 * number)
+        own = psutil.Process(daemon.pid)
+        starter = spawner(own)
+        starter.suspend()  # it forks no more
+        above = starter.children()
+        for each in above:
+            each.suspend()
+        started = [own, *own.children(recursive=True)]
+        for each in (starter, own, *above):
+            each.kill()
+        await asyncio.gather(*starts, return_exceptions=True)
+        await client.close()
+        daemon.stop()
+        await until(partial(ended_with_groups, started), what="processes are left")
+
+
+def ended_with_groups(started: list[psutil.Process]) -> bool:
+    remove_left_groups()
+    return not living(started)
+
+
+def skip_without_groups() -> Path:
+    """Return where this process makes groups."""
+    place = own_v1(CGROUP_ROOT)[1]
+    if os.geteuid() != 0 or place is None:
+        pytest.skip("needs root and control groups")
+    return place
+
+
+def leave_group(place: Path, namespace: str) -> tuple[Path, subprocess.Popen[bytes]]:
+    """Return a group of a daemon that has ended, with a process in it."""
+    group = place / f"hpcrl-sandboxd-4194305-7{namespace}"
+    (group / "sandbox").mkdir(parents=True)
+    process = subprocess.Popen(["sleep", "1000"])
+    (group / "sandbox/cgroup.procs").write_text(str(process.pid))
+    return group, process
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["own", "other"])
+async def test_processes_in_a_group_of_a_killed_daemon(other: bool) -> None:
+    """They are killed, but for those of a daemon whose number may mean another process."""
+    place = skip_without_groups()
+    own = group_name(os.getpid()).rpartition("-")[2]
+    group, process = leave_group(place, f"-{int(own) + other}")
+    try:
+        began_s = time.monotonic()
+        remove_left_groups()
+        assert time.monotonic() - began_s < 60.0
+        assert group.exists() == other
+        assert (process.poll() is None) == other
+    finally:
+        process.kill()
+        process.wait()
+        if group.exists():
+            remove_group_soon(group)
 
 
 async def test_signals_to_a_group(daemon: SandboxDaemon, host: SandboxClient) -> None:

@@ -7,10 +7,12 @@ import errno
 import io
 import os
 import platform
+import signal
 import socket
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandbox_lab import until
@@ -112,15 +114,41 @@ async def test_init_program_waits(tmp_path: Path) -> None:
             process.kill()
 
 
+@pytest.mark.parametrize("reader", ["gone", "none"])
+def test_init_program_ends_where_nobody_reads_that_it_is_ready(tmp_path: Path, reader: str) -> None:
+    """Also as the first process of a namespace, to which the kernel sends no SIGPIPE."""
+    path = tmp_path / "init"
+    path.write_bytes(init_program(platform.machine()))
+    path.chmod(0o755)
+    reading, writing = os.pipe()
+    os.close(reading)
+    ignores = signal.getsignal(signal.SIGPIPE)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    try:
+        options: dict[str, Any] = {"stdout": writing} if reader == "gone" else {"preexec_fn": lambda: os.close(1)}
+        with subprocess.Popen([path], restore_signals=False, **options) as process:
+            try:
+                assert process.wait(10.0) == 1
+            finally:
+                process.kill()
+    finally:
+        os.close(writing)
+        signal.signal(signal.SIGPIPE, ignores)
+
+
 def test_init_program_of_the_other_architecture() -> None:
     """Its instructions for aarch64, which no test here can run, by hand."""
     data = init_program("aarch64")
     assert data[:20] == b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HH", 2, 183)
-    code = struct.unpack_from("<24I", data, 120)
+    code = struct.unpack_from("<29I", data, 120)
     assert code[0] == 0xD28010C8  # movz x8, #134
     assert code[1] == 0xD2800220  # movz x0, #17
     address = 120 + 8 + (code[2] >> 5 & 0x7FFFF) * 4 + (code[2] >> 29 & 3)
     assert struct.unpack_from("<Q", data, address) == (1,)
+    written = code.index(0xF100041F)  # subs xzr, x0, #1
+    # b.eq 16 bytes further, movz x0, #1, movz x8, #94, svc 0
+    assert code[written + 1 : written + 5] == (0x54000080, 0xD2800020, 0xD2800BC8, 0xD4000001)
+    assert code[written - 1] == 0xD4000001
     assert data[-1:] == READY
     assert len(data) == struct.unpack_from("<Q", data, 64 + 32)[0]
     with pytest.raises(ValueError, match="riscv64"):
