@@ -1,6 +1,6 @@
 """Control groups of daemons of sandboxes, by name: where they are made, and what is left of a daemon that was killed.
 
-The name of a group has the daemon's pid, its start time and the number of its pid namespace. A daemon that ends in
+The name of a group has the number of the daemon's pid namespace, its pid and its start time. A daemon that ends in
 order removes its groups. The next one on the node, and the guard of a role, remove those of daemons that have ended
 otherwise, and kill what still runs in them: bubblewrap that is killed while it starts leaves a process that no death
 signal reaches. Standard library only.
@@ -20,8 +20,9 @@ from hpcrl.processes.procfs import is_alive, read_process, send_signal
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 _NAME = "hpcrl-sandboxd"
-_GROUP = re.compile(rf"{_NAME}-(\d+)-(\d+)(?:-(\d+))?", re.ASCII)
-"""Pid and start time of the daemon and, since 0.1, its pid namespace."""
+_GROUP = re.compile(rf"{_NAME}-(?:(\d+)-)?(\d+)-(\d+)", re.ASCII)
+"""Pid namespace, pid and start time of the daemon. Other processes of the node may be of a version that has no
+namespace in its names: it reads the last two numbers."""
 _REMOVE_S = 5.0
 """Longest wait in seconds for the end of the processes of a group."""
 _LEFT_S = 1.0
@@ -31,7 +32,7 @@ _LEFT_S = 1.0
 def group_name(pid: int) -> str:
     """Return the name of the groups of a daemon."""
     process = read_process(pid)
-    return f"{_NAME}-{pid}-{process.start_ticks if process else 0}-{_pid_namespace()}"
+    return f"{_NAME}-{_pid_namespace()}-{pid}-{process.start_ticks if process else 0}"
 
 
 def own_v2(root: Path) -> Path | None:
@@ -69,9 +70,9 @@ def remove_left(place: Path) -> None:
     deadline = time.monotonic() + _LEFT_S
     for directory in place.glob(f"{_NAME}-*"):
         found = _GROUP.fullmatch(directory.name)
-        if found is None or is_alive(int(found[1]), int(found[2])):
+        if found is None or is_alive(int(found[2]), int(found[3])):
             continue
-        ours = found[3] == _pid_namespace()
+        ours = found[1] == _pid_namespace()
         while not remove_group(directory) and time.monotonic() < deadline:
             if ours:
                 _kill(directory)

@@ -21,7 +21,7 @@ from process_words import words_of
 from sandbox_groups import groups_of
 from sandbox_lab import PACKAGES, USER, living, mark, skip_without_bubblewrap, until, user_python, with_argument
 
-from hpcrl.processes.left_groups import CGROUP_ROOT, group_name, own_v1, remove_group_soon, remove_left_groups
+from hpcrl.processes.left_groups import CGROUP_ROOT, own_v1, remove_group_soon, remove_left_groups
 from hpcrl.sandboxes import Sandbox, SandboxLostError
 from hpcrl.sandboxes.client import SandboxClient, SandboxDaemon
 
@@ -201,9 +201,9 @@ def skip_without_groups() -> Path:
     return place
 
 
-def leave_group(place: Path, namespace: str) -> tuple[Path, subprocess.Popen[bytes]]:
+def leave_group(place: Path, namespace: int) -> tuple[Path, subprocess.Popen[bytes]]:
     """Return a group of a daemon that has ended, with a process in it."""
-    group = place / f"hpcrl-sandboxd-4194305-7{namespace}"
+    group = place / f"hpcrl-sandboxd-{namespace}-4194305-7"
     (group / "sandbox").mkdir(parents=True)
     process = subprocess.Popen(["sleep", "1000"])
     (group / "sandbox/cgroup.procs").write_text(str(process.pid))
@@ -214,8 +214,8 @@ def leave_group(place: Path, namespace: str) -> tuple[Path, subprocess.Popen[byt
 async def test_processes_in_a_group_of_a_killed_daemon(other: bool) -> None:
     """They are killed, but for those of a daemon whose number may mean another process."""
     place = skip_without_groups()
-    own = group_name(os.getpid()).rpartition("-")[2]
-    group, process = leave_group(place, f"-{int(own) + other}")
+    own = os.stat("/proc/self/ns/pid").st_ino
+    group, process = leave_group(place, own + other)
     try:
         began_s = time.monotonic()
         remove_left_groups()

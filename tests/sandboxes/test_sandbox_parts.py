@@ -18,6 +18,7 @@ import pytest
 from sandbox_lab import until
 
 from hpcrl.processes.left_groups import group_name, remove_left_groups
+from hpcrl.processes.procfs import is_alive
 from hpcrl.sandboxes import Patch, PatchEntry, SandboxError, SandboxFile, SandboxLimits, SandboxStartError, cgroups
 from hpcrl.sandboxes.archive import (
     DIRECTORY,
@@ -331,6 +332,13 @@ def test_delegated_groups(tmp_path: Path) -> None:
     assert group.oom_kills() == 0
     (directory / "memory.events").write_text("low 0\noom 4\noom_kill 3\n")
     assert group.oom_kills() == 3
+
+
+def test_other_versions_find_a_daemon_in_the_name_of_its_group() -> None:
+    """They remove the groups of a daemon that does not live, by the last two numbers."""
+    _, pid, ticks = group_name(os.getpid()).rsplit("-", 2)
+    assert int(pid) == os.getpid()
+    assert is_alive(int(pid), int(ticks))
 
 
 def test_groups_of_ended_daemons_are_removed(tmp_path: Path) -> None:
