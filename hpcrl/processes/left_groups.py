@@ -57,17 +57,23 @@ def own_v1(root: Path) -> list[Path | None]:
 
 def remove_left_groups(root: Path = CGROUP_ROOT) -> None:
     """Remove groups of ended daemons that had the same groups as this process; what cannot be removed stays."""
+    deadline = time.monotonic() + _LEFT_S
     with contextlib.suppress(OSError):
         for place in filter(None, [own_v2(root), *own_v1(root)]):
-            remove_left(place)
+            remove_left(place, deadline)
 
 
-def remove_left(place: Path) -> None:
+def remove_left(place: Path, deadline: float | None = None) -> None:
     """Remove groups of daemons that have ended, and kill what still runs in them; what cannot be removed stays.
 
     Nothing is killed in a group of another pid namespace, in which the daemon's number means another process.
+
+    Parameters
+    ----------
+    deadline:
+        Time (monotonic) at which no group is waited for any more; by default in a second.
     """
-    deadline = time.monotonic() + _LEFT_S
+    deadline = time.monotonic() + _LEFT_S if deadline is None else deadline
     for directory in place.glob(f"{_NAME}-*"):
         found = _GROUP.fullmatch(directory.name)
         if found is None or is_alive(int(found[2]), int(found[3])):
