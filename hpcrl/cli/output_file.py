@@ -1,4 +1,4 @@
-"""Files that people name for a command to write: looked at before the work whose result they take."""
+"""Files that people name for a command to write: they are checked before the work whose result they take."""
 
 from __future__ import annotations
 

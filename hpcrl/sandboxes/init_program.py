@@ -3,7 +3,7 @@
 It keeps the namespaces alive. The kernel delivers no signal from inside to a pid 1 that handles none, so programs in
 the sandbox cannot end it. It ignores SIGCHLD, and therefore the kernel reaps the orphans that it inherits. Programs of
 the same user may not look into it: through ``/proc/1/mem`` they could else write programs that have no resource limits.
-It ends where nobody reads that it is ready: bubblewrap, the spawner and the daemon can have been killed while it
+It ends where no process reads that it is ready: bubblewrap, the spawner and the daemon can have been killed while it
 started. A thousand sandboxes have a thousand of these: each takes 12 KiB, where an interpreter would take 5 MiB. It
 needs no library, and so runs in every image.
 """

@@ -79,7 +79,7 @@ def test_an_interrupted_file_is_not_there(tmp_path: Path) -> None:
     assert path.read_text() == "whole\n"
 
 
-def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_of_another_process_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
 
     def overtaken() -> None:

@@ -116,7 +116,7 @@ async def test_init_program_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", ["gone", "none"])
-def test_init_program_ends_where_nobody_reads_that_it_is_ready(tmp_path: Path, reader: str) -> None:
+def test_init_program_ends_where_no_process_reads_that_it_is_ready(tmp_path: Path, reader: str) -> None:
     """Also as the first process of a namespace, to which the kernel sends no SIGPIPE."""
     path = tmp_path / "init"
     path.write_bytes(init_program(platform.machine()))

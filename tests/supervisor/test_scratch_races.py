@@ -67,7 +67,7 @@ def test_what_another_guard_removes_at_the_same_time_is_passed_over(
     assert not left.path.exists()
 
 
-def test_what_was_removed_is_told(tmp_path: Path) -> None:
+def test_what_was_removed_is_returned(tmp_path: Path) -> None:
     left = scratch(tmp_path, attempt=1, role="env")
     left.prepare()
     (left.path / "deep").mkdir()
