@@ -111,7 +111,10 @@ def _kill(directory: Path) -> None:
     found = [process for pid in _pids(directory) if (process := read_process(pid)) is not None]
     # a process that was read after the one of this number had ended is in no such group
     left = _pids(directory)
-    send_signal([process for process in found if process.pid in left], signal.SIGKILL)
+    for process in found:
+        if process.pid in left:
+            with contextlib.suppress(PermissionError):  # the group stays
+                send_signal([process], signal.SIGKILL)
 
 
 def _pids(directory: Path) -> set[int]:

@@ -21,7 +21,7 @@ from process_words import words_of
 from sandbox_groups import groups_of
 from sandbox_lab import PACKAGES, USER, living, mark, skip_without_bubblewrap, until, user_python, with_argument
 
-from hpcrl.processes.left_groups import CGROUP_ROOT, own_v1, remove_group_soon, remove_left_groups
+from hpcrl.processes.left_groups import CGROUP_ROOT, own_v1, remove_group_soon, remove_left, remove_left_groups
 from hpcrl.sandboxes import Sandbox, SandboxLostError
 from hpcrl.sandboxes.client import SandboxClient, SandboxDaemon
 
@@ -229,8 +229,23 @@ async def test_processes_in_a_group_of_a_killed_daemon(other: bool) -> None:
             remove_group_soon(group)
 
 
+def test_a_process_that_may_not_be_killed_keeps_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of another user: the next daemon makes its own groups all the same."""
+
+    def refused(processes: object, number: int) -> None:
+        raise PermissionError(number)
+
+    monkeypatch.setattr("hpcrl.processes.left_groups.send_signal", refused)
+    group = tmp_path / f"hpcrl-sandboxd-{os.stat('/proc/self/ns/pid').st_ino}-4194305-7"
+    group.mkdir()
+    (group / "cgroup.procs").write_text(f"{os.getpid()}\n")
+    remove_left(tmp_path)
+    assert group.exists()
+
+
 async def test_signals_to_a_group(daemon: SandboxDaemon, host: SandboxClient) -> None:
     """The spawner leaves it to the daemon what they mean, and programs do not inherit that."""
+    await host.start()  # it has come so far as to ignore them
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         spawner(psutil.Process(daemon.pid)).send_signal(number)
     sandbox = await host.start()

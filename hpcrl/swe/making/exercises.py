@@ -105,8 +105,7 @@ def _split(number: int) -> Literal["heldout", "train"]:
 def _most(choices: Sequence[int]) -> int:
     """Return the maximum number of tasks, of which each package has an equal share, the first ones one more."""
     least = min(choices)
-    more = next((number for number, count in enumerate(choices) if count == least), 0)
-    return least * len(choices) + more
+    return least * len(choices) + choices.index(least)
 
 
 def _write(
