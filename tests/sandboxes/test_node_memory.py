@@ -12,9 +12,10 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from patience import patience
-from sandbox_lab import PACKAGES, USER, paths, skip_without_bubblewrap, user_python
+from sandbox_lab import PACKAGES, USER, living, paths, skip_without_bubblewrap, until, user_python
 
 from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.processes.left_groups import CGROUP_ROOT, group_name, own_v1, own_v2
@@ -23,6 +24,7 @@ from hpcrl.sandboxes.cgroups import CgroupTree, SandboxCgroup
 from hpcrl.sandboxes.client import SandboxClient, SandboxDaemon
 from hpcrl.sandboxes.interface import MIB
 from hpcrl.sandboxes.node_memory import NodeMemory
+from hpcrl.sandboxes.watcher import INTERVAL_S
 
 SUM = 128 * MIB
 LIMITS = SandboxLimits(memory_bytes=96 * MIB, disk_bytes=90 * MIB, file_bytes=90 * MIB)
@@ -52,8 +54,17 @@ async def hosts(daemons: list[SandboxDaemon]) -> AsyncIterator[list[SandboxClien
     """A client of each; their sandboxes end with the test."""
     clients = [await SandboxClient.connect(each.directory) for each in daemons]
     yield clients
+    started = [box for each in daemons for box in psutil.Process(each.pid).children(recursive=True) if is_box(box)]
     for each in clients:
         await each.close()
+    await until(lambda: not living(started), what="sandboxes are left")
+    await asyncio.sleep(2 * INTERVAL_S)  # until the other daemon knows it
+
+
+def is_box(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.name() in (".init", "bwrap")
+    return False
 
 
 async def hold(sandbox: Sandbox, mebibytes: int) -> asyncio.Task[object]:
@@ -240,6 +251,7 @@ def test_a_daemon_that_was_killed_does_not_count(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from hpcrl.sandboxes.node_memory import NodeMemory
+from hpcrl.sandboxes.watcher import INTERVAL_S
 memory = NodeMemory(320, "a" * 32, base=Path(sys.argv[1]))
 memory.publish(200, 200)
 print("ready", flush=True)
