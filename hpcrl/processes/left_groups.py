@@ -78,17 +78,15 @@ def remove_left(place: Path, deadline: float | None = None) -> None:
         found = _GROUP.fullmatch(directory.name)
         if found is None or is_alive(int(found[2]), int(found[3])):
             continue
-        ours = found[1] == _pid_namespace()
-        while not remove_group(directory) and time.monotonic() < deadline:
-            if ours:
-                _kill(directory)
-            time.sleep(0.02)
+        remove_group_soon(directory, deadline, kill=found[1] == _pid_namespace())
 
 
-def remove_group_soon(directory: Path) -> None:
-    """Remove a group whose processes are ending."""
-    deadline = time.monotonic() + _REMOVE_S
+def remove_group_soon(directory: Path, deadline: float | None = None, *, kill: bool = False) -> None:
+    """Remove a group whose processes are ending; ``kill`` ends them."""
+    deadline = time.monotonic() + _REMOVE_S if deadline is None else deadline
     while not remove_group(directory) and time.monotonic() < deadline:
+        if kill:
+            _kill(directory)
         time.sleep(0.02)
 
 

@@ -103,6 +103,15 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
+def boxes(daemon: psutil.Process) -> list[str]:
+    """Return the names of the processes that make sandboxes of a daemon, and keep them."""
+    found = []
+    for each in daemon.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found.append(each.name())
+    return [name for name in found if name in ("bwrap", ".init")]
+
+
 def with_argument(word: str) -> list[psutil.Process]:
     """Return processes of the node that have a word in their command line."""
     found = []

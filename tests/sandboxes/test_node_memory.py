@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import patience
-from sandbox_lab import PACKAGES, USER, living, paths, skip_without_bubblewrap, until, user_python
+from sandbox_lab import PACKAGES, USER, boxes, paths, skip_without_bubblewrap, until, user_python
 
 from hpcrl.processes.environment_marks import SANDBOX_MEMORY_VARIABLE
 from hpcrl.processes.left_groups import CGROUP_ROOT, group_name, own_v1, own_v2
@@ -54,17 +54,10 @@ async def hosts(daemons: list[SandboxDaemon]) -> AsyncIterator[list[SandboxClien
     """A client of each; their sandboxes end with the test."""
     clients = [await SandboxClient.connect(each.directory) for each in daemons]
     yield clients
-    started = [box for each in daemons for box in psutil.Process(each.pid).children(recursive=True) if is_box(box)]
     for each in clients:
         await each.close()
-    await until(lambda: not living(started), what="sandboxes are left")
+    await until(lambda: not any(boxes(psutil.Process(each.pid)) for each in daemons), what="sandboxes are left")
     await asyncio.sleep(2 * INTERVAL_S)  # until the other daemon knows it
-
-
-def is_box(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.name() in (".init", "bwrap")
-    return False
 
 
 async def hold(sandbox: Sandbox, mebibytes: int) -> asyncio.Task[object]:

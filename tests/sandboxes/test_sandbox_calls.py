@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sandbox_lab import SMALL, mark, python, skip_without_bubblewrap, until, with_argument
+from sandbox_lab import SMALL, boxes, mark, python, skip_without_bubblewrap, until, with_argument
 
 from hpcrl.sandboxes import (
     ExecResult,
@@ -299,14 +298,6 @@ async def test_giving_up_starts(daemon: SandboxDaemon) -> None:
             assert isinstance(found, asyncio.CancelledError)
     await until(lambda: not boxes(process), what="sandboxes are left")
     await host.close()
-
-
-def boxes(daemon: psutil.Process) -> list[str]:
-    found = []
-    for each in daemon.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found.append(each.name())
-    return [name for name in found if name in ("bwrap", ".init")]
 
 
 async def test_many_at_once(host: SandboxClient) -> None:

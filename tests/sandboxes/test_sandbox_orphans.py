@@ -162,9 +162,9 @@ async def test_groups_of_a_killed_daemon(who: dict[str, object]) -> None:
 
 
 async def test_killing_all_that_starts_sandboxes_at_once() -> None:
-    """As with a node's processes, at any moment of a start: whoever looks at the node next ends what is left.
+    """As with a node's processes, at any moment of a start: the next guard or daemon ends what is left.
 
-    bubblewrap's child waits for it where it was killed early, and says to nobody that it is ready where it was late.
+    bubblewrap's child waits for it where it was killed early, and has no reader of its word where it was killed late.
     """
     skip_without_bubblewrap()
     skip_without_groups()
