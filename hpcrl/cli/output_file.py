@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,22 +30,3 @@ def output_file(given: _P) -> _P:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UsageError(f"{directory}: permission denied\n    hint: name a file in a directory of yours")
     return type(given)(path)
-
-
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Give a file to write that gets the name ``path`` at the end, and is removed where that is not reached.
-
-    Raises
-    ------
-    FileExistsError
-        Something of the name was made meanwhile; it stays as it is.
-    """
-    from hpcrl.storage import lost_replies
-
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        lost_replies.link(part, path)
-    finally:
-        part.unlink(missing_ok=True)

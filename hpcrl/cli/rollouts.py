@@ -12,7 +12,7 @@ import typer
 from hpcrl.cli.conversations import print_pieces
 from hpcrl.cli.options import JsonOption
 from hpcrl.cli.output import json_text, say, table_console
-from hpcrl.cli.output_file import output_file, written_whole
+from hpcrl.cli.output_file import output_file
 from hpcrl.cli.selection import OptionalRunArgument, RunArgument, RunsRootOption, find
 
 if TYPE_CHECKING:
@@ -293,6 +293,7 @@ def rollouts_export(
     from hpcrl.errors import UsageError
     from hpcrl.runs.views.rollout_export import RolloutExport, json_pieces, routed_layout
     from hpcrl.runs.views.rollouts import choose_rollouts, read_ledger
+    from hpcrl.storage.files import written_whole
 
     if form is None:
         form = Format.PARQUET if output.suffix == ".parquet" else Format.JSONL

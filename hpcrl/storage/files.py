@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +100,23 @@ def atomic_create(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     fsync_dir(path.parent)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a file to write that gets the name ``path`` at the end, and is removed where that is not reached.
+
+    Raises
+    ------
+    FileExistsError
+        Something of the name was made meanwhile; it stays as it is.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        lost_replies.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def open_log(path: Path) -> int:

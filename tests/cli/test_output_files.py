@@ -10,8 +10,9 @@ import pytest
 import typer
 
 from hpcrl.cli.main import app, main
-from hpcrl.cli.output_file import output_file, written_whole
+from hpcrl.cli.output_file import output_file
 from hpcrl.errors import UsageError
+from hpcrl.storage.files import written_whole
 
 MAKE_THEIR_DIRECTORY = {("cluster", "init"), ("site", "bundle")}
 

@@ -19,7 +19,7 @@ from hpcrl.runs.metrics_files import metrics_parts
 from hpcrl.runs.rundir import RunDir
 from hpcrl.runs.sharing.secret_scan import SecretScan
 from hpcrl.runs.views.diagnosis import diagnose, diagnosis_document
-from hpcrl.storage import lost_replies
+from hpcrl.storage.files import written_whole
 from hpcrl.storage.sealed_files import content_from, sealed_path
 
 BUNDLE_SCHEMA = "hpcrl.bundle/1"
@@ -96,8 +96,7 @@ def write_run_bundle(
         raise UsageError(f"{output} exists\n    hint: name another file with -o")
     scan = SecretScan.of_run(run)
     left_out, redacted, written, total = list[str](), dict[str, list[str]](), list[str](), 0
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
+    with written_whole(output) as temporary:  # replaces nothing
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with (
             os.fdopen(fd, "wb") as raw,
@@ -124,9 +123,6 @@ def write_run_bundle(
                 "redacted": redacted,
             }
             _add(tar, f"{run.name}/MANIFEST.json", json.dumps(manifest, indent=2).encode())
-        lost_replies.link(temporary, output)  # replaces nothing
-    finally:
-        temporary.unlink(missing_ok=True)
     return Bundled(output, len(written) + 1, output.stat().st_size, left_out, redacted)
 
 
