@@ -20,7 +20,17 @@ def _refuse(*_: object) -> NoReturn:
     raise UnusableValueError
 
 
-class _Unusable:
+class _RefusesFields(type):
+    """Class of the stand-in's class: rules also ask a value's class, for ``model_fields`` of a section."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        # Python asks for names of its own, and does without those that are absent
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnusableValueError
+
+
+class _Unusable(metaclass=_RefusesFields):
     """A value of which only ``is`` tells something: any other use raises UnusableValueError."""
 
     __slots__ = ()
