@@ -8,13 +8,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from start_models import write_tiny_model
+from value_paths import paths_of
 
 from hpcrl.cli.main import main
 from hpcrl.config.load import load_cluster, load_recipe
@@ -46,17 +47,6 @@ ODD = (
 )
 STARTS = ("quickstart", "quickstart_colocated", "quickstart_lora", "qwen3_30b_a3b", "glm5_swe", "low_memory")
 SITES = ("local", "h200-28", "devcluster", "roce-h100", "pyxis-site")
-
-
-def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield (*path, key)
-            yield from paths_of(item, (*path, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield (*path, index)
-            yield from paths_of(item, (*path, index))
 
 
 def mutated(tree: dict[str, Any], rng: random.Random) -> str:

@@ -244,7 +244,6 @@ def test_a_daemon_that_was_killed_does_not_count(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from hpcrl.sandboxes.node_memory import NodeMemory
-from hpcrl.sandboxes.watcher import INTERVAL_S
 memory = NodeMemory(320, "a" * 32, base=Path(sys.argv[1]))
 memory.publish(200, 200)
 print("ready", flush=True)

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from value_paths import paths_of
 
 from hpcrl.config.load import load_cluster, load_recipe
 from hpcrl.config.resources import list_clusters, list_recipes
 from hpcrl.config.rules.table import RULES, SITE_RULES
 from hpcrl.config.unusable_values import UNUSABLE, UnusableValueError, usable_findings, with_unusable
 
-Path = tuple[str | int, ...]
 
-
-def paths_of(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Every value of a configuration, sections too."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, BaseModel):
-        items = ((name, getattr(value, name)) for name in type(value).model_fields)
-    elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = enumerate(value)
-    for key, item in items:
-        yield (*path, key)
-        yield from paths_of(item, (*path, key))
-
-
-def check_all(rules: Iterable[Any], damaged: Iterable[tuple[Path, tuple[BaseModel, ...]]]) -> None:
+def check_all(rules: Iterable[Any], damaged: Iterable[tuple[tuple[Any, ...], tuple[BaseModel, ...]]]) -> None:
     count = 0
     for path, configurations in damaged:
         for rule in rules:
@@ -47,14 +32,15 @@ def check_all(rules: Iterable[Any], damaged: Iterable[tuple[Path, tuple[BaseMode
 def test_no_rule_fails_where_one_value_of_a_recipe_is_unusable(name: str) -> None:
     recipe = load_recipe(name).value
     site = load_cluster("h200-28" if recipe.trainer.nodes > 1 or recipe.engine.nodes > 1 else "local").value
-    check_all(RULES, ((path, (with_unusable(recipe, path), site)) for path in paths_of(recipe)))
+    paths = paths_of(recipe.model_dump(mode="json"))
+    check_all(RULES, ((path, (with_unusable(recipe, path), site)) for path in paths))
 
 
 @pytest.mark.parametrize("name", sorted(list_clusters()))
 def test_no_rule_fails_where_one_value_of_a_profile_is_unusable(name: str) -> None:
     site = load_cluster(name).value
     recipe = load_recipe("quickstart" if site.kind == "local" else "glm5_swe").value
-    damaged = [(path, with_unusable(site, path)) for path in paths_of(site)]
+    damaged = [(path, with_unusable(site, path)) for path in paths_of(site.model_dump(mode="json"))]
     check_all(SITE_RULES, ((path, (place,)) for path, place in damaged))
     check_all(RULES, ((path, (recipe, place)) for path, place in damaged))
 
